@@ -20,12 +20,13 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 
 SLACK = 0.02
-"""Share by which the slowest stage may exceed the optimum if fewer bytes move that way."""
+"""Fraction by which the slowest stage may exceed the optimum if fewer bytes move that way."""
 Shape = Literal["boundaries", "any"]
-"""Freedom of the search: boundaries alone, or also the number of stages and data ranks of the same members, and shares.
+"""Freedom of the search: "boundaries" keeps the number of stages and data ranks, "any" may change both, and also the
+shares of samples.
 """
 MoveTo = Callable[[Layout, tuple[int, ...]], "MoveCost | None"]
-"""Callback that returns the cost of moving to a layout without some ranks, by number; None if a switch refuses it."""
+"""Callback that returns the cost of moving to a layout without the given ranks; None if a switch would be refused."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,11 @@ class MoveCost:
 class Advice:
     """The present and the proposed layout, the predicted step time of each, and whether a move pays. `print` shows it.
 
-    move: the cost of getting to the proposed layout. decision: the answer, with its arithmetic. without: slow ranks
-    that would be let go. The proposed layout is the present one where nothing better is known.
+    move: the cost of moving to the proposed layout.
+    decision: the answer, with its arithmetic.
+    without: the slow ranks that would leave the layout.
+
+    The proposed layout is the present one if nothing better is known.
     """
 
     present: Layout
@@ -54,7 +58,7 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """Share of the present step that is predicted to be saved."""
+        """Predicted saving, as a fraction of the present step."""
         present = self.present_time.seconds
         return 1 - self.proposed_time.seconds / present if present else 0.0
 
@@ -69,7 +73,7 @@ class Advice:
         return "\n".join([*rows, f"{move}; {self.decision.why}"])
 
     def _row(self, name: str, layout: Layout, time: StepTime) -> str:
-        """Format one line; of a layout only the boundaries if nothing else differs."""
+        """Format one line about a layout; only its boundaries if nothing else differs between the two layouts."""
         what = str(layout)
         if self.present.pipe > 1 and self.proposed == self.present.replace(boundaries=self.proposed.boundaries):
             what = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
@@ -81,10 +85,17 @@ class Advice:
 class Situation:
     """The present state of training, for which `advise` answers.
 
-    present: the layout, with its boundaries. accumulation: returns the number of micro-batches that a layout makes of a
-    global batch. history: earlier decisions. memory_bytes: bytes of one member. slow: ranks that count as slow; only
-    these keep their measured speed. spares: number of idle members, who could take the place of slow ones.
-    step_seconds: measured seconds of a step; 0 if none was measured. pipeline: whether the model is a PipelineModule.
+    present: the layout, with its boundaries.
+    accumulation: returns the number of micro-batches into which a layout cuts a global batch.
+    step: the present step.
+    history: the earlier decisions.
+    rules: the `balance` block of the configuration.
+    memory_bytes: the memory of one member, in bytes.
+    shape: the changes that may be proposed.
+    slow: the ranks that count as slow; only these keep their measured speed.
+    spares: the number of idle members, which could take the place of slow ones.
+    step_seconds: the measured seconds of a step; 0 if none was measured.
+    pipeline: whether the model is a PipelineModule.
     """
 
     present: Layout
@@ -100,7 +111,7 @@ class Situation:
     pipeline: bool = True
 
     def deal(self, profile: Profile) -> Deal:
-        """Return the deal of the present layout."""
+        """Return the deal of the present layout: how it divides the samples of a global batch."""
         return Deal.of(profile, self.present, self.accumulation(self.present), self.pipeline)
 
     def speeds(self, profile: Profile) -> tuple[float, ...]:
@@ -111,8 +122,10 @@ class Situation:
 def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     """Return the best layout among the allowed shapes, and whether to move to it.
 
-    A slow member is answered by the best of other boundaries, other shares, and letting it go. LayoutError if nothing
-    fits into the memory.
+    If a member is slow, the best of three answers is proposed: other boundaries, other shares, or a layout without it.
+    Raises LayoutError if nothing fits into the memory.
+
+    move_to: returns the cost of a move.
     """
     profile = replace(profile, speeds=at.speeds(profile))
     now = step_time(profile, at.present, at.deal(profile), profile.speeds)
@@ -130,14 +143,14 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
 
 
 def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
-    """Return the best of the layouts that all present members may form."""
+    """Return the best layout of all present members."""
     present = at.present
 
     def is_other(layout: Layout, deal: Deal) -> bool:
         if layout == present:
             return False
         is_of_shape = at.shape == "any" or layout.data == present.data
-        may_share = at.shape == "any" or at.slow or present.shares  # no longer slow: samples go back
+        may_share = at.shape == "any" or at.slow or present.shares  # if no rank is slow any more, samples go back
         has_new_shares = layout.shares != present.shares and not may_share
         is_same_size = layout.world_size == present.world_size
         return not is_same_size or not is_of_shape or has_new_shares or move_to(layout, ()) is None
@@ -146,9 +159,9 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
 
 
 def _without(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout | None:
-    """Return the best layout that the other members may form without the slow ones; None if there is none.
+    """Return the best layout that can be formed without the slow members; None if there is none.
 
-    Idle members may take the places of the slow ones, but no further places.
+    Idle members may take the places of the slow ones, but the layout does not grow.
     """
     gone = tuple(sorted(at.slow))
     rest = tuple(speed for rank, speed in enumerate(profile.speeds) if rank not in at.slow) + (1.0,) * at.spares
@@ -183,9 +196,9 @@ def _search(at: Situation) -> Search:
 
 
 def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> float:
-    """Return the standard error of the difference of two predicted steps.
+    """Return the standard error of the difference between two predicted steps.
 
-    Only layers count that are on the slowest stage of exactly one of the two.
+    Only layers that are on the slowest stage of exactly one of the two layouts contribute.
     """
     both = [_slowest(profile, layout) for layout in (present, target)]
     errors = [profile.seconds(name) for name in ("forward_error", "backward_error")]
@@ -195,7 +208,7 @@ def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> flo
 
 
 def _slowest(profile: Profile, layout: Layout) -> Bools:
-    """Return [layers], whether a layer is on the stage that computes the longest."""
+    """Return [layers], whether each layer is on the stage that computes the longest."""
     seconds = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
     cut: Sequence[int] = layout.boundaries or (0, len(profile.layers))
     start, stop = max(itertools.pairwise(cut), key=lambda each: float(seconds[each[0] : each[1]].sum()))

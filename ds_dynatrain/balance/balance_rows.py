@@ -1,4 +1,4 @@
-"""The row on timing layers and members (`dynatrain.balance`)."""
+"""The row of the table of features for timing layers and members (`dynatrain.balance`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The balancer of a job: times layers in windows, gives all members one profile of them, and proposes or makes moves.
+"""The balancer of a job: it times layers in windows, merges the timings of all members into one profile, and proposes
+or makes moves.
 
-All members pass the same steps and open windows at the same ones. Each sends its timings to the first member of the
-world, which merges them with the windows before and decides. Every member uses its answer, also members that have just
-joined.
+All members pass the same steps and open their windows at the same ones. At the end of a window each member sends its
+timings to the first member of the world, which merges them with the earlier windows and decides. All members use its
+answer, including those that have just joined.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ CAUSE = "balance"
 
 
 class Acting:
-    """This engine's part in carrying out the course, which is the same on all working members: all ask at the same
-    step.
+    """The part of one engine in making the moves that the course decides on.
+
+    The course is the same on all working members, so all of them ask for a switch at the same step.
     """
 
     def __init__(self, engine: EngineParts, course: Course) -> None:
@@ -46,12 +48,12 @@ class Acting:
         self._asked: tuple[WantedMove, PendingSwitch, Layout] | None = None
         """The move under way: the wanted move, its switch, and the layout before it."""
         self._open: SwitchEvent | None = None
-        """The event of the move that waits for its judgement."""
+        """The event of the move that has not been judged yet."""
         engine.switcher.listeners.append(self._note_switch)
 
     @property
     def is_open(self) -> bool:
-        """Whether a move waits to be judged, or to be made."""
+        """Whether a move is under way, not judged yet, or put off until enough steps are measured."""
         return self._asked is not None or self.course.history.open is not None or self.course.needs_steps
 
     def follow(self, course: Course, present: Layout) -> None:
@@ -83,7 +85,7 @@ class Acting:
         if self._asked is None:
             return
         event = self._asked[1].event
-        if event is not None:  # a committed one has gone through `_note_switch`
+        if event is not None:  # a committed switch has gone through `_note_switch`
             self._asked = None
             self._put_off(event.reason)
 
@@ -93,7 +95,7 @@ class Acting:
             logger.info("balance: nothing moves for now: %s", reason)
 
     def _note_switch(self, event: SwitchEvent) -> None:
-        """Note a committed switch; one that was asked for elsewhere leaves no move to judge."""
+        """Record a committed switch. If it is not the balancer's own move, the last move can no longer be judged."""
         if self._asked is None or event.generation != self._asked[1].generation:
             self._open, self.course = None, self.course.overtaken()
             return
@@ -102,9 +104,12 @@ class Acting:
 
 
 SETTLING = 2
-"""Steps that are not timed after a change of members or layout, or a load of state: the first to touch new memory."""
+"""Number of steps that are not timed after a change of members or layout, or after a load of state, since the first
+steps touch new memory.
+"""
 ASSUMED_PAUSE_SECONDS = 0.5
-"""Seconds that a switch is assumed to take besides its bytes, until one was made."""
+"""Seconds that a switch is assumed to take in addition to the transfer of its bytes, until a switch has been measured.
+"""
 
 
 class Balancer:
@@ -125,19 +130,19 @@ class Balancer:
         self._timer: Timer | None = None
         self._steps, self._began = StepSeconds(), 0.0
         self._step_seconds = 0.0
-        """Seconds of a step on the slowest member, as of the last window; the same on all."""
+        """Seconds of a step on the slowest member, as of the last window; the same on all members."""
         self._shared: Session | None = None
-        """The session in which rows were shared last."""
+        """The session of the last window, in which the timings were exchanged."""
         self._left = self._opened = 0
-        """Steps left of the open window, and the step at which it was due."""
+        """Number of steps left in the open window, and the step at which it was due."""
         self._at: tuple[str, int] = ("", 0)
-        """The segment of training, and how often the set of trained parameters has changed."""
+        """The segment of training, and how often the set of trained parameters had changed, at the last step."""
         self._settled = self._next = 0
         """The first step that may be timed, and the step at which the next window is due."""
         self._are_new = False
-        """Whether costs are known to differ from those of the windows so far."""
+        """Whether costs are already known to differ from those of the earlier windows."""
         self._noted: tuple[str, int] = ("", 0)
-        """The place of the last call of `note`, and the number of calls there."""
+        """The segment and micro-step of the last call of `note`, and the number of calls there."""
         engine.switcher.listeners.append(self._note_switch)
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
@@ -287,18 +292,18 @@ class Balancer:
         timer, self._timer = self._timer, None
         try:
             course = self._share(timer.times())
-        except WorldChanged as error:  # training finds it as well
+        except WorldChanged as error:  # training will raise it as well
             logger.debug("balance: the window of step %d is lost: %s", engine.global_steps, error)
             return
         self._acting.follow(course, self._model.present)
         self._next = self._opened + self._interval()
 
     def _interval(self) -> int:
-        """Return the steps from the start of a window to that of the next, the same on all members: they share one
-        course.
+        """Return the number of steps from the start of a window to that of the next one.
 
-        The next window comes soon while a move waits for its judgement or the last window is in doubt; with
-        `slow_ratio` it comes often enough to notice a slow member in time.
+        It is the same on all members, since they share one course. The next window comes soon while a move has not been
+        judged or the last window is in doubt; with `slow_ratio` windows are frequent enough to notice a slow member in
+        time.
         """
         settings = self._settings
         limits = [settings.every_steps]
@@ -309,7 +314,7 @@ class Balancer:
         return max(settings.window_steps, min(limits))
 
     def _share(self, times: StageTimes) -> Course:
-        """Collect the timings of all members, and return the course that is decided from them."""
+        """Collect the timings of all members, and return the course that the first member decides on."""
         engine, steps = self._engine, self._engine.global_steps
         newest = self._steps.measured(self._steps_if_changed(steps))
         beside = tuple(getattr(times, name) for name in BESIDE)
@@ -330,10 +335,11 @@ class Balancer:
         return found.course
 
     def _steps_if_changed(self, step: int) -> int:
-        """Return how many steps have the new costs if a window that ends now says so: those since the doubted one
-        began.
+        """Return the number of steps that already have the new costs if the window ending at this step confirms a
+        change.
 
-        The doubted window may be of a later step, since loading a checkpoint goes back in steps.
+        These are the steps since the doubted window began. That window may be at a later step, since loading a
+        checkpoint goes back in steps.
         """
         doubted = None if self._averaged is None else self._averaged.doubted
         return self._settings.window_steps + (0 if doubted is None else max(0, step - doubted.step))
@@ -344,7 +350,7 @@ class Balancer:
         return averaged.profile(self._model.layers(), source)
 
     def _joined(self, step: int, said: dict[str, Any]) -> Any:
-        """Continue the first member's history with the timings of all ranks; called on that member alone."""
+        """Merge the timings of all ranks into the history, and decide; called on the first member alone."""
         engine, settings = self._engine, self._settings
         timed = {int(rank): from_record(_Timed, each) for rank, each in said.items()}
         rows, beside = {rank: each.rows for rank, each in timed.items()}, [each.beside for each in timed.values()]
@@ -368,7 +374,13 @@ class Balancer:
 
 @dataclass(frozen=True, eq=False)
 class _Timed:
-    """A rank's message about a window. steps: all that it remembers; newest: those that have the new costs."""
+    """The message of one rank at the end of a window.
+
+    rows: the timings of its layers.
+    beside: the values of `profile.BESIDE`, times outside the layers.
+    steps: seconds of a step, over all steps that the rank remembers.
+    newest: seconds of a step, over the steps that have the new costs if costs have changed.
+    """
 
     rows: Rows
     beside: tuple[float, ...]
@@ -378,7 +390,14 @@ class _Timed:
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """The first member's answer about a window, for all. has_changed: whether costs have changed since the last one."""
+    """The first member's answer at the end of a window, sent to all members.
+
+    averaged: the mean over windows.
+    pause: the model of a switch's pause.
+    course: the moves decided on.
+    step_seconds: seconds of a step on the slowest member.
+    has_changed: whether costs have changed since the previous window.
+    """
 
     averaged: Averaged
     pause: Pause

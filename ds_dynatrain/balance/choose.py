@@ -1,11 +1,11 @@
-"""A search over all layouts that fit the members and their memory, ranked by predicted seconds of a step, best first.
+"""A search over all layouts that fit the members and their memory, ranked by predicted seconds per step, fastest first.
 
-Pipe, data, ZeRO stage and the number of micro-batches are tried in every combination; other axes stay as they are. For
-each combination `partition` finds the boundaries; without stages, slow members get smaller shares of the samples. A
-layout may leave members idle, and wins if it is faster that way. Layouts whose lower bound shows that they cannot be
-among the best are skipped: their passes alone take too long.
+The search tries every combination of pipeline stages, data ranks, ZeRO stage and number of micro-batches; other axes
+stay as they are. For each combination `partition` finds the boundaries; without pipeline stages, slow members get
+smaller shares of the samples. A layout may leave members idle, and wins if it is faster that way. A layout is skipped
+if the lower bound of its passes already exceeds the best layouts found.
 
-Everything is a function of its arguments, ties included, so all members get the same answer.
+All results depend on the arguments alone, even the order of ties, so all members get the same answer.
 """
 
 from __future__ import annotations
@@ -28,33 +28,39 @@ from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.space.zero import group_size
 
 _ROUNDING = 1 - 1e-9
-"""Factor that keeps bounds below tight values: sums of the same numbers in another order differ in their last digits.
+"""Factor that keeps lower bounds just below the exact value, since the same numbers summed in another order differ in
+the last digits.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """Lower bounds of the seconds of a step's passes, whatever the boundaries. speeds: of all members."""
+    """Lower bounds of the seconds that the passes of a step take, whatever the boundaries. speeds: the speed of each
+    member.
+    """
 
     profile: Profile
     speeds: Sequence[float]
 
     def of_size(self, pipe: int, data: int) -> float:
-        """Return the bound of every layout with this number of stages and data ranks.
+        """Return the lower bound for all layouts with this number of stages and data ranks.
 
-        It is the larger of the members' time together, and of the largest layer with the mean share of samples.
+        It is the larger of two times: all work spread over the fastest members, and the largest layer on the fastest
+        member with the mean share of samples.
         """
         batch = self.profile.train_batch_size / self.profile.micro_batch_size
         together = self._passes.sum() / self._fastest[pipe * data - 1]
         return float(batch * max(together, self._passes.max() / data / self._fastest[0])) * _ROUNDING
 
     def of(self, layout: Layout, deal: Deal, pace: Floats) -> float:
-        """Return the bound of one layout: stages share the layers, one has the largest, and a pipeline fills and
-        empties.
+        """Return the lower bound for one layout: stages share the layers, one of them has the largest layer, and a
+        pipeline fills and empties.
 
-        pace: [stages, data], speeds at each place. Stage s begins after those before it, which end after it if a
-        gradient comes back to them. Of all loads with n l_s + l_0 + ... + l_(s-1) <= T for n micro-batches and each s,
-        those with the largest sum have equality throughout: T (1 - (1 - 1/n)^stages).
+        pace: [stages, data], the speed of each stage at each data index.
+
+        Stage s begins after the stages before it, and they end after it if a gradient comes back to them. For n
+        micro-batches the loads l satisfy n l_s + l_0 + ... + l_(s-1) <= T for each s; the largest possible sum has
+        equality throughout, and is T (1 - (1 - 1/n)^stages).
         """
         samples, numbers = self._samples(deal), np.maximum(deal.counts, 1)
         filling = self._sums[-1] / (1 - (1 - 1 / numbers) ** layout.pipe) / numbers
@@ -63,10 +69,12 @@ class Bound:
         return float(np.maximum(alone, together).max()) * _ROUNDING
 
     def is_beyond(self, seconds: float, layout: Layout, deal: Deal, pace: Floats) -> bool:
-        """Return whether no boundaries make a step of so many seconds; a tighter test than `of`, and slower to compute.
+        """Return whether no boundaries allow a step of this many seconds; a tighter test than `of`, but slower to
+        compute.
 
-        Stage s of n micro-batches and the layers from k on is done n l_s + (l_0 + ... + l_(s-1)) after the start at the
-        least, which with sums S is n (S_stop - S_k) + S_k: each stage may reach as far as it can.
+        With n micro-batches, stage s finishes n l_s + (l_0 + ... + l_(s-1)) after the start at the earliest. If it
+        holds the layers from k up to stop, this is n (S_stop - S_k) + S_k, where S are cumulative sums over layers; so
+        each stage may greedily take as many layers as it can.
         """
         alone = self._samples(deal) / pace.max(axis=0)
         slowest = int(alone.argmax())
@@ -79,7 +87,7 @@ class Bound:
         return done < self._sums[-1]
 
     def _samples(self, deal: Deal) -> Floats:
-        """Return [data], samples in units of the timed micro-batch."""
+        """Return [data], the samples of each data index divided by the size of the timed micro-batch."""
         return np.array(deal.shares) / self.profile.micro_batch_size
 
     @cached_property
@@ -93,23 +101,24 @@ class Bound:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Seconds of the first 0, 1, ... layers, without backward passes that no stage waits for."""
+        """Seconds of the first 0, 1, ... layers, without the backward passes that no earlier layer waits for."""
         waits = np.logical_or.accumulate(self.profile.trained)
         backward = np.where(waits, self.profile.seconds("backward_seconds"), 0.0)
         return [0.0, *np.cumsum(self.profile.seconds("forward_seconds") + backward).tolist()]
 
 
 Refuses = Callable[[Layout, Deal], bool]
-"""Callback that returns whether a switch would refuse a layout with its boundaries."""
+"""Callback that returns whether a switch would refuse a layout and its deal (the division of samples)."""
 
 
 @dataclass(frozen=True)
 class Members:
     """The members among which layouts are chosen.
 
-    speeds: of each member. memory_bytes: bytes of each member, for the state, gradients and activations that
-    `peak_bytes` counts. are_placed: whether ranks follow the order of the members, whatever their speeds; else the
-    fastest come first.
+    speeds: the speed of each member.
+    memory_bytes: bytes that each member has for the state, gradients and activations that `peak_bytes` counts.
+    links: the costs of messages between members.
+    are_placed: whether ranks follow the order of the members, whatever their speeds; otherwise the fastest come first.
     """
 
     speeds: tuple[float, ...]
@@ -118,7 +127,7 @@ class Members:
     are_placed: bool = False
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for no member, a speed that is not above 0, or no memory."""
+        """Raise LayoutError if there are no members, if a speed is not above 0, or if the memory is below 1 byte."""
         if not self.speeds or not min(self.speeds) > 0:
             raise LayoutError(f"members with the speeds {list(self.speeds)}; give a number above 0 for each member")
         if self.memory_bytes < 1:
@@ -127,7 +136,7 @@ class Members:
             )
 
     def working(self, count: int) -> tuple[int, ...]:
-        """Return this many members by rank.
+        """Return the members that work if this many do, by rank.
 
         The fastest come first unless members are placed: slow ones then share a stage, which gets fewer layers.
         """
@@ -142,7 +151,7 @@ class Members:
 
     @cached_property
     def _in_order(self) -> Floats:
-        """Speeds in the order of `working`."""
+        """Speeds of all members, in the order of `working`."""
         return np.array([self.speeds[member] for member in self.working(len(self.speeds))])
 
     @cached_property
@@ -150,22 +159,26 @@ class Members:
         return tuple(sorted(range(len(self.speeds)), key=lambda member: (-self.speeds[member], member)))
 
     def pace(self, layout: Layout) -> Floats:
-        """Return [stages, data], the speed of the slowest member at each place."""
+        """Return [stages, data], the speed of the slowest member in each stage at each data index."""
         speeds = self._in_order[: layout.world_size]
         return np.asarray(speeds.reshape(layout.pipe, layout.data, -1).min(axis=2))
 
 
 @dataclass(frozen=True)
 class Search:
-    """The range of a search. pipes, zero_stages: None for all. micro_batches: their number on a data rank; None for
-    any.
+    """The range of a search.
 
-    least_micro_batch: samples; None for those that were timed, which are the upper limit in any case. The time of a
-    smaller one is scaled down in proportion, which is too optimistic once it is small. pipeline: whether the model is a
-    PipelineModule; others have no stages. slack: share by which the slowest stage may exceed the optimum to move fewer
-    bytes. horizon_steps: steps over which the cost of a switch is spread; None to ignore that cost. count: number of
-    answers. accumulation: returns the number of micro-batches that a job makes in a layout; replaces the numbers that
-    would be tried.
+    pipes: the numbers of pipeline stages to try; None to try all.
+    zero_stages: the ZeRO stages to try; None to try all.
+    micro_batches: the number of micro-batches on a data rank; None to try all.
+    least_micro_batch: the smallest size of a micro-batch, in samples; None for the timed size, which is the upper limit
+    in any case. The time of a smaller one is scaled down in proportion, which is too optimistic for very small ones.
+    pipeline: whether the model is a PipelineModule; other models have no stages.
+    slack: the fraction by which the slowest stage may exceed the optimum so that fewer bytes move.
+    horizon_steps: the number of steps over which the cost of a switch is spread; None to ignore that cost.
+    count: the number of layouts to return.
+    accumulation: a function that returns the number of micro-batches that a job makes in a layout; if given, only that
+    number is tried.
     """
 
     pipes: tuple[int, ...] | None = None
@@ -179,7 +192,7 @@ class Search:
     accumulation: Callable[[Layout], int] | None = None
 
     def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
-        """Yield a deal for each number of micro-batches that a layout may have."""
+        """Yield the possible deals (divisions of the samples) of a layout, one for each number of micro-batches."""
         if self.accumulation is not None:
             yield Deal.of(profile, layout, self.accumulation(layout), self.pipeline)
             return
@@ -193,7 +206,7 @@ class Search:
         yield from (Deal.of(profile, layout, number, False) for number in tried if number <= share)
 
     def _in_columns(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
-        """Yield deals of micro-batches of one size."""
+        """Yield the deals (divisions of the samples) of a layout in which all micro-batches have one size."""
         given, limit = (layout.data, layout.shares), profile.micro_batch_size
         if self.micro_batches is None:
             limits = range(min(self.least_micro_batch or limit, limit), limit + 1)
@@ -206,9 +219,12 @@ class Search:
 
 @dataclass(frozen=True)
 class FittingLayout:
-    """A layout that fits. members: by rank; members not listed are idle. peak_bytes: of the rank with the most.
+    """A layout that fits the members and their memory.
 
-    switch_seconds: seconds of the switch to this layout. seconds: of a step, with its part of the switch.
+    members: the member at each rank; members not listed are idle.
+    peak_bytes: the peak memory of the rank that needs the most.
+    switch_seconds: seconds that the switch to this layout takes.
+    seconds: seconds of a step, including its part of the switch.
     """
 
     layout: Layout
@@ -221,7 +237,7 @@ class FittingLayout:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sort key: the fastest first; among equals the one with fewer members, stages, and so on."""
+        """Sort key: faster layouts first; ties go to fewer members, then fewer stages, and so on."""
         layout = self.layout
         rest = (layout.world_size, layout.pipe, layout.zero_stage, self.deal.micro_batches, layout.boundaries)
         return (_rounded(self.seconds), *rest)
@@ -235,19 +251,22 @@ def choose(
     refused: Refuses = lambda layout, deal: False,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
 ) -> tuple[FittingLayout, ...]:
-    """Return the best layouts, best first; axes other than pipe and data are those of `present`, and moves start there.
+    """Return the best layouts, best first. Axes other than pipe and data stay as in `present`, the layout that moves
+    start from.
 
-    refused: says what a switch would refuse, besides the rules known here (`is_possible`). switch_seconds: of a switch
-    from `present`; not called for a layout equal to it. LayoutError if nothing fits, with the reason for the largest.
+    refused: returns whether a switch would refuse a layout for reasons not covered by `is_possible`.
+    switch_seconds: returns the seconds of a switch from `present` to a layout; not called for `present` itself.
+
+    Raises LayoutError if nothing fits, with the reason for the largest layout tried.
     """
     return _Choosing(profile, present, members, search or Search(), refused, switch_seconds).best()
 
 
 def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
-    """Return whether a layout can be trained.
+    """Return whether a layout can be trained with this deal.
 
-    A PipelineModule needs ZeRO stage 0 or 1, micro-batches of one size, and equally many on all ranks that share
-    experts.
+    A PipelineModule needs ZeRO stage 0 or 1, micro-batches of one size, and equally many of them on all ranks that
+    share experts.
     """
     if not pipeline:
         return layout.pipe == 1
@@ -255,7 +274,9 @@ def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
 
 
 def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -> Problem:
-    """Return the partition problem of a layout: seconds of a step on each stage, bytes on each of its ranks."""
+    """Return the partition problem of a layout: the seconds of a step on each stage, and the bytes on each stage's
+    ranks.
+    """
     passes = profile.forward_with_loading(layout.pipe) + profile.seconds("backward_seconds")
     stepped = np.where(profile.trained, profile.seconds("optimizer_seconds"), 0.0)
     samples = max(deal.shares) / profile.micro_batch_size
@@ -273,8 +294,12 @@ def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -
 
 @dataclass(frozen=True, order=True)
 class _Candidate:
-    """A layout to look into. seconds: the least that it takes. number: its place in the order of trials. layout:
-    without boundaries.
+    """A layout to examine.
+
+    seconds: the lower bound of its step.
+    number: its position in the order of trials.
+    layout: the layout without boundaries.
+    deal: the division of the samples.
     """
 
     seconds: float
@@ -285,9 +310,11 @@ class _Candidate:
 
 @dataclass(frozen=True, eq=False)
 class _Choosing:
-    """One search. reasons: why layouts do not fit, by number of members. seen: the layouts that were tried.
+    """One search, whose other fields are the arguments of `choose`.
 
-    dealt: by data ranks and shares.
+    reasons: the reason why layouts do not fit, by number of members.
+    seen: the layouts and deals tried so far.
+    dealt: the deals found so far, by number of data ranks and shares.
     """
 
     profile: Profile
@@ -320,8 +347,8 @@ class _Choosing:
         return tuple(found)
 
     def _in_order(self) -> Iterator[_Candidate]:
-        """Yield candidates, the least bound first; a number of stages and data ranks is expanded only when its turn
-        comes.
+        """Yield candidates in the order of their lower bounds. A pair of stages and data ranks is expanded only when
+        its own bound is reached.
         """
         known: list[_Candidate] = []
         sizes = sorted((self.bound.of_size(*size), number, size) for number, size in enumerate(self._sizes()))
@@ -337,7 +364,7 @@ class _Choosing:
             yield heapq.heappop(known)
 
     def _is_beyond(self, seconds: float, layout: Layout, deal: Deal) -> bool:
-        """Return whether no boundaries make a step of so many seconds."""
+        """Return whether no boundaries allow a step of this many seconds."""
         if self._may_be_dealt_again(layout):
             return False
         return self.bound.is_beyond(seconds, layout, deal, self.members.pace(layout))
@@ -346,7 +373,7 @@ class _Choosing:
         return layout.pipe > 1 and layout.data > 1 and not self.members.are_alike
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
-        """Yield pairs of a number of stages and a number of data ranks."""
+        """Yield pairs to try: the number of pipeline stages and the number of data ranks."""
         per_data = self.present.sequence * self.present.tensor
         most = min(len(self.members.speeds) // per_data, self.profile.train_batch_size * len(self.profile.layers))
         for pipe in self.search.pipes or range(1, min(most, len(self.profile.layers)) + 1):
@@ -355,7 +382,7 @@ class _Choosing:
                     yield pipe, data
 
     def _candidates(self, pipe: int, data: int) -> Iterator[tuple[Layout, Deal]]:
-        """Yield possible layouts, without boundaries, and their deals."""
+        """Yield the layouts that can be trained, without boundaries, each with its deal (division of the samples)."""
         for zero_stage in self.search.zero_stages or STAGES:
             layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
             for shared in self._shared(layout):
@@ -364,7 +391,9 @@ class _Choosing:
                         yield shared, deal
 
     def _deals(self, layout: Layout) -> tuple[Deal, ...]:
-        """Return the deals of a layout; without a job's own numbers they are the same for every number of stages."""
+        """Return the deals (divisions of the samples) of a layout. Unless the job sets the number of micro-batches
+        itself, they do not depend on the number of stages.
+        """
         if self.search.accumulation is not None:
             return tuple(self.search.deals(self.profile, layout))
         key = layout.data, layout.shares
@@ -373,8 +402,8 @@ class _Choosing:
         return self.dealt[key]
 
     def _shared(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with equal shares, with the present ones where they apply, and with those that suit the
-        members.
+        """Yield the layout with equal shares, with the present shares if they apply, and with shares that suit the
+        members' speeds.
         """
         even = layout if layout.shares is None else layout.replace(shares=None)
         found = {even: None, layout: None}
@@ -385,9 +414,9 @@ class _Choosing:
         yield from found
 
     def _fair(self, layout: Layout, deal: Deal) -> tuple[int, ...]:
-        """Return shares with which all data indices end at about the same time, if their stages have equal loads.
+        """Return shares with which all data indices finish at about the same time, if their stages have equal loads.
 
-        A pipeline is as fast as its slowest stage, once its first micro-batch has come through the others.
+        A pipeline is as fast as its slowest stage, once its first micro-batch has come through the other stages.
         """
         pace = self.members.pace(layout)
         slowest = pace.min(axis=0)
@@ -398,8 +427,8 @@ class _Choosing:
         return _samples(deal, counts)
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[FittingLayout]:
-        """Yield choices with the best boundaries, and with the present ones, which were found for other costs and may
-        not fit.
+        """Yield layouts that fit, with the best boundaries, and with the present ones, which were found for other costs
+        and may not fit.
         """
         found = {(layout.replace(boundaries=cut), deal): None for cut in self._boundaries(layout, deal)}
         for each, _ in [*found]:
@@ -419,8 +448,8 @@ class _Choosing:
             yield choice
 
     def _dealt_again(self, layout: Layout, deal: Deal) -> Iterator[tuple[Layout, Deal]]:
-        """Yield the layout with shares that suit these boundaries where members differ, then with boundaries that suit
-        those.
+        """Yield the layout with shares that suit its boundaries if members differ in speed, then with new boundaries
+        for those shares.
         """
         if not self._may_be_dealt_again(layout):
             return
@@ -438,7 +467,9 @@ class _Choosing:
                 yield from ((shared.replace(boundaries=cut), its) for cut in self._boundaries(shared, its))
 
     def _boundaries(self, layout: Layout, deal: Deal) -> tuple[tuple[int, ...] | None, ...]:
-        """Return the best boundaries, if any fit; a layout of one stage keeps those that it had."""
+        """Return a tuple with the best boundaries, empty if none fit. A layout of one stage keeps its present
+        boundaries.
+        """
         try:
             problem = problem_of(self.profile, layout, deal, self.members)
             cut = partition(problem, self.present.boundaries, self.search.slack).boundaries
@@ -476,5 +507,5 @@ def _samples(deal: Deal, counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rounded(seconds: float) -> float:
-    """Round seconds, so that values that differ only by the order of additions are equal."""
+    """Round seconds to 12 digits, so that values that differ only by the order of additions are equal."""
     return float(f"{seconds:.12g}")

@@ -55,12 +55,12 @@ class BalanceConfig(Block):
 
     @property
     def acts(self) -> bool:
-        """Whether layers move by themselves."""
+        """Whether layers move without being asked."""
         return self.mode == "act"
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:
-        """Raise ConfigError for a window that is longer than the time from one to the next."""
+        """Raise ConfigError if a window is longer than the interval between windows."""
         if self.window_steps > self.every_steps:
             raise ConfigError(
                 f"{BLOCK}.balance.window_steps: {self.window_steps} steps are to be timed of every "

@@ -1,16 +1,17 @@
-"""Seconds of one step of a layout, from a profile: the schedule of a pipeline, then the messages of the data ranks.
+"""Seconds of one step of a layout, from a profile: the schedule of a pipeline, then the messages between data ranks.
 
 The result is a prediction, not a measurement. Seconds of a layer are proportional to the samples of a micro-batch and
-inversely proportional to the speed of its rank; nothing on a rank overlaps, so communication that DeepSpeed overlaps is
+inversely proportional to the speed of its rank. Nothing on a rank overlaps, so communication that DeepSpeed overlaps is
 counted in full.
 
 The schedule is that of DeepSpeed 0.19.8: `runtime/pipe/schedule.py` `TrainSchedule` (one forward, one backward) and
 `runtime/pipe/engine.py` `_exec_schedule`. Stage s of P passes micro-batch m forward at step 2 m + s and backward at
-step 2 m + 2 P - s - 1, so at each step a stage is either forward or backward. It sends its result at the step after: to
-the next stage, after it has taken a gradient from there, or to the one before, before it takes activations from there.
+step 2 m + 2 P - s - 1, so at each step a stage is either forward or backward. It sends its result at the following
+step: to the next stage after taking a gradient from there, or to the previous stage before taking activations from
+there.
 
-A send waits until it is taken, as it does in gloo and, for messages beyond its buffers, in NCCL: both stages continue
-at the same moment. A late stage therefore holds up its neighbours, even where they only hand something over.
+A send waits until the message is received, as it does in gloo and, for messages beyond its buffers, in NCCL: both
+stages continue at the same moment. A late stage therefore holds up its neighbours, even if they only pass something on.
 """
 
 from __future__ import annotations
@@ -34,31 +35,35 @@ from ds_dynatrain.space.zero import group_size
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between members. bytes_per_second: of one member, each way. latency_seconds: of one message."""
+    """A connection between members.
+
+    bytes_per_second: the rate of one member, in each direction.
+    latency_seconds: the fixed time of one message.
+    """
 
     bytes_per_second: float = math.inf
     latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for a rate that is not above 0, or a latency that is negative or infinite."""
+        """Raise LayoutError if the rate is not above 0, or if the latency is negative or infinite."""
         if not self.bytes_per_second > 0:
             raise LayoutError(f"a link of {self.bytes_per_second} bytes per second: give more than 0")
         if not 0 <= self.latency_seconds < math.inf:
             raise LayoutError(f"a link with a latency of {self.latency_seconds} seconds: give 0 or more")
 
     def send(self, nbytes: float) -> float:
-        """Return the seconds of one message."""
+        """Return the seconds that one message of this many bytes takes."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
     def gather(self, nbytes: float, ranks: int) -> float:
-        """Return the seconds of a ring's all-gather, or of its reduce-scatter: ranks - 1 messages of a part each.
+        """Return the seconds of a ring all-gather, or of a ring reduce-scatter: ranks - 1 messages of one part each.
 
-        nbytes: of all parts together.
+        nbytes: the bytes of all parts together.
         """
         return (ranks - 1) * self.send(nbytes / ranks) if ranks > 1 else 0.0
 
     def reduce(self, nbytes: float, ranks: int) -> float:
-        """Return the seconds of a ring's all-reduce: a reduce-scatter and an all-gather."""
+        """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather."""
         return 2 * self.gather(nbytes, ranks)
 
 
@@ -66,8 +71,8 @@ class Link:
 class LinkCosts:
     """The links inside nodes and between them; by default all messages are free.
 
-    per_node: number of members of a node, in the order of their numbers; None if all are on one node. members: by rank;
-    empty if each rank is the member of its number.
+    per_node: the number of members on a node, in the order of their numbers; None if all are on one node.
+    members: the member at each rank; empty if each rank is the member of the same number.
     """
 
     inside: Link = field(default_factory=Link)
@@ -76,24 +81,24 @@ class LinkCosts:
     members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for a node without members."""
+        """Raise LayoutError if a node has fewer than 1 member."""
         if self.per_node is not None and self.per_node < 1:
             raise LayoutError(f"{self.per_node} members on a node: give 1 or more")
 
     def of(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link among these ranks: that between nodes if they are on several."""
+        """Return the slowest link among these ranks: the one between nodes if they are on several nodes."""
         if self.per_node is None:
             return self.inside
         nodes = {(self.members[rank] if self.members else rank) // self.per_node for rank in ranks}
         return self.inside if len(nodes) == 1 else self.between
 
     def between_members(self, members: tuple[int, ...]) -> LinkCosts:
-        """Return the same links with these members at the ranks."""
+        """Return the same links, with these members at the ranks."""
         return dataclasses.replace(self, members=members)
 
 
 def step_count(stages: int, micro_batches: int) -> int:
-    """Return the steps of a schedule: two for each micro-batch, and two for each stage that the last one is behind the
+    """Return the number of steps in a pipeline's schedule: two for each micro-batch, and two for each stage after the
     first.
     """
     return 2 * (micro_batches + stages - 1)
@@ -103,9 +108,10 @@ def step_count(stages: int, micro_batches: int) -> int:
 class StageWork:
     """The work of one pipeline's stages for one micro-batch.
 
-    forward, backward: [stages], seconds of a pass. send, send_back: [stages - 1], seconds for the activations from
-    stage s to s + 1, and for the gradient back. returns: [stages - 1], whether there is such a gradient; there is none
-    if all layers before are frozen.
+    forward, backward: [stages], seconds of a pass.
+    send: [stages - 1], seconds to send the activations from stage s to s + 1.
+    send_back: [stages - 1], seconds to send the gradient back.
+    returns: [stages - 1], whether there is such a gradient; there is none if all earlier layers are frozen.
     """
 
     forward: Floats
@@ -117,10 +123,10 @@ class StageWork:
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """The simulated passes of one batch through a pipeline, without the steps that follow them.
+    """The simulated passes of one batch through a pipeline, without the optimizer's step and messages that follow.
 
-    ends: [stages], seconds until a stage has made its last pass and handed on the result. busy: [stages], seconds that
-    it computes.
+    ends: [stages], seconds until a stage has made its last pass and sent its result.
+    busy: [stages], seconds that a stage computes.
     """
 
     ends: Floats
@@ -128,10 +134,10 @@ class Simulated:
 
 
 def simulate(work: StageWork, micro_batches: int) -> Simulated:
-    """Simulate the schedule; LayoutError without a micro-batch.
+    """Simulate the pipeline's schedule. Raises LayoutError if there is no micro-batch.
 
-    At a step a stage meets one neighbour alone: the one before if it is forward, else the next. Both have the same two
-    messages for each other in the same order, so a step is one meeting and one pass.
+    At each step a stage meets only one neighbour: the previous stage if it is forward, otherwise the next one. Both
+    have the same two messages for each other in the same order, so a step is one meeting and one pass.
     """
     if micro_batches < 1:
         raise LayoutError(f"{micro_batches} micro-batches: a batch has at least one; give 1 or more")
@@ -158,13 +164,17 @@ FREE = LinkCosts()
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of one step; the first six add up to it.
+    """Predicted seconds of one step; the first six fields add up to it.
 
-    compute_seconds: the passes of the busiest rank, and loading its samples. waiting_seconds: further time until the
-    last stage has made its passes: messages between stages, and the bubble. reduce_seconds: reducing gradients.
-    optimizer_seconds: the optimizer's step. gather_seconds: gathering weights. beside_seconds: once a step of a
-    pipeline (see `Profile`). busy: by stage, seconds that its slowest rank computes, with the optimizer. efficiency:
-    share of the step that a rank computes, the mean over all ranks.
+    compute_seconds: the passes of the busiest rank, and loading its samples.
+    waiting_seconds: the additional time until all stages have made their passes: messages between stages, and the
+    bubble.
+    reduce_seconds: reducing the gradients.
+    optimizer_seconds: the optimizer's step.
+    gather_seconds: gathering the weights.
+    beside_seconds: the rest of a pipeline's step (see `Profile`).
+    busy: seconds that the slowest rank of each stage computes, including the optimizer.
+    efficiency: the fraction of the step that a rank computes, as the mean over all ranks.
     """
 
     compute_seconds: float
@@ -183,7 +193,7 @@ class StepTime:
 
     @property
     def bottleneck(self) -> int:
-        """The stage that computes the longest, the first of several."""
+        """The stage that computes the longest; the first one if several do."""
         return int(np.argmax(self.busy))
 
     @property
@@ -199,10 +209,10 @@ class StepTime:
 def step_time(
     profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float] | None = None, links: LinkCosts = FREE
 ) -> StepTime:
-    """Predict a step of the layout. speeds: by rank; without them every member has speed 1.
+    """Predict the time of a step in a layout. speeds: the speed of each rank; None if every member has speed 1.
 
-    LayoutError for boundaries, shares or speeds that do not belong to this layout, and for stages whose micro-batches
-    would differ in size.
+    Raises LayoutError if the boundaries, shares or speeds do not belong to this layout, and if the micro-batches of a
+    pipeline would differ in size.
     """
     if len(deal.shares) != layout.data:
         raise LayoutError(f"{layout} with shares for {len(deal.shares)} data indices; give {layout.data} shares")
@@ -217,9 +227,9 @@ def step_time(
 def column_seconds(
     profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float], links: LinkCosts = FREE
 ) -> tuple[Floats, Floats]:
-    """Return ([data], [data]): seconds until each data index has made its passes, and seconds of one more micro-batch.
+    """Return two arrays [data]: seconds until each data index has made its passes, and seconds of one more micro-batch.
 
-    LayoutError as in `step_time`.
+    Raises LayoutError if the boundaries or speeds do not belong to this layout.
     """
     model = _Model(profile, layout, deal, _pace(layout, speeds), links)
     ends, busy = model._passes()
@@ -228,7 +238,10 @@ def column_seconds(
 
 @dataclass(frozen=True, eq=False)
 class _Model:
-    """One prediction. pace: [stages, data], the speed of the slowest rank at each place."""
+    """One prediction of a step.
+
+    pace: [stages, data], the speed of the slowest rank in each stage at each data index.
+    """
 
     profile: Profile
     layout: Layout
@@ -254,7 +267,7 @@ class _Model:
         return cut_of(self.profile, self.layout)
 
     def by_stage(self, values: Floats) -> Floats:
-        """Sum [layers] up to [stages]."""
+        """Sum values by layer, [layers], to values by stage, [stages]."""
         return np.add.reduceat(values, np.array(self.cut[:-1]))
 
     def _passes(self) -> tuple[Floats, Floats]:
@@ -274,9 +287,9 @@ class _Model:
         return ends, busy
 
     def _micro_batches(self) -> tuple[Floats, Floats]:
-        """Return ([data], [data]): numbers of micro-batches, and samples of each.
+        """Return two arrays [data]: the number of micro-batches of each data index, and the samples in each of them.
 
-        In a pipeline all have one size; without stages all data indices have equally many.
+        In a pipeline all micro-batches have one size; without stages all data indices have equally many.
         """
         if self.layout.pipe > 1:
             return np.array(self.deal.counts, dtype=np.float64), np.full(self.layout.data, self.deal.size)
@@ -285,7 +298,7 @@ class _Model:
 
     @cached_property
     def _inside(self) -> npt.NDArray[np.bool_]:
-        """[stages - 1, data]: whether a stage and the next one are on one node."""
+        """Array [stages - 1, data]: whether a stage and the next one are on the same node."""
         if self.links.per_node is None:
             return np.ones((self.layout.pipe - 1, self.layout.data), dtype=np.bool_)
         members = np.array(self.links.members or range(self.layout.world_size))
@@ -305,9 +318,10 @@ class _Model:
         return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
 
     def _rings(self, seconds: str, nbytes: Floats) -> Floats:
-        """Return [stages], seconds that the data ranks of each stage need for these bytes.
+        """Return [stages], seconds that the data ranks of each stage need to exchange these bytes in a ring.
 
-        seconds: the method of `Link` to call.
+        seconds: the name of the method of `Link` to call.
+        nbytes: [stages], the bytes of each stage.
         """
         ranks = group_size(self.layout)
         found = []
@@ -318,9 +332,10 @@ class _Model:
         return np.array(found)
 
     def _reductions(self) -> Floats:
-        """Return [stages], seconds for gradients; once in ZeRO stages 0 and 1, with every micro-batch in 2 and 3.
+        """Return [stages], seconds to reduce gradients: once per step in ZeRO stages 0 and 1, with every micro-batch in
+        stages 2 and 3.
 
-        DeepSpeed reduces whole buckets in stages 1 and 2, of which each rank keeps its part.
+        In stages 1 and 2 DeepSpeed reduces whole buckets, of which each rank keeps its part.
         """
         weights = self.profile.kind_bytes(WEIGHT)
         gradients = self.by_stage(np.where(self.profile.trained, weights, 0).astype(np.float64))
@@ -330,8 +345,8 @@ class _Model:
         return self.deal.micro_batches * self._rings(way, gradients)
 
     def _gathers(self) -> Floats:
-        """Return [stages], seconds for weights; after the step in ZeRO stages 1 and 2, for each pass of a micro-batch
-        in 3.
+        """Return [stages], seconds to gather weights: after the step in ZeRO stages 1 and 2, in each pass of a
+        micro-batch in stage 3.
         """
         weights = self.profile.kind_bytes(WEIGHT).astype(np.float64)
         if self.layout.zero_stage == 0:
@@ -343,14 +358,17 @@ class _Model:
         return self.deal.micro_batches * passes
 
     def _optimizer(self) -> Floats:
-        """Return [stages, data], seconds of the optimizer for the trained elements that a rank steps."""
+        """Return [stages, data], seconds of the optimizer's step for the trained elements that a rank updates."""
         seconds = self.by_stage(np.where(self.profile.trained, self.profile.seconds("optimizer_seconds"), 0.0))
         share = group_size(self.layout) if self.layout.zero_stage else 1
         return np.asarray(seconds[:, None] / share / self.pace)
 
 
 def _pace(layout: Layout, speeds: Sequence[float] | None) -> Floats:
-    """Return [stages, data], the speed of the slowest rank at each place; LayoutError for speeds that do not fit."""
+    """Return [stages, data], the speed of the slowest rank in each stage at each data index.
+
+    Raises LayoutError unless there is a speed above 0 for each rank.
+    """
     if speeds is None:
         return np.ones((layout.pipe, layout.data))
     given = np.asarray(speeds, dtype=np.float64)

@@ -1,6 +1,6 @@
-"""The course of moves, known to all members: each window judges the last move and decides the next one.
+"""The course of moves, shared by all members: each window judges the last move and decides on the next one.
 
-A pure function of numbers: the first member of a world evaluates it, and all members take its answer.
+It is a pure function of numbers: the first member of a world evaluates it, and all members take its answer.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 
 ENOUGH_STEPS = 4
-"""Measured steps that are needed before a move, and again after it to judge it."""
+"""Number of measured steps required before a move, and again after it to judge it."""
 EXPLAINS = 0.5
-"""A change of layers' seconds may explain a change of a step's seconds if it is at least this share of it."""
+"""Least ratio of a change of layers' seconds to a change of a step's seconds at which the first may explain the second.
+"""
 
 
 def can_judge(move: PastMove, measured: Measured) -> bool:
-    """Return whether enough steps were seen after a move.
+    """Return whether enough steps have been measured after a move to judge it.
 
-    If they look slower, which may be noise, more steps are needed, up to all that are remembered.
+    If steps look slower, which may be noise, more steps are needed, up to as many as are remembered.
     """
     looks_slower = move.before_seconds < measured.seconds <= move.slower_from(measured.error)
     return measured.count >= (LAST_STEPS if looks_slower else ENOUGH_STEPS)
@@ -35,9 +36,9 @@ def can_judge(move: PastMove, measured: Measured) -> bool:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of both passes of each layer for one sample, and their standard errors.
+    """The seconds of both passes of each layer per sample, and their standard errors.
 
-    They are kept by sample since another layout may cut the batch into micro-batches of another size.
+    They are kept per sample, since another layout may use micro-batches of another size.
     """
 
     seconds: tuple[float, ...]
@@ -51,7 +52,11 @@ class Costs:
         return cls(*(tuple((each / profile.micro_batch_size).tolist()) for each in (passes, errors)))
 
     def drift(self, now: Costs, places: Bools, least: float) -> Drift:
-        """Return whether and which way the costs at these places have changed, by `least` of the whole at least."""
+        """Return whether and in which direction the costs of some layers have changed.
+
+        places: [layers], the layers to compare.
+        least: the fraction of the whole that a change must exceed.
+        """
         before, after = (np.array(each.seconds)[places] for each in (self, now))
         error = np.hypot(np.array(self.errors)[places], np.array(now.errors)[places])
         return drift_of(before, after, error, least) if len(before) else Drift.SAME
@@ -59,9 +64,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class WantedMove:
-    """A move that is to be made now. before: the measured step before it. costs: layers' costs before it.
+    """A move that is to be made now.
 
-    without: ranks that are let go. back: whether it takes the last move back.
+    layout: the layout to move to.
+    predicted_gain: the fraction of a step that the move is to save.
+    why: the reason in words.
+    before: the measured step before the move.
+    costs: the costs of the layers before the move.
+    without: the ranks that leave.
+    back: whether this move takes the last one back.
     """
 
     layout: Layout
@@ -75,11 +86,17 @@ class WantedMove:
 
 @dataclass(frozen=True)
 class Course:
-    """A state of the course; every method returns the next one.
+    """The state of the course; immutable, so its methods return the next state.
 
-    left, costs: the layout before the open move, and layers' costs in it. verdict, gain: the last window's judgement of
-    a move; gain is the share by which a step became shorter, None if that cannot be told. wanted: the next move.
-    needs_steps: whether a move would be made if enough steps had been seen before it. why: the decision in words.
+    history: the memory of decisions.
+    slow: the members found slow.
+    left: the layout before the move that is not judged yet.
+    costs: the costs of the layers in that layout.
+    verdict: the last window's judgement of a move.
+    gain: the fraction by which a step became shorter by that move; None if that cannot be told.
+    wanted: the next move.
+    needs_steps: whether a move would be made if enough steps had been measured before it.
+    why: the decision in words.
     """
 
     history: DecisionHistory
@@ -94,15 +111,21 @@ class Course:
 
     @classmethod
     def new(cls, rules: BalanceConfig, step: int = 0) -> Course:
-        """Return the course before any measurement."""
+        """Return the state of the course before any measurement."""
         return cls(DecisionHistory.new(rules, step))
 
     def at(self, since: tuple[int, ...], slow: Slow | None = None) -> Course:
-        """Return the course with the changes of costs that are known by now. since: see `DecisionHistory`."""
+        """Return the course with the changes of costs that are known by now.
+
+        since: the steps at which costs changed, see `DecisionHistory`.
+        slow: the slow members; None to keep those known.
+        """
         return replace(self, history=replace(self.history, since=since), slow=self.slow if slow is None else slow)
 
     def in_doubt(self) -> Course:
-        """Return the course after a window that differs from those before it: the next window decides."""
+        """Return the course after a window that differs from the earlier ones: nothing is decided before the next
+        window.
+        """
         return self._unjudged(
             "this window differs from those before it: the next one is to say whether costs have changed"
         )
@@ -119,10 +142,11 @@ class Course:
         profile: Profile,
         advise: Callable[[DecisionHistory], Advice],
     ) -> Course:
-        """Return the course after one more window. measured: a step by the clock. present: the layout, with its
-        boundaries.
+        """Return the course after one more window.
 
-        advise: returns the fastest layout; LayoutError if nothing fits.
+        measured: the measured seconds of a step.
+        present: the present layout, with its boundaries.
+        advise: returns the fastest layout, or raises LayoutError if nothing fits.
         """
         course = self._unjudged("")
         open_move = self.history.open
@@ -147,9 +171,10 @@ class Course:
         return replace(course, wanted=wanted, why=advice.decision.why)
 
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
-        """Return the drift, by `least` at least, of layers that have stayed on their stage since the move.
+        """Return the drift of the layers that have stayed on their stage since the move.
 
-        Layers that became slower by being moved speak against the move, so they are left out.
+        least: the fraction of the whole that a change must exceed. Layers that became slower because they moved speak
+        against the move, so they are left out.
         """
         if self.left is None or self.costs is None or len(self.costs.seconds) != len(now.seconds):
             return Drift.MIXED
@@ -169,20 +194,20 @@ class Course:
         return replace(course, wanted=back, why=verdict.value)
 
     def moved(self, wanted: WantedMove, step: int, left: Layout) -> Course:
-        """Return the course after the wanted move was made. A move back is judged by no window."""
+        """Return the course after the wanted move was made. No window judges a move back."""
         if wanted.back:
             return replace(self, wanted=None)
         move = PastMove(step, wanted.predicted_gain, wanted.before.seconds, wanted.before.error)
         return replace(self, history=self.history.moved(move), left=left, costs=wanted.costs, wanted=None)
 
     def overtaken(self) -> Course:
-        """Return the course after a switch made elsewhere, by the script or as members changed: the last move stays
-        unjudged.
+        """Return the course after a switch that the balancer did not ask for, made by the script or for a change of
+        members: the last move is never judged.
         """
         return replace(self, history=replace(self.history, open=None), left=None, costs=None, wanted=None)
 
     def failed(self, step: int) -> Course:
-        """Return the course after the wanted move failed: the next try waits as long as after a move."""
+        """Return the course after the wanted move failed: the next attempt waits as long as after a move."""
         history = replace(self.history, cool_from=max(self.history.cool_from, step + self.history.waits))
         return replace(self, history=history, wanted=None)
 

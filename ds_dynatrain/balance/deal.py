@@ -1,13 +1,13 @@
-"""The samples that each rank of a layout gets of a global batch, and the peak bytes it holds, from a profile.
+"""The samples of a global batch that each rank of a layout gets, and the peak bytes that it holds, from a profile.
 
-State lies as `space.zero` says: weights are cut by stage 3, masters and moments by stages 1 to 3; where weight and
+State is placed as in `space.zero`: stage 3 cuts weights, and stages 1 to 3 cut masters and moments. If weight and
 master are the same bytes (fp32), stages 0 and 3 hold them once. Gradients are held in the type of the weights, cut from
-stage 2 on, and once more in the type of the masters while the optimizer steps, cut as these are. Activations are held
-for each micro-batch in flight. Every number except stage 3's gathered weights adds up over layers, so that the
-partition can observe it.
+stage 2 on, and once more in the type of the masters while the optimizer steps, cut like the masters. Activations are
+held for each micro-batch in flight. All numbers except the gathered weights of stage 3 are sums over layers, so the
+partition can respect them.
 
-A profile knows layers, not tensors. A layer's bytes count as whole on each place of the tensor and expert axes, which
-is too much where these cut it. Buffers of DeepSpeed's reductions and losses of the allocator come in addition.
+A profile knows layers, not tensors. A layer's bytes count in full at each index of the tensor and expert axes, which is
+too much if these axes cut the layer. The buffers of DeepSpeed's reductions and the allocator's losses are not included.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from ds_dynatrain.space.zero import group_size
 class Deal:
     """A division of the samples of a global batch.
 
-    shares: samples by data index. micro_batches: of the data index with the most samples, in one optimizer step.
+    shares: the number of samples of each data index.
+    micro_batches: the number of micro-batches in one optimizer step, on the data index with the most samples.
     """
 
     shares: tuple[int, ...]
     micro_batches: int
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for a share below 1, or a number of micro-batches outside of 1 to the largest share."""
+        """Raise LayoutError if a share is below 1, or if the number of micro-batches is not between 1 and the largest
+        share.
+        """
         if not self.shares or min(self.shares) < 1:
             raise LayoutError(f"shares {self.shares}: each data index needs a sample; use fewer data ranks")
         if not 1 <= self.micro_batches <= max(self.shares):
@@ -53,11 +56,13 @@ class Deal:
     def of(
         cls, profile: Profile, layout: Layout, micro_batches: int | None = None, pipeline: bool | None = None
     ) -> Deal:
-        """Return the deal of a layout; without a given number its micro-batches are as large as those timed.
+        """Return the deal (division of the samples) of a layout.
 
-        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`); None to
-        derive it from whether there are several stages. LayoutError for shares that do not add up to all samples, and
-        for a number of micro-batches that no size gives.
+        micro_batches: the number of micro-batches; None for micro-batches as large as the timed ones.
+        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`); None if it
+        is one exactly when there are several stages.
+
+        Raises LayoutError if the shares do not add up to all samples, or if no size gives this number of micro-batches.
         """
         batch, data = profile.train_batch_size, layout.data
         dealt = layout.shares or tuple(batch // data + (k < batch % data) for k in range(data))
@@ -72,34 +77,38 @@ class Deal:
 
     @classmethod
     def in_columns(cls, columns: Columns) -> Deal:
-        """Return the deal of pipelines side by side."""
+        """Return the division of samples among columns (pipelines that run side by side, one for each data index)."""
         return cls(columns.shares, columns.longest)
 
     @cached_property
     def size(self) -> float:
-        """Samples of a micro-batch at the data index with the largest share."""
+        """Samples in a micro-batch at the data index with the largest share."""
         return max(self.shares) / self.micro_batches
 
     @property
     def has_one_size(self) -> bool:
-        """Whether shares are whole micro-batches of the size of the largest one's, as a pipeline's must be."""
+        """Whether every share consists of whole micro-batches of one size, as a pipeline requires."""
         size, rest = divmod(max(self.shares), self.micro_batches)
         return not rest and not any(share % size for share in self.shares)
 
     @property
     def is_even(self) -> bool:
-        """Whether all data indices have equally many samples."""
+        """Whether all data indices have the same number of samples."""
         return min(self.shares) == max(self.shares)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Micro-batches by data index where all have one size."""
+        """Number of micro-batches at each data index, if all micro-batches have one size."""
         most = max(self.shares)
         return tuple(share * self.micro_batches // most for share in self.shares)
 
 
 def _columns(profile: Profile, layout: Layout, micro_batches: int | None) -> Columns:
-    """Return the columns of a job: micro-batches of at most the timed size, or this many in the longest pipeline."""
+    """Return the columns (pipelines side by side) of a job.
+
+    micro_batches: the number of micro-batches in the longest pipeline; None for micro-batches of at most the timed
+    size.
+    """
     given = profile.train_batch_size, layout.data, layout.shares
     if micro_batches is None:
         return Columns.of(given[0], profile.micro_batch_size, *given[1:])
@@ -113,11 +122,14 @@ def _columns(profile: Profile, layout: Layout, micro_batches: int | None) -> Col
 
 
 def shares_of(pace: Sequence[float], samples: int, first: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Deal samples out to data indices of different speeds, so that the last one is done as early as possible.
+    """Divide samples among data indices of different speeds, so that the last one finishes as early as possible.
 
-    Each sample in turn goes to the index that would finish it first, the lowest of several; this is optimal when a
-    bottleneck is a sum of equal parts. first: seconds at which each index begins; without it all begin at once. Every
-    index gets at least one sample; LayoutError if there are too few.
+    pace: the speed of each data index.
+    samples: the number of samples.
+    first: the seconds at which each index begins; None if all begin at once.
+
+    Each sample in turn goes to the index that would finish it first, the lowest one in a tie; this is optimal if a
+    bottleneck is a sum of equal parts. Every index gets at least one sample. Raises LayoutError if there are too few.
     """
     if samples < len(pace):
         raise LayoutError(
@@ -135,19 +147,21 @@ def shares_of(pace: Sequence[float], samples: int, first: Sequence[float] | None
 
 
 def peak_bytes(profile: Profile, layout: Layout, deal: Deal) -> tuple[int, ...]:
-    """Return the peak bytes of a rank of each stage; LayoutError for boundaries that do not fit the layers."""
+    """Return the peak bytes of a rank on each stage. Raises LayoutError if the boundaries do not fit the layers."""
     cut, gathered = itertools.pairwise(cut_of(profile, layout)), gathered_bytes(profile, layout)
     taken = taken_bytes(profile, layout, deal)
     return tuple(int(line[start:stop].sum()) + gathered for line, (start, stop) in zip(taken, cut, strict=True))
 
 
 def taken_bytes(profile: Profile, layout: Layout, deal: Deal) -> Ints:
-    """Return [stages, layers], bytes that a layer takes on a rank of each stage."""
+    """Return [stages, layers], the bytes that each layer takes on a rank of each stage."""
     return _activations(profile, layout, deal) + sum(state_of(profile, layout))
 
 
 def gathered_bytes(profile: Profile, layout: Layout) -> int:
-    """Return the peak of weights gathered in stage 3: those of the current layer and of the next one, fetched ahead."""
+    """Return the peak bytes of gathered weights in ZeRO stage 3: those of the current layer and of the next one,
+    fetched ahead. 0 in other stages.
+    """
     if layout.zero_stage < 3:
         return 0
     weights = profile.kind_bytes(WEIGHT)
@@ -155,8 +169,9 @@ def gathered_bytes(profile: Profile, layout: Layout) -> int:
 
 
 def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
-    """Return the boundaries of a layout, all layers for one stage; LayoutError if they are missing or do not fit the
-    layers.
+    """Return the boundaries of a layout; a single stage holds all layers.
+
+    Raises LayoutError if boundaries are missing or do not fit the layers.
     """
     layers = len(profile.layers)
     cut = layout.boundaries or ((0, layers) if layout.pipe == 1 else ())
@@ -166,12 +181,14 @@ def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
 
 
 def in_flight(stages: int, micro_batches: int, stage: int) -> int:
-    """Return the most micro-batches that a stage has passed forward and not yet back: it holds their activations."""
+    """Return the largest number of micro-batches that a stage has passed forward but not yet backward, so that it holds
+    their activations.
+    """
     return min(stages - stage, micro_batches)
 
 
 def state_of(profile: Profile, layout: Layout) -> tuple[Ints, Ints, Ints]:
-    """Return (weights, other kinds, gradients): [layers] each, bytes on a rank."""
+    """Return three arrays [layers]: the bytes of weights, of other state kinds, and of gradients on a rank."""
     ranks, stage = group_size(layout), layout.zero_stage
     weight, master = profile.kind_bytes(WEIGHT), profile.kind_bytes(MASTER)
     shared = (weight == master) & (stage in (0, 3))
@@ -187,7 +204,7 @@ def _parts(values: Ints, ranks: int) -> Ints:
 
 
 def _activations(profile: Profile, layout: Layout, deal: Deal) -> Ints:
-    """Return [stages, layers], bytes of all micro-batches in flight."""
+    """Return [stages, layers], the bytes of the activations of all micro-batches in flight."""
     flights = np.array([in_flight(layout.pipe, deal.micro_batches, stage) for stage in range(layout.pipe)])
     one = profile.counts("activation_bytes") * (deal.size / profile.micro_batch_size)
     return np.asarray(np.ceil(flights[:, None] * one[None, :]), dtype=np.int64)

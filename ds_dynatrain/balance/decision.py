@@ -1,9 +1,9 @@
-"""Decisions on moves: a table of rules over predicted gains, and the judgement of the window that follows a move.
+"""Decisions on moves: a table of rules for predicted gains, and the judgement of a move by the window after it.
 
-A move pays if its gain is large enough, is no noise, and over the steps for which costs are expected to stay earns
-several times the cost of the move. A move that made steps slower is taken back, and the next one has to wait twice as
-long. Nothing here measures, moves or waits: numbers come in, and an answer with its arithmetic comes out, the same on
-all members.
+A move pays if its gain is large enough, is not noise, and earns several times the cost of the move over the steps for
+which costs are expected to stay the same. A move that made steps slower is taken back, and the next one has to wait
+twice as long. Nothing here measures, moves or waits: the functions turn numbers into an answer with its arithmetic, the
+same on all members.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.errors import ConfigError
 
 ERRORS = 3.0
-"""Standard errors that a difference must exceed to count. Two would do for a single test, but every window at every
-stage is one: with 10 % of noise, and moves that cost nothing, 1 of 225 simulated runs of 2,000 steps moved at two, none
-at three.
+"""Number of standard errors that a difference must exceed to count. Two would do for a single test, but every window at
+every stage is a test: with 10 % of noise, and moves that cost nothing, 1 of 225 simulated runs of 2,000 steps moved
+with two, none with three.
 """
 CERTAIN = 4.0
-"""Standard errors by which a layer or member must differ to have changed: each of them is tested in every window."""
+"""Number of standard errors by which a layer or member must differ to count as changed; higher because each of them is
+tested in every window.
+"""
 REMEMBERED = 9
-"""Number of remembered changes of costs; the intervals between them count."""
+"""Number of changes of costs that are remembered, to know the intervals between them."""
 LEAST_FACTOR = 0.1
 """Lower limit of `DecisionHistory.factor`: a large gain can still be had after a move that gained nothing."""
 
 
 class Answer(Enum):
-    """The table's answers to an offer; the first one that holds counts, in this order."""
+    """The possible answers to an offered move; the first one in this order that applies is given."""
 
     COOLING = "the last move is too fresh"
     OPEN = "the last move is not judged yet"
@@ -46,7 +48,7 @@ class Answer(Enum):
 
 
 class MoveVerdict(Enum):
-    """A window's judgement of the move before it."""
+    """The judgement of a move by the first window after it."""
 
     KEPT = "it gained at least half of what was predicted"
     LESS = "it gained less than half of that: predictions count for as much less"
@@ -55,7 +57,7 @@ class MoveVerdict(Enum):
 
 
 class Drift(Enum):
-    """The change of layers' seconds since a move, for layers that the move left in place."""
+    """The change of layers' seconds since a move, over the layers that stayed on their stage."""
 
     SAME = "as long as before"
     LONGER = "longer"
@@ -68,14 +70,19 @@ SPEAKING = {
     MoveVerdict.LESS: (Drift.SAME,),
     MoveVerdict.BACK: (Drift.SAME, Drift.SHORTER),
 }
-"""The drifts with which a verdict holds: layers that take longer may be why steps did not become faster, but not why
-they did. Layers often take longer once stages compute side by side that used to wait: they share caches and memory.
+"""The drifts that allow each verdict. Slower layers may explain why steps did not become faster, but not why they did.
+Layers often take longer once stages that used to wait compute side by side, since they share caches and memory.
 """
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A predicted move: seconds of a step before and after it, the standard error of their difference, and its cost."""
+    """A predicted move.
+
+    present_seconds, target_seconds: seconds of a step before and after the move.
+    error_seconds: the standard error of their difference.
+    cost_seconds: the cost of the move.
+    """
 
     present_seconds: float
     target_seconds: float
@@ -84,13 +91,18 @@ class Offer:
 
     @property
     def gain(self) -> float:
-        """Predicted saving, as a share of the present step."""
+        """Predicted saving, as a fraction of the present step."""
         return 1 - self.target_seconds / self.present_seconds if self.present_seconds else 0.0
 
 
 @dataclass(frozen=True)
 class PastMove:
-    """A move that was made. predicted_gain: the offer's. before_seconds, before_error: a measured step before it."""
+    """A move that was made.
+
+    step: the step at which it was made.
+    predicted_gain: the fraction of a step that it was to save.
+    before_seconds, before_error: the measured seconds of a step before the move, and their standard error.
+    """
 
     step: int
     predicted_gain: float
@@ -98,13 +110,16 @@ class PastMove:
     before_error: float
 
     def slower_from(self, error: float) -> float:
-        """Return the seconds above which a step is slower than before the move beyond noise. error: of such a step."""
+        """Return the seconds above which a step is slower than before the move by more than noise.
+
+        error: the standard error of the seconds of a step after the move.
+        """
         return self.before_seconds + ERRORS * math.hypot(error, self.before_error)
 
 
 @dataclass(frozen=True)
 class BalanceDecision:
-    """An answer, and the numbers behind it as text."""
+    """The answer to an offered move. why: the numbers behind the answer, as text."""
 
     answer: Answer
     why: str
@@ -117,11 +132,14 @@ class BalanceDecision:
 
 @dataclass(frozen=True)
 class DecisionHistory:
-    """The memory of decisions; every method returns the next one.
+    """The memory of decisions; immutable, so its methods return the next state.
 
-    waits: steps to wait after the next move. since: the steps at which costs changed, the last few of them, beginning
-    with the step at which measuring began. cool_from: the step from which moves are allowed. factor: measured ÷
-    predicted gain of the last move, where that was below a half. open: the move that no window has judged yet.
+    waits: the number of steps to wait after the next move.
+    since: the steps at which costs changed, beginning with the step at which measuring began; only the last few are
+    kept.
+    cool_from: the step from which moves are allowed again.
+    factor: measured gain ÷ predicted gain of the last move if that was below a half, otherwise 1.
+    open: the move that no window has judged yet.
     """
 
     waits: int
@@ -136,13 +154,14 @@ class DecisionHistory:
         return cls(rules.cooldown_steps, (step,))
 
     def moved(self, move: PastMove) -> DecisionHistory:
-        """Return the history after a move, which waits for its judgement."""
+        """Return the history after a move that a window has yet to judge."""
         return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)
 
     def horizon(self, rules: BalanceConfig, step: int) -> float:
-        """Return the steps for which costs are expected to stay: as long as they did on average, or have by now.
+        """Return the number of steps for which costs are expected to stay the same.
 
-        `horizon_steps` of the rules is an upper limit, and is the answer as long as costs have not changed.
+        It is the mean interval between changes so far, or the time since the last change if that is longer.
+        `horizon_steps` of the rules is an upper limit, and is the answer as long as costs have never changed.
         """
         intervals = [later - earlier for earlier, later in itertools.pairwise(self.since)]
         mean = sum(intervals) / len(intervals) if intervals else 0.0
@@ -153,17 +172,17 @@ class DecisionHistory:
 
 
 def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> bool:
-    """Return whether seconds of layers, or speeds of members, have changed: certain changes make up `least` of the
-    whole.
+    """Return whether the seconds of layers, or the speeds of members, have changed: the changes beyond noise add up to
+    more than the fraction `least` of the whole.
 
-    error: standard error of each difference.
+    error: the standard error of each difference.
     """
     return drift_of(before, after, error, least) is not Drift.SAME
 
 
 def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drift:
-    """Return which way seconds have changed, by the rule of `costs_differ`; MIXED if the net change is below half of
-    it.
+    """Return in which direction seconds have changed, by the rule of `costs_differ`; MIXED if the net change is below
+    half of the sum of all changes.
     """
     difference = after - before
     certain = difference[np.abs(difference) > CERTAIN * error]
@@ -208,11 +227,14 @@ def decide(rules: BalanceConfig, history: DecisionHistory, step: int, offer: Off
 def judge(
     rules: BalanceConfig, history: DecisionHistory, step: int, seconds: float, error: float, drift: Drift = Drift.SAME
 ) -> tuple[MoveVerdict, DecisionHistory]:
-    """Return the verdict of the first window after a move, and the history after that; ConfigError if no move is open.
+    """Return the verdict of the first window after a move, and the history that follows.
 
-    seconds, error: of a step, measured in that window. drift: of layers and members that the move left in place; where
-    it may be the reason for the change of steps, the verdict is UNKNOWN (`SPEAKING`). After BACK the caller moves back;
-    that move is judged by no window, and the next one must wait twice as long as the last.
+    seconds, error: the seconds of a step measured in that window, and their standard error.
+    drift: the change of the layers and members that the move left in place. If it may explain why steps changed, the
+    verdict is UNKNOWN (`SPEAKING`).
+
+    After BACK the caller moves back; no window judges that move, and the next one must wait twice as long as the last.
+    Raises ConfigError if no move is open.
     """
     if history.open is None:
         raise ConfigError(f"there is no move to judge at step {step}; call judge after a move was decided")
@@ -230,7 +252,7 @@ def judge(
 
 
 RECENT = 16
-"""Number of switches that count; older ones ran beside other programs on the machine."""
+"""Number of latest switches that count; older ones may have run beside other programs on the machine."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +267,12 @@ class Pause:
         return self.fixed_seconds + self.seconds_per_byte * nbytes
 
     def fitted(self, made: Sequence[tuple[int, float]]) -> Pause:
-        """Return this model, corrected by switches that were made: (bytes moved, seconds) of each, the latest at the
-        end.
+        """Return this model corrected by the switches that were made.
 
-        Least squares with neither part below 0. Where all switches moved equally many bytes only the fixed part is
-        corrected, since the two cannot be told apart.
+        made: (bytes moved, seconds) of each switch, the latest last.
+
+        The fit is by least squares with neither part below 0. If all switches moved the same number of bytes, the two
+        parts cannot be told apart, and only the fixed part is corrected.
         """
         if not made:
             return self
@@ -268,15 +291,18 @@ class Pause:
 
 @dataclass(frozen=True)
 class Slow:
-    """Members that the last window found slow.
+    """The members that the last window found slow.
 
-    since: by member, the step of the first window of the unbroken run of windows that found the member slow."""
+    since: by member, the step of the first window in the unbroken run of windows that found it slow.
+    """
 
     since: Mapping[int, int] = field(default_factory=dict)
 
     def after(self, members: Sequence[int], speeds: Sequence[float], step: int, ratio: float | None) -> Slow:
-        """Return the slow members after one more window. ratio: slow is a member that takes this many times its stage's
-        middle.
+        """Return the slow members after one more window.
+
+        ratio: a member is slow if it takes more than this many times as long as the median member of its stage; None if
+        no member counts as slow.
         """
         if ratio is None:
             return Slow()
@@ -289,5 +315,5 @@ class Slow:
         )
 
     def counted(self, step: int, steps: int) -> frozenset[int]:
-        """Return the members that have been slow for this many steps."""
+        """Return the members that have been slow for at least this many steps."""
         return frozenset(member for member, since in self.since.items() if step - since >= steps)

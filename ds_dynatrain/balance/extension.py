@@ -30,7 +30,7 @@ from ds_dynatrain.space import Layout
 def suggest(
     engine: EngineParts, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
 ) -> tuple[FittingLayout, ...]:
-    """Answer `engine.suggest`, whose arguments these are; the job may have no `balance` block."""
+    """Return the answer of `engine.suggest`, with the same arguments; also works for jobs without a `balance` block."""
     own = engine.extension("balance")
     if profile is not None:
         known = profile_for(engine, profile)
@@ -49,10 +49,10 @@ def suggest(
 
 
 def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
-    """Return a profile, read first if it is given as a file; ProfileError unless it has this job's global batch and
-    layers.
+    """Return the profile, which is read first if a file is given.
 
-    Its micro-batches may have another size than the job's: seconds are scaled by the samples.
+    Its micro-batches may have another size than the job's: seconds are scaled by the number of samples. Raises
+    ProfileError unless the profile has this job's global batch size and number of layers.
     """
     found = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
     size, shaper = engine.job.batch_sizes.train_batch_size, engine.host.shaper
@@ -77,11 +77,14 @@ def fastest(
     horizon_steps: float | None = None,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
 ) -> tuple[FittingLayout, ...]:
-    """Return the best layouts for this many members, best first; LayoutError if there is none.
+    """Return the best layouts for this many members, best first. Raises LayoutError if there is none.
 
-    The present members are as fast as the profile says, if it has a speed for each; others are all alike. They are
-    taken in the order of their ranks, as a switch places them. memory_bytes: of each member. horizon_steps: steps over
-    which the cost of a switch is spread; None to ignore that cost. The ZeRO stage stays as it is: stages differ by
+    memory_bytes: the memory of each member, in bytes.
+    horizon_steps: the number of steps over which the cost of a switch is spread; None to ignore that cost.
+    switch_seconds: returns the seconds of a switch to a layout.
+
+    The profile's speeds count if these are the present members and it has a speed for each; otherwise all members are
+    equally fast. Ranks follow the order of the members, as in a switch. The ZeRO stage stays as it is: stages differ in
     communication, which no profile knows.
     """
     search = Search(
@@ -104,7 +107,7 @@ def fastest(
 
 
 def _limit_of(engine: EngineCore) -> int | None:
-    """Return the configured bytes of a member."""
+    """Return the configured memory limit of a member, in bytes; None without one."""
     return None if engine.settings.balance is None else engine.settings.balance.memory_limit_bytes
 
 
@@ -112,7 +115,10 @@ KEY = "dynatrain.balance.profile"
 
 
 class Balance(Extension):
-    """The `balance` block of a job. balancer: the value of `engine.balancer`; None in mode "off"."""
+    """The extension for the `balance` block of a job.
+
+    balancer: the value of `engine.balancer`; None in mode "off".
+    """
 
     name = "balance"
     balancer: Balancer | None = None
@@ -124,17 +130,18 @@ class Balance(Extension):
 
     @property
     def profile(self) -> Profile | None:
-        """The measured profile, or else the one of the configuration."""
+        """The measured profile, or else the configured one."""
         measured = None if self.balancer is None else self.balancer.profile
         return measured or self._configured
 
     # ---- when an engine is made --------------------------------------------------------------------------------------
 
     def stage_cut(self, config: Mapping[str, Any], exchange: Callable[[str, Any], Mapping[int, Any]]) -> Cut | None:
-        """Cut layers by the configured profile, for `pipeline.partition: "profile"`.
+        """Return a function that cuts the layers by the configured profile, for `pipeline.partition: "profile"`;
+        otherwise None.
 
-        DeepSpeed knows that name, but raises. ConfigError for a profile that cannot be read or is not the same on all
-        processes.
+        DeepSpeed knows that setting, but raises an error for it. Raises ConfigError if the profile cannot be read, or
+        is not the same on all processes.
         """
         file = self._settings.profile
         if file is None or str((config.get("pipeline") or {}).get("partition", "")).lower() != PROFILE:
@@ -163,11 +170,11 @@ class Balance(Extension):
         return cut
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return a digest of the profile by which layers are dealt to stages; {} where none is used."""
+        """Return the digest of the profile by which layers are cut into stages; empty if no profile is used."""
         return self._described
 
     def attach(self, engine: Any) -> None:
-        """Read the configured profile, whose file may be gone later, and start measuring."""
+        """Read the configured profile, since its file may be gone later, and start measuring."""
         super().attach(engine)
         parts: EngineParts = engine._parts
         if self._settings.profile is not None:
@@ -181,7 +188,7 @@ class Balance(Extension):
     # ---- which layout ------------------------------------------------------------------------------------------------
 
     def step_ms(self, layout: Layout, members: Sequence[int]) -> dict[str, float]:
-        """Return predicted milliseconds of a step, term by term, and their `total`; nothing without a profile."""
+        """Return the predicted milliseconds of a step, term by term, and their `total`; empty without a profile."""
         engine, profile = self.engine._parts, self.profile
         if profile is None:
             return {}
@@ -194,10 +201,10 @@ class Balance(Extension):
         return step_time(profile, layout, deal, speeds).step_ms
 
     def best_layouts(self, members: int) -> list[Layout] | None:
-        """Return the fastest layouts by the profile; None as long as there is none.
+        """Return the fastest layouts according to the profile; None if there is no profile yet.
 
-        A member's memory is the configured one, or that of its device, or its part of the host, which the members of a
-        node share. SwitchRefused with the reason if nothing fits.
+        A member's memory is the configured limit, or else that of its device; on CPUs it is an equal part of the host's
+        memory, which the members on a node share. Raises SwitchRefused, with the reason, if nothing fits.
         """
         engine, profile = self.engine._parts, self.profile
         if profile is None:
@@ -213,11 +220,11 @@ class Balance(Extension):
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Time a forward pass of training if its step is in a window."""
+        """Return a context that times a forward pass of training if its step is in a window."""
         return self._around_pass(is_backward=False)
 
     def around_backward(self) -> AbstractContextManager[None]:
-        """Time a backward pass if its step is in a window."""
+        """Return a context that times a backward pass if its step is in a window."""
         return self._around_pass(is_backward=True)
 
     def _around_pass(self, is_backward: bool) -> AbstractContextManager[None]:
@@ -226,14 +233,14 @@ class Balance(Extension):
         return self.balancer.timed_pass(is_backward)
 
     def around_batch(self) -> AbstractContextManager[None]:
-        """Time the layers of a stage if the step is in a window."""
+        """Return a context that times the layers of a stage if the step is in a window."""
         return nullcontext() if self.balancer is None else self.balancer.timed_step()
 
     def around_update(self) -> AbstractContextManager[None]:
-        """Time the optimizer's step if it is in a window."""
+        """Return a context that times the optimizer's step if a window is open."""
         return nullcontext() if self.balancer is None else self.balancer.timed_update()
 
     def after_step(self) -> None:
-        """End the window if it is over; a collective of the world then."""
+        """End the window if this step was its last one; the members then communicate."""
         if self.balancer is not None:
             self.balancer.finish_step()

@@ -1,12 +1,11 @@
-"""The partition of layers into stages: the optimum of the slowest stage, and near it the cut that moves the fewest
-bytes.
+"""The partition of layers into stages: minimize the time of the slowest stage, then the bytes that move.
 
-A stage holds consecutive layers, at least one. Stages may differ in speed and in room, so that bisection of the
-bottleneck with a greedy probe (as DeepSpeed's `partition_balanced` of old, and DynMo's) is not optimal: a stage that
-reaches as far as it can may leave its successor a layer that does not fit there. Dynamic programming over (stage,
-number of layers so far) is optimal with both.
+A stage holds consecutive layers, at least one. Stages may differ in speed and memory, so bisection of the bottleneck
+with a greedy probe (as in DeepSpeed's former `partition_balanced`, and in DynMo) is not optimal: a stage that takes as
+many layers as it can may leave the next stage a layer that does not fit there. Dynamic programming over (stage, number
+of layers so far) is optimal in both cases.
 
-Everything is a function of its arguments, ties included, so all members get the same answer.
+All results depend on the arguments alone, even the order of ties, so all members get the same answer.
 """
 
 from __future__ import annotations
@@ -23,16 +22,18 @@ from ds_dynatrain.balance.profile import Floats, Ints
 from ds_dynatrain.errors import LayoutError
 
 PLENTY = 2**62
-"""Bytes that no stage exceeds: memory without a limit."""
+"""Number of bytes that no stage exceeds: stands for unlimited memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The layers to be cut and the stages to hold them; LayoutError for more stages than layers.
+    """The layers to be cut, and the stages to hold them.
 
-    seconds: [stages, layers], of a layer on a stage, not negative. taken: [stages, layers], bytes that a layer takes
-    there. room: [stages], bytes that a stage has. moved: [layers], bytes that travel if a layer comes to a stage that
-    did not hold it.
+    names: the name of each layer.
+    seconds: [stages, layers], the seconds of each layer on each stage, not negative.
+    taken: [stages, layers], the bytes that each layer takes on each stage.
+    room: [stages], the bytes that each stage can hold.
+    moved: [layers], the bytes that travel if a layer comes to a stage that did not hold it.
     """
 
     names: tuple[str, ...]
@@ -42,7 +43,7 @@ class Problem:
     moved: Ints
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for more stages than layers, or arrays that do not fit the names."""
+        """Raise LayoutError if there are more stages than layers, or if `names` has another number of layers."""
         stages, layers = self.seconds.shape
         if layers != len(self.names) or stages < 1 or layers < stages:
             raise LayoutError(
@@ -62,9 +63,9 @@ class Problem:
         moved: npt.ArrayLike = 1,
         names: Sequence[str] = (),
     ) -> Problem:
-        """Return the problem of values that broadcast to its arrays: speeds and room by stage, all others by layer.
+        """Return the problem for values that broadcast to its arrays: speeds and room by stage, all others by layer.
 
-        speeds: of each stage; a layer takes its seconds divided by this.
+        speeds: the speed of each stage; the seconds of a layer are divided by it.
         """
         layers = len(np.asarray(seconds))
         pace = np.broadcast_to(np.asarray(speeds, dtype=np.float64), stages)
@@ -87,29 +88,35 @@ class Problem:
         return len(self.names)
 
     def stage_seconds(self, boundaries: Sequence[int]) -> Floats:
-        """Return [stages], seconds of each stage with these boundaries, added up in the solver's order."""
+        """Return [stages], the seconds of each stage with these boundaries, added up in the same order as in the
+        solver.
+        """
         sums = [_sums(each) for each in self.seconds]
         cuts = itertools.pairwise(boundaries)
         return np.array([line[stop] - line[start] for line, (start, stop) in zip(sums, cuts, strict=True)])
 
     def moved_bytes(self, boundaries: Sequence[int], present: Sequence[int]) -> int:
-        """Return the bytes of the layers that are on another stage with `boundaries` than with `present`."""
+        """Return the total bytes of the layers that are on another stage with `boundaries` than with `present`."""
         where = [np.repeat(np.arange(len(cut) - 1), np.diff(cut)) for cut in (boundaries, present)]
         return int(self.moved[where[0] != where[1]].sum())
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Return boundaries of stages with equally many layers, the first ones with one more: DeepSpeed's "uniform"."""
+    """Return boundaries of stages with equally many layers; the first stages get one more if they do not divide evenly.
+    This is DeepSpeed's "uniform".
+    """
     small, larger = divmod(layers, stages)
     return tuple(stage * small + min(stage, larger) for stage in range(stages + 1))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Layers dealt out to stages.
+    """The result of a partition.
 
-    boundaries: as in a `Layout`. seconds: of the slowest stage. optimum: the least possible value of `seconds`.
-    moved_bytes: compared with the present boundaries; 0 if none were given.
+    boundaries: the boundaries, as in a `Layout`.
+    seconds: the seconds of the slowest stage.
+    optimum: the least possible value of `seconds`.
+    moved_bytes: the bytes that move from the present boundaries; 0 if none were given.
     """
 
     boundaries: tuple[int, ...]
@@ -121,9 +128,9 @@ class Cut:
 def partition(problem: Problem, present: Sequence[int] | None = None, slack: float = 0.0) -> Cut:
     """Return a cut whose slowest stage takes at most (1 + slack) x the least possible seconds.
 
-    Among these it is one that moves the fewest bytes from the present boundaries (of any number of stages), then one
-    with the least sum of squared seconds, so that stages are even, then the one whose last stage begins earliest, and
-    so on forward. LayoutError if no cut fits, with the layer, the stage and the bytes.
+    Among these cuts it moves the fewest bytes from the present boundaries (which may have any number of stages). Ties
+    go to the least sum of squared seconds, so that stages are even, then to the cut whose last stage begins earliest,
+    and so on forward. Raises LayoutError, naming the layer, the stage and the bytes, if no cut fits.
     """
     if present is not None and (present[0] != 0 or present[-1] != problem.layers):
         raise LayoutError(
@@ -137,9 +144,10 @@ def partition(problem: Problem, present: Sequence[int] | None = None, slack: flo
 
 
 def _optimum(problem: Problem) -> float:
-    """Return the least seconds of the slowest stage.
+    """Return the least possible seconds of the slowest stage.
 
-    D[p][l] = min over k of max(D[p - 1][k], seconds of stage p from k to l).
+    With D[p][l] for the first p stages and l layers: D[p][l] = min over k of max(D[p - 1][k], seconds of stage p from k
+    to l).
     """
     least = np.zeros(1)
     for stage in range(problem.stages):
@@ -154,9 +162,9 @@ def _optimum(problem: Problem) -> float:
 
 
 def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the boundaries of least (bytes moved, sum of squares) with no stage above `limit` seconds.
+    """Return the boundaries with the least (bytes moved, sum of squared seconds) and no stage above `limit` seconds.
 
-    The dynamic program of `_optimum` over such pairs, each of which is a sum over stages.
+    It is the dynamic program of `_optimum` over such pairs, which are sums over stages.
     """
     held = np.repeat(np.arange(len(present) - 1), np.diff(present)) if present is not None else None
     bytes_to, squares_to = np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -180,10 +188,11 @@ def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> 
 
 
 def _intervals(problem: Problem, stage: int) -> tuple[Floats, int]:
-    """Return seconds of a stage that begins with layer k (row) and ends before layer l (column), and the first row's k.
+    """Return the seconds of a stage that begins with layer k (row) and ends before layer l (column), and the k of the
+    first row.
 
-    Infinite where the layers do not fit. Every stage has a layer, so l begins with stage + 1, and k with stage; the
-    first stage begins with layer 0.
+    A value is infinite if the layers do not fit. Every stage has a layer, so the columns begin with l = stage + 1 and
+    the rows with k = stage; the first stage has only the row k = 0.
     """
     rows = problem.layers - problem.stages + 1 if stage else 1
     starts = np.arange(stage, stage + rows)
@@ -202,9 +211,9 @@ def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _infeasible(problem: Problem, stage: int, least: Floats) -> LayoutError:
-    """Return the error that says why no cut fits: stages before `stage` can be filled, and this one cannot.
+    """Return the error that says why no cut fits: the stages before `stage` can be filled, but not this one.
 
-    `stage` equal to the number of stages: layers are left over.
+    If `stage` is the number of stages, layers are left over.
     """
     small = problem.taken.min(axis=0)
     worst = int((small - problem.room.max()).argmax())

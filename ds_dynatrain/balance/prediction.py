@@ -24,9 +24,16 @@ BEST = "proposed"
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    """The options of the command. stages: None for any number; members: None for one per stage, or as in the profile.
+    """The options of `ds-dynatrain balance`.
 
-    present: boundaries; None for uniform ones of this many stages. memory: bytes of a member.
+    stages: the number of pipeline stages; None to try any.
+    members: the number of members; None for one per stage, or as many as the profile has.
+    micro_batches: the number of micro-batches of a data rank in a step; None for micro-batches as large as the timed
+    ones.
+    zero_stage: the ZeRO stage.
+    memory: the memory of a member, in bytes; None for enough.
+    present: the present boundaries; None for uniform boundaries of that many stages.
+    link: the connection between members.
     """
 
     stages: int | None
@@ -39,14 +46,17 @@ class PredictionOptions:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the model counts as a PipelineModule: not with --stages 1, nor with ZeRO stage 2 or 3."""
+        """Whether the model counts as a PipelineModule: not with --stages 1, and not with ZeRO stage 2 or 3."""
         return self.stages != 1 and self.zero_stage < 2
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A layout and its prediction. stages: peak bytes of a rank of each. name: "proposed", "present", or "uniform" if
-    no boundaries were given."""
+    """A layout and its prediction.
+
+    stages: the peak bytes of a rank on each stage.
+    name: "proposed" for the best layout; "present" for the given boundaries, or "uniform" if none were given.
+    """
 
     layout: Layout
     deal: Deal
@@ -57,7 +67,11 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for the present boundaries, if any can be trained, and for the layouts that fit, best first."""
+    """The prediction for the present boundaries, and for the layouts that fit, best first.
+
+    present: None if the present boundaries cannot be trained, or were not asked for.
+    choices: the layouts that fit.
+    """
 
     profile: Profile
     memory_bytes: int
@@ -71,7 +85,10 @@ class Prediction:
 
 
 def advise(file: Path, question: PredictionOptions) -> Prediction:
-    """Read the profile and search; raises ProfileError, LayoutError, ConfigError or OSError."""
+    """Read the profile and search for layouts.
+
+    Raises ProfileError, LayoutError, ConfigError or OSError.
+    """
     profile = Profile.load(file)
     members = _members(profile, question)
     start = _start(profile, question)
@@ -89,7 +106,7 @@ def advise(file: Path, question: PredictionOptions) -> Prediction:
 
 
 def _members(profile: Profile, question: PredictionOptions) -> Members:
-    """Return the members; ConfigError for a number that does not fit the speeds of the profile."""
+    """Return the members. Raises ConfigError if the options contradict each other or the speeds in the profile."""
     measured = profile.speeds
     alone = question.stages if question.stages is not None and len(measured) == 1 else len(measured)
     count, stages = question.members or alone, question.stages or 1
@@ -114,7 +131,10 @@ def _members(profile: Profile, question: PredictionOptions) -> Members:
 
 
 def _start(profile: Profile, question: PredictionOptions) -> Layout:
-    """Return the present layout but for data; ConfigError for malformed boundaries, LayoutError for wrong ones."""
+    """Return the present layout, without its number of data ranks.
+
+    Raises ConfigError if the boundaries are malformed, and LayoutError if they do not fit the layers.
+    """
     if question.present is not None:
         try:
             given = tuple(map(int, question.present.split(",")))
@@ -149,7 +169,7 @@ def _present(
 
 
 def show(advice: Prediction) -> None:
-    """Print the advice for a reader."""
+    """Print the prediction in words and tables."""
     profile, shown = advice.profile, [each.layout for each in advice.known]
     measured = f"{profile.train_batch_size} samples a step, timed in micro-batches of {profile.micro_batch_size}"
     typer.echo(f"{len(profile.layers)} layers, {measured}{profile.source and f'; {profile.source}'}\n")
@@ -164,7 +184,7 @@ def show(advice: Prediction) -> None:
 
 
 def _gain(advice: Prediction) -> str:
-    """Compare both layouts in words; "" if there is no present layout, or it would not fit."""
+    """Compare the two layouts in words; "" if there is no present layout, or if it does not fit."""
     present, best = advice.present, advice.choices[0].time.seconds
     if present is None or max(present.stages) > advice.memory_bytes:
         return ""
@@ -190,13 +210,13 @@ def _stages(advice: Prediction, each: Predicted) -> Iterator[tuple[str, ...]]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a line for each row, of any width, since programs may read them too."""
+    """Return the rows as lines of aligned columns. Lines may have any width, since programs may read them too."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def report(advice: Prediction) -> str:
-    """Return one object of JSON, whose keys are documented in docs/balance.md."""
+    """Return the prediction as one JSON object, whose keys are documented in docs/balance.md."""
     present = None if advice.present is None else _with_bytes(advice.present)
     said = {"present": present, "proposed": _with_bytes(advice.choices[0]), "choices": [*map(_said, advice.choices)]}
     return json.dumps(said, indent=2)

@@ -1,5 +1,5 @@
-"""The profile of a model: measurements of each layer and of the members, the only source of seconds and bytes; a JSON
-file.
+"""The profile of a model: measurements of each layer and of the members, kept as a JSON file. It is the only source of
+seconds and bytes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ds_dynatrain.errors import ProfileError
 from ds_dynatrain.space.kind import WEIGHT
 
 VERSION = 1
-"""Version of the file format; another one is refused."""
+"""Version of the file format; other versions are refused."""
 
 SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds")
 ERRORS = ("forward_error", "backward_error", "optimizer_error")
 BYTES = ("activation_bytes", "output_bytes")
 BESIDE = ("load_seconds", "message_seconds", "beside_seconds")
-"""Fields of `Profile`: time of a pipeline outside its layers."""
+"""Fields of `Profile` with the time of a pipeline outside its layers."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -34,13 +34,16 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer on a member of speed 1; ProfileError for a number that no measurement can give.
+    """One layer, as measured on a member of speed 1.
 
-    forward_seconds, backward_seconds: of one micro-batch of `Profile.micro_batch_size` samples. optimizer_seconds: of
-    one optimizer step over all of the layer's elements. The `_error`s are their standard errors, in seconds.
-    kind_bytes: bytes of the whole layer by state kind; `weight` is always given, and is the only one of a frozen layer.
-    activation_bytes: kept for one micro-batch from its forward pass to its backward pass. output_bytes: sent to the
-    next layer for one micro-batch, and as a gradient back. trained: whether the optimizer steps any of it.
+    forward_seconds, backward_seconds: the passes of one micro-batch of `Profile.micro_batch_size` samples.
+    kind_bytes: the bytes of the whole layer by state kind; `weight` is always given, and is the only kind of a frozen
+    layer.
+    optimizer_seconds: one optimizer step over all elements of the layer.
+    forward_error, backward_error, optimizer_error: the standard errors of these times, in seconds.
+    activation_bytes: the bytes kept for one micro-batch from its forward pass to its backward pass.
+    output_bytes: the bytes sent to the next layer for one micro-batch, and sent back as its gradient.
+    trained: whether the optimizer steps any part of the layer.
     """
 
     name: str
@@ -56,7 +59,7 @@ class LayerCost:
     trained: bool = True
 
     def __post_init__(self) -> None:
-        """Raise ProfileError for a field that is of the wrong type, negative or not finite."""
+        """Raise ProfileError if a field has the wrong type, or is negative or not finite."""
         where = f"layer {self.name!r}"
         _check(isinstance(self.name, str), f"layer {self.name!r}: its name is no string")
         for name in (*SECONDS, *ERRORS):
@@ -72,21 +75,23 @@ class LayerCost:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all state kinds: the most that moves with the layer."""
+        """Bytes of all state kinds together: the most that moves with the layer."""
         return sum(self.kind_bytes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The layers of a model in order, the members, and the batch; ProfileError for impossible numbers.
+    """The layers of a model in order, the members, and the batch.
 
-    speeds: relative speed of each member: a layer takes its seconds divided by this. train_batch_size: samples of one
-    optimizer step in all members. micro_batch_size: samples of the micro-batches that were timed. source: where the
-    numbers come from, for people.
+    speeds: the relative speed of each member; a layer takes its seconds divided by this.
+    train_batch_size: the samples of one optimizer step on all members together.
+    micro_batch_size: the samples of a timed micro-batch.
+    source: a description of where the numbers come from.
 
-    load_seconds: of loading a micro-batch's samples, on the first and on the last stage of a pipeline. message_seconds:
-    of one message between stages, on each of both, whatever its bytes. beside_seconds: of the rest of a pipeline's
-    step, which belongs to none of these, no layer and no optimizer step. 0 where they were not measured.
+    These times of a pipeline are 0 if they were not measured:
+    load_seconds: loading the samples of a micro-batch, on the first and on the last stage.
+    message_seconds: one message between two stages, on each of them, whatever its size.
+    beside_seconds: the rest of a step, outside of layers, optimizer step, loading and messages.
     """
 
     layers: tuple[LayerCost, ...]
@@ -100,7 +105,7 @@ class Profile:
     version: int = field(default=VERSION)
 
     def __post_init__(self) -> None:
-        """Raise ProfileError for another version, no layer, no member, or a number that no measurement can give."""
+        """Raise ProfileError for another version, for no layers or members, and for impossible numbers."""
         _check(self.version == VERSION, f"version {self.version!r}: this is made for version {VERSION}")
         _check(len(self.layers) > 0, "there is no layer")
         _check(len(self.speeds) > 0, "speeds: there is no member")
@@ -119,15 +124,15 @@ class Profile:
 
     @property
     def trained(self) -> npt.NDArray[np.bool_]:
-        """[layers], whether anything in a layer is trained."""
+        """Array [layers]: whether any part of each layer is trained."""
         return np.array([layer.trained for layer in self.layers])
 
     def seconds(self, name: str) -> Floats:
-        """Return one field of seconds (or of their errors) for each layer, by the field's name."""
+        """Return [layers], one field of `LayerCost` that holds seconds or standard errors, by its name."""
         return np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64)
 
     def forward_with_loading(self, stages: int) -> Floats:
-        """Return [layers], seconds of a forward pass in this many stages.
+        """Return [layers], the seconds of a forward pass with this many stages.
 
         They include loading samples, which the first and the last stage do.
         """
@@ -138,20 +143,23 @@ class Profile:
         return seconds
 
     def counts(self, name: str) -> Ints:
-        """Return one number of bytes for each layer, by the name of the field or of the property."""
+        """Return [layers], one field or property of `LayerCost` that holds bytes, by its name."""
         return np.array([getattr(layer, name) for layer in self.layers], dtype=np.int64)
 
     def kind_bytes(self, kind: str) -> Ints:
-        """Return the bytes of one state kind for each layer, 0 where a layer has none."""
+        """Return [layers], the bytes of one state kind; 0 for layers without it."""
         return np.array([layer.kind_bytes.get(kind, 0) for layer in self.layers], dtype=np.int64)
 
     def to_json(self) -> str:
-        """Return the text of a file; `from_json` returns the same profile from it, every digit of it."""
+        """Return the profile as JSON text, from which `from_json` restores every digit."""
         return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Read the text of `to_json`; ProfileError for text that is cut off, of another version, or has wrong names."""
+        """Return the profile from the text of `to_json`.
+
+        Raises ProfileError if the text is cut off, of another version, or has wrong names.
+        """
         try:
             said = json.loads(text)
         except ValueError as error:
@@ -167,12 +175,15 @@ class Profile:
         return cls(**{**given, **lists})
 
     def save(self, file: str | Path) -> None:
-        """Write the profile as JSON; OSError where it cannot be written."""
+        """Write the profile to a JSON file. Raises OSError if it cannot be written."""
         Path(file).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, file: str | Path) -> Profile:
-        """Read a file that `save` wrote; OSError if it is not readable, ProfileError naming it, if it is no profile."""
+        """Return the profile from a file that `save` wrote.
+
+        Raises OSError if the file cannot be read, and ProfileError, naming the file, if it is not a profile.
+        """
         try:
             return cls.from_json(Path(file).read_text(encoding="utf-8"))
         except (ProfileError, UnicodeDecodeError) as error:
@@ -180,7 +191,9 @@ class Profile:
 
 
 def _fields(kind: type[Any], said: Any, where: str) -> dict[str, Any]:
-    """Return a JSON object as arguments of a dataclass; ProfileError for names that are missing or unknown."""
+    """Return the fields of a JSON object as arguments of a dataclass. Raises ProfileError if names are missing or
+    unknown.
+    """
     _check(isinstance(said, dict), f"{where} is no object")
     known = dataclasses.fields(kind)
     unknown = sorted(set(said) - {each.name for each in known})

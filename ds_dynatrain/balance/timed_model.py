@@ -1,4 +1,6 @@
-"""The layers that are timed: those of a pipeline's stages, or of a model without stages the whole or some modules."""
+"""The layers that are timed: those of a pipeline's stages; in a model without stages the whole model, or some modules
+and the rest.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.space.kind import WEIGHT
 
 WHOLE, REST = "model", "rest"
-"""Names of the one layer of a model without stages, and of the remainder where modules are named."""
+"""Names of a model without stages that is timed as one layer, and of the remainder of a model if modules are named."""
 
 
 class TimedModel:
-    """The layers of an engine's model without stages: the modules of these names, followed by the rest as one layer.
+    """The layers of a model without stages: the modules with these names, then the rest of the model as one layer.
 
-    Without names the whole model is one layer: the time of its passes tells slow members from others.
+    Without names the whole model is one layer; the time of its passes is enough to tell slow members from others.
     """
 
     def __init__(self, engine: EngineCore, modules: Sequence[str] = ()) -> None:
@@ -33,7 +35,7 @@ class TimedModel:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether timing is so cheap that all steps are timed; a window then ends when it is due."""
+        """Whether timing costs so little that all steps are timed; a window then ends when it is due."""
         return not self._modules
 
     @property
@@ -43,7 +45,7 @@ class TimedModel:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """First layer of each stage, and the number of layers."""
+        """The first layer of each stage, then the number of layers."""
         return 0, len(self._modules) + 1
 
     def timer(self) -> Timer:
@@ -53,8 +55,8 @@ class TimedModel:
         return ModuleTimer(host.basic_optimizer, tuple(modules.values()))
 
     def rows(self, times: StageTimes) -> Floats:
-        """Return [layers of this rank's stage, COLUMNS]; the optimizer's seconds are shared out by the elements it
-        steps.
+        """Return [layers of this rank's stage, COLUMNS]. The optimizer's seconds are divided in proportion to the
+        elements that it steps.
         """
         start = self.cut[self._engine.place("pipe")]
         mine = self._tensors()[start : start + times.forward.shape[1]]
@@ -63,14 +65,14 @@ class TimedModel:
         return rows_of(times.forward, times.backward, rate * elements[None], times.kept_bytes, times.output_bytes)
 
     def layers(self) -> list[Known]:
-        """Return the static facts of all layers of the model, in the present registration."""
+        """Return the static facts of all layers of the model, with the parameters that are registered now."""
         return [_known(self._engine, name, held) for name, held in zip(self._names(), self._tensors(), strict=True)]
 
     def _names(self) -> Sequence[str]:
         return (*self._modules, REST) if self._modules else (WHOLE,)
 
     def _tensors(self) -> list[list[LogicalTensor]]:
-        """Return the tensors of each layer."""
+        """Return the tensors in each layer."""
         found: list[list[LogicalTensor]] = [[] for _ in self._names()]
         for tensor in self._engine.vps.tensors:
             inside = (number for number, name in enumerate(self._modules) if tensor.name.startswith(f"{name}."))
@@ -79,19 +81,19 @@ class TimedModel:
 
 
 class TimedStages(TimedModel):
-    """The layers of a `PipelineModule`, timed as the model cuts them."""
+    """The layers of a `PipelineModule`, one for each layer of the model's list."""
 
     is_cheap = False
 
     @property
     def present(self) -> Layout:
-        """The layout with its boundaries."""
+        """The layout, with the boundaries of its stages."""
         layout = self._engine.layout
         return layout.replace(boundaries=self._template.boundaries(layout))
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """First layer of each stage, and the number of layers."""
+        """The first layer of each stage, then the number of layers."""
         return tuple(self.present.boundaries or ())
 
     def timer(self) -> Timer:
@@ -106,7 +108,7 @@ class TimedStages(TimedModel):
         return [f"{number}.{name or 'function'}" for number, name in enumerate(self._template.names)]
 
     def _tensors(self) -> list[list[LogicalTensor]]:
-        """Return the tensors of each layer; a tied layer has them at each of its places."""
+        """Return the tensors in each layer; those of a tied layer appear at each of its positions."""
         by_prefix: dict[str, list[LogicalTensor]] = {prefix: [] for prefix in self._template.prefixes()}
         for tensor in self._engine.vps.tensors:
             by_prefix[layer_of(tensor.name)].append(tensor)
@@ -114,12 +116,15 @@ class TimedStages(TimedModel):
 
 
 def timed_model(engine: EngineCore) -> TimedModel:
-    """Return the layers of an engine's model: those of a PipelineModule, or the whole model as one."""
+    """Return the timed layers of an engine's model: those of a PipelineModule, or the whole model as one."""
     return TimedStages(engine) if isinstance(engine.host.shaper, PipelineShaper) else TimedModel(engine)
 
 
 def metered_model(engine: EngineCore, names: Sequence[str]) -> TimedModel:
-    """Return a model without stages, cut into the modules of these names; ConfigError if they cannot be timed."""
+    """Return the timed layers of a model without stages, with these modules timed separately.
+
+    Raises ConfigError if they cannot be timed, and for a PipelineModule.
+    """
     if isinstance(engine.host.shaper, PipelineShaper):
         raise ConfigError("engine.meter: the layers of a PipelineModule are timed as they are; leave the call out")
     children_of(engine.host.module, names)
@@ -127,7 +132,7 @@ def metered_model(engine: EngineCore, names: Sequence[str]) -> TimedModel:
 
 
 def _trained(tensors: Iterable[LogicalTensor]) -> int:
-    """Return the number of trained elements."""
+    """Return the number of trained elements in these tensors."""
     return sum(tensor.numel for tensor in tensors if tensor.trainable)
 
 

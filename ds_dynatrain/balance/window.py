@@ -1,8 +1,8 @@
 """The timings of all ranks in one window, and the mean over windows.
 
-A rank has a row for each layer of its stage (`COLUMNS`, float64): medians over micro-batches. The rows of all ranks
-make one window. Windows are averaged while costs stay as they are; the mean begins anew when two windows in a row say
-that they have changed.
+A rank has one row for each layer of its stage, with the columns of `COLUMNS` (float64): medians over micro-batches. The
+rows of all ranks are merged into one window. Windows are averaged while costs stay the same; the mean starts anew when
+two windows in a row show that costs have changed.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ Rows = Annotated[
     PlainValidator(lambda said: np.array(said, dtype=np.float64)),
     PlainSerializer(lambda held: held.tolist()),
 ]
-"""An array, which records hold as nested lists."""
+"""An array of rows; records hold it as nested lists."""
 COLUMNS = (*SECONDS, *ERRORS, *BYTES)
-"""The columns of a row: the fields of `LayerCost` that are measured."""
+"""The columns of a row: the measured fields of `LayerCost`."""
 OF_MEDIAN = math.sqrt(math.pi / 2)
 """Standard error of a median of normal numbers, divided by that of their mean."""
 OF_DEVIATION = 1.4826
 """Standard deviation of normal numbers, divided by their median distance from the median."""
 
 PASSES = slice(0, 2)
-"""The columns of both passes' seconds."""
+"""The columns with the seconds of the forward and the backward pass."""
 _TIMES = slice(0, len(SECONDS))
 ERROR_COLUMNS = slice(len(SECONDS), len(SECONDS) + len(ERRORS))
-"""The columns of standard errors, those of passes first."""
+"""The columns with standard errors, of which the first two belong to the passes."""
 
 
 def rows_of(
     forward: Floats, backward: Floats, optimizer: Floats, kept_bytes: Sequence[int], output_bytes: Sequence[int]
 ) -> Floats:
-    """Return [layers, COLUMNS] of one rank.
+    """Return [layers, COLUMNS], the rows of one rank.
 
-    forward, backward: [passes, layers], seconds; without any pass they are 0 s. optimizer: [steps, layers], seconds of
-    a step over all of a layer's elements.
+    forward, backward: [passes, layers], seconds of each pass; a layer without any pass gets 0 s.
+    optimizer: [steps, layers], seconds of an optimizer step over all elements of a layer.
+    kept_bytes, output_bytes: the bytes of each layer, see `LayerCost`.
     """
     parts = [_median(each) for each in (forward, backward, optimizer)]
     columns = [*(middle for middle, _ in parts), *(error for _, error in parts), kept_bytes, output_bytes]
@@ -56,7 +57,7 @@ def rows_of(
 
 
 def _median(passes: Floats) -> tuple[Floats, Floats]:
-    """Return the median of each layer and its standard error; with a single pass the error is as large as the value."""
+    """Return the median of each layer and its standard error. With a single pass the error is as large as the value."""
     count, layers = passes.shape
     if not count:
         return np.zeros(layers), np.zeros(layers)
@@ -69,11 +70,14 @@ def _median(passes: Floats) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, eq=False)
 class TimingWindow:
-    """The merged timings of all ranks. rows: [layers of the model, COLUMNS] on a member of speed 1. speeds: by rank.
+    """The merged timings of all ranks in one window.
 
-    beside: [BESIDE], the median over the ranks that have measured it, else 0. Speeds compare the ranks of one stage,
-    since no others have the same layers. The middle rank has speed 1, and so have all that differ from it by at most 4
-    standard errors.
+    rows: [layers of the model, COLUMNS], as they would be on a member of speed 1.
+    speeds: the speed of each rank.
+    beside: [BESIDE], the median over the ranks that have measured it; 0 if none has.
+
+    Speeds compare the ranks of one stage, since only they have the same layers. The median rank has speed 1, and so
+    have all ranks that differ from it by at most 4 standard errors.
     """
 
     rows: Floats
@@ -88,9 +92,12 @@ class TimingWindow:
         boundaries: Sequence[int],
         beside: Sequence[Sequence[float]] = (),
     ) -> TimingWindow:
-        """Merge the rows of all ranks. beside: [ranks, BESIDE].
+        """Merge the rows of all ranks.
 
-        ProfileError unless every rank has a row for each layer of its stage.
+        by_rank: the rows of each rank.
+        beside: [ranks, BESIDE], the times outside the layers.
+
+        Raises ProfileError unless every rank has a row for each layer of its stage.
         """
         size = layout.ranks_per_stage
         rows, speeds = [], list[float]()
@@ -112,14 +119,16 @@ class TimingWindow:
 
 
 def _middle(beside: Sequence[Sequence[float]]) -> Floats:
-    """Return [BESIDE]; a stage that loads nothing, or has no neighbour, has 0 s and does not count."""
+    """Return [BESIDE], the medians over ranks. Zeros do not count: they come from stages that load nothing or have no
+    neighbour.
+    """
     columns = np.array(beside, dtype=np.float64).reshape(-1, len(BESIDE)).T
     return np.array([np.median(each[each > 0]) if (each > 0).any() else 0.0 for each in columns])
 
 
 def _merged(found: Floats) -> tuple[Floats, Floats]:
-    """Merge [ranks, layers, COLUMNS] of one stage into [layers, COLUMNS] on a member of speed 1; return also the
-    speeds.
+    """Merge [ranks, layers, COLUMNS] of one stage into [layers, COLUMNS] on a member of speed 1; return the rows and
+    the speeds of the ranks.
     """
     total = found[:, :, PASSES].sum(axis=(1, 2))
     errors = np.sqrt((found[:, :, ERROR_COLUMNS][:, :, PASSES] ** 2).sum(axis=(1, 2)))
@@ -136,12 +145,17 @@ def _merged(found: Floats) -> tuple[Floats, Floats]:
 
 
 LAST_STEPS = 16
-"""Number of remembered steps; older ones may have had other costs."""
+"""Number of steps that are remembered; older ones may have had other costs."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a step, the median of `count` steps. error: its standard error, in seconds."""
+    """The measured seconds of a step.
+
+    seconds: the median of the steps.
+    error: the standard error of the median, in seconds.
+    count: the number of steps.
+    """
 
     seconds: float
     error: float
@@ -161,15 +175,16 @@ class StepSeconds:
     def forget(self, but: int = 0) -> None:
         """Forget all but the newest steps; called when the layout, the members or the costs have changed.
 
-        but: number of steps to keep, which had the new costs already.
+        but: the number of steps to keep, which already had the new costs.
         """
         while len(self._seconds) > but:
             self._seconds.popleft()
 
     def measured(self, newest: int | None = None) -> Measured:
-        """Return the median of the newest steps, by default of all that are remembered.
+        """Return the median of the newest steps; by default, of all remembered steps.
 
-        Its error follows from the relative spread of all of them; with a single step it is as large as the value.
+        Its standard error follows from the relative spread of all remembered steps; with a single step it is as large
+        as the value.
         """
         known = np.array(self._seconds, dtype=np.float64)
         if not len(known):
@@ -183,12 +198,12 @@ class StepSeconds:
 
 
 NEW_SHARE = 0.25
-"""Share of a new window in the mean, once there are four; before that all windows count alike."""
+"""Weight of a new window in the mean once there are four windows; before that, all windows have the same weight."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """The static facts of a layer, known without measuring it; see `LayerCost`."""
+    """The static facts of a layer, known without measurements; see `LayerCost`."""
 
     name: str
     kind_bytes: Mapping[str, int]
@@ -197,7 +212,11 @@ class Known:
 
 @dataclass(frozen=True, eq=False)
 class Doubted:
-    """A window that differs from those before it: [layers, COLUMNS], and its step."""
+    """A window that differs from those before it.
+
+    rows: [layers, COLUMNS], its timings.
+    step: the step at which it ended.
+    """
 
     rows: Rows
     step: int
@@ -205,11 +224,18 @@ class Doubted:
 
 @dataclass(frozen=True, eq=False)
 class Averaged:
-    """The mean over windows. batch: (samples of a step, of a micro-batch). since: see `decision.History`.
+    """The mean over windows.
 
-    windows: number of windows in the mean. speeds: of the last one. beside: [BESIDE]. doubted: the last window, if it
-    is not in the mean. Layers that have not changed may take a third longer in all passes of one window, for example
-    where a core is shared, so costs count as changed only once the next window agrees.
+    rows: [layers, COLUMNS], the mean timings.
+    speeds: the speeds of the ranks in the last window.
+    beside: [BESIDE], the mean times outside the layers.
+    batch: the samples of a step, and the samples of a micro-batch.
+    windows: the number of windows in the mean.
+    since: the steps at which costs changed, see `DecisionHistory`.
+    doubted: the last window, if it differs too much to be in the mean.
+
+    Unchanged layers may take a third longer in all passes of one window, for example while a core is shared, so costs
+    count as changed only if the next window agrees.
     """
 
     rows: Rows
@@ -230,10 +256,11 @@ class Averaged:
         least: float,
         is_new: bool,
     ) -> Averaged:
-        """Return the mean after one more window. least: share of all layers' seconds that a change of costs must
-        exceed.
+        """Return the mean after one more window.
 
-        is_new: whether costs are known to have changed.
+        before: the mean so far; None for the first window.
+        least: the fraction of all layers' seconds that a change of costs must exceed.
+        is_new: whether costs are already known to have changed.
         """
         now = cls(window.rows, window.speeds, window.beside, batch, since=(step,))
         if before is None or before.batch != batch or before.rows.shape != window.rows.shape:
@@ -248,7 +275,10 @@ class Averaged:
         return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
 
     def _begun_anew(self, window: TimingWindow, step: int) -> Averaged:
-        """Begin the mean anew at a step. The doubted window stays out: it may have been noise after all."""
+        """Start the mean anew with this window. The doubted window stays out, since it may have been noise after all.
+
+        step: the step since which costs are new.
+        """
         since = (*self.since, step)[-REMEMBERED:]
         return Averaged(window.rows, window.speeds, self._beside(window, 1.0), self.batch, since=since)
 
@@ -261,8 +291,8 @@ class Averaged:
         return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, self.since)
 
     def _beside(self, window: TimingWindow, share: float) -> Floats:
-        """Average [BESIDE]: values that the window has not measured stay, values measured for the first time count in
-        full.
+        """Average the times of [BESIDE]. Values that this window has not measured stay, and values measured for the
+        first time count in full.
         """
         mixed = np.where(self.beside > 0, (1 - share) * self.beside + share * window.beside, window.beside)
         return np.where(window.beside > 0, mixed, self.beside)
@@ -298,11 +328,11 @@ def _differ(before: Floats, after: Floats, least: float) -> bool:
 
 
 def _is_nearer(rows: Floats, one: Floats, other: Floats) -> bool:
-    """Return whether the layers' times are nearer to those of `one` than to those of `other`."""
+    """Return whether the seconds of the layers are nearer to those of `one` than to those of `other`."""
     distances = [np.abs(_seconds(rows) - _seconds(each)).sum() for each in (one, other)]
     return bool(distances[0] < distances[1])
 
 
 def _seconds(rows: Floats) -> Floats:
-    """Return [layers], seconds of both passes."""
+    """Return [layers], the seconds of both passes together."""
     return np.asarray(rows[:, PASSES].sum(axis=1))

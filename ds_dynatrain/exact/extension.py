@@ -1,4 +1,4 @@
-"""The extension that makes a job exact: its checks, and its records of each step."""
+"""The extension that makes a job exact: it checks the job, and records each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ds_dynatrain.support.checks import is_low
 
 
 class Exact(Extension):
-    """`"exact": true` in the `dynatrain` block. steps: the value of `engine.exact`."""
+    """The extension for `"exact": true` in the `dynatrain` block. steps: the value of `engine.exact`."""
 
     name = "exact"
     has_leaves = True
@@ -35,7 +35,9 @@ class Exact(Extension):
         self._every_steps: int = settings.exact.digest_every_steps
 
     def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
-        """Raise for settings that were not tested in exact jobs, and for batch sizes that follow from the world."""
+        """Raise UnsupportedError for anything that was not tested in exact jobs, and ConfigError if a batch size is
+        missing.
+        """
         batch, micro = (config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
         if batch is None or micro is None:
             raise ConfigError(
@@ -51,7 +53,7 @@ class Exact(Extension):
         refuse_inexact_model(config, model, mpu)
 
     def deepspeed_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return DeepSpeed's configuration without settings that would give one ZeRO stage bits of its own."""
+        """Return DeepSpeed's configuration with settings that give all ZeRO stages the same bits."""
         return exact_config(config)
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
@@ -59,7 +61,7 @@ class Exact(Extension):
         return {f"dynatrain.exact: {name}": value for name, value in machine(is_low(config)).items()}
 
     def engine_class(self, kind: type[Any]) -> type[Any]:
-        """Return the engine class that trains leaves, with pipelines or without."""
+        """Return the engine class that trains leaves (micro-batches of fixed size), with or without pipelines."""
         from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
         from ds_dynatrain.exact.adapters.exact_engine import LeafEngine
         from ds_dynatrain.exact.adapters.exact_pipeline import LeafPipelineEngine
@@ -67,7 +69,7 @@ class Exact(Extension):
         return LeafPipelineEngine if issubclass(kind, DynatrainPipelineEngine) else LeafEngine
 
     def check_layout(self, layout: Layout, batch: BatchSizes, has_stages: bool) -> None:
-        """Raise SwitchRefused for axes and ZeRO stages in which gradients would be added in another order."""
+        """Raise SwitchRefused for axes and ZeRO stages with which gradients would be added in another order."""
         alike = Layout(data=layout.data, zero_stage=layout.zero_stage)
         if has_stages:
             alike = alike.replace(pipe=layout.pipe, boundaries=layout.boundaries)
@@ -79,29 +81,29 @@ class Exact(Extension):
             raise usage("exact: a layout").refused(str(layout))
 
     def attach(self, engine: Any) -> None:
-        """Begin to record the steps of this engine."""
+        """Start recording the steps of this engine."""
         super().attach(engine)
         self.steps = ExactSteps(engine._parts, self._every_steps)
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Raise UnsupportedError if a forward pass of training changes a buffer."""
+        """Return a context that raises UnsupportedError if a forward pass of training changes a buffer."""
         module = self.engine.module
         return unchanged_buffers(module) if module.training else nullcontext()
 
     def after_forward(self, output: Any) -> None:
-        """Record the loss that the forward pass returned, if it is one, for the digest of the step."""
+        """Record the output of the forward pass if it is a loss, for the record of the step."""
         self.steps.note_loss(output)
 
     def after_backward(self, loss: Any) -> None:
-        """Record the loss passed to `engine.backward`, which may be another one than the forward pass returned."""
+        """Record the loss passed to `engine.backward`, which may differ from the output of the forward pass."""
         self.steps.note_loss(loss)
 
     def after_batch(self) -> None:
-        """Keep the losses of the global batch that the optimizer has just stepped with."""
+        """Keep the losses of the global batch that the optimizer has just used."""
         self.steps.close_batch()
 
     def after_step(self) -> None:
-        """Reduce losses, gradient norm and digests of the step over all ranks, and write them; a collective."""
+        """Reduce the losses, gradient norm and digests of the step over all ranks, and write them; a collective."""
         self.steps.finish_step()
 
     def on_batch_forgotten(self) -> None:

@@ -1,4 +1,6 @@
-"""Checks of a machine for exact jobs: settings, threads, compiled sums, and kernels that round alike everywhere."""
+"""Checks of a machine for exact jobs: settings, threads, compiled sums, and kernels that must give the same bits
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ VALUES = 10_007
 
 @dataclass(frozen=True)
 class ExactMachine:
-    """The result of the checks of one machine. checks: line by line. machine: values that must be equal on all machines
-    of a job. bits: a hash over the results of a few kernels, which must then be equal, too; empty where nothing could
-    be run.
+    """The result of the checks of one machine.
+
+    checks: the checks, one for each printed line.
+    machine: the values that must be equal on all machines of a job.
+    bits: a hash of the results of a few kernels, which must then be equal as well; empty if nothing could be run.
     """
 
     checks: tuple[Check, ...]
@@ -28,12 +32,12 @@ class ExactMachine:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the checks that failed, each of which rules an exact job out."""
+        """Names of the failed checks; each of them rules out an exact job."""
         return tuple(check.name for check in self.checks if check.is_well is False)
 
 
 def examine_exact(has_deepspeed: bool) -> ExactMachine:
-    """Check this process and run a few kernels; takes about a second.
+    """Check this process, and run a few kernels; takes about a second.
 
     has_deepspeed: whether DeepSpeed is installed, with all names that this package relies on.
     """
@@ -63,7 +67,7 @@ def _device() -> Iterator[Check]:
 
 
 def _settings(values: dict[str, str]) -> Iterator[Check]:
-    """Yield the values that are compared when a job starts, judged where one machine alone can judge them."""
+    """Yield the settings that processes compare when a job starts, with a verdict if one machine is enough to judge."""
     import torch
 
     from ds_dynatrain.exact.adapters.refusals import LOOSE_MODES, MODE
@@ -83,7 +87,7 @@ def _settings(values: dict[str, str]) -> Iterator[Check]:
 
 
 def _sums() -> Iterator[Check]:
-    """Compare compiled squares and digests with numpy's: both must give the same, as machines may use either."""
+    """Check that the compiled squares and digests equal those of numpy, since machines may use either."""
     import numpy as np
 
     from ds_dynatrain.exact.bits.squares import Grid, in_numpy, largest, largest_in_numpy, square_sums

@@ -1,7 +1,8 @@
-"""A trial of a few kernels on this machine: whether their bits depend on where operands lie, and a hash of the bits.
+"""A trial of a few kernels on this machine: whether their bits depend on the memory position of the operands, and a
+hash of the bits.
 
-Operands are made from whole numbers, so they are the same everywhere. They lie at several offsets from an aligned
-address, as parts of flat buffers do, whose offsets follow from the ZeRO stage and the world.
+Operands are made from whole numbers, so they are the same everywhere. They begin at several offsets from an aligned
+address, like the parts of flat buffers, whose offsets depend on the ZeRO stage and the world.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import torch
 from torch.nn import functional
 
 PLACES = (0, 1, 3, 8)
-"""Offsets of operands from an address that torch has aligned, in elements."""
+"""Offsets of the operands from an address that torch has aligned, in elements."""
 SHAPES = ((3, 24, 96), (16, 64, 64), (5, 33, 7))
-"""Rows, input and output features of a linear layer. MKL rounds the first by its alignment, unless told not to."""
+"""Rows, input features and output features of a linear layer. MKL's rounding of the first shape depends on alignment,
+unless told not to.
+"""
 LENGTH = 1003
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial. moving: the kernels whose bits depend on the place of their operands. bits: one hash over
-    the results of all.
+    """The result of a trial.
+
+    moving: the kernels whose bits depend on the memory position of their operands.
+    bits: one hash of the results of all kernels.
     """
 
     moving: tuple[str, ...]
@@ -34,8 +39,10 @@ class Trial:
 def try_kernels(
     kernels: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] | None = None, device: str = "cpu"
 ) -> Trial:
-    """Run each kernel at all places. kernels: by default those of a transformer and its optimizer. device: where they
-    run.
+    """Run each kernel with its operands at all offsets of `PLACES`.
+
+    kernels: the kernels by name; None for those of a transformer and its optimizer.
+    device: the device on which they run.
     """
     hashed, moving = hashlib.blake2b(digest_size=8), []
     for name, kernel in (KERNELS if kernels is None else kernels).items():
@@ -58,7 +65,7 @@ def _products(place: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.
 
 
 def _functions(place: int) -> Iterator[torch.Tensor]:
-    """Yield results of functions that work element by element, and over rows."""
+    """Yield the results of functions that work element by element, or over rows."""
     values, targets = _placed(place, 17, 59), torch.arange(17)
     yield functional.gelu(values)
     yield functional.layer_norm(values, (59,))
@@ -87,7 +94,7 @@ KERNELS: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] = {
 
 
 def _placed(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return numbers between -8 and 8 that begin `place` elements behind an aligned address."""
+    """Return numbers between -8 and 8 whose memory begins `place` elements after an aligned address."""
     count = torch.Size(shape).numel()
     room = torch.empty(place + count, dtype=dtype)
     whole = (torch.arange(count) * 40503 + 12289) % 65536 - 32768

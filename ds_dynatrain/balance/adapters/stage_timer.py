@@ -1,10 +1,10 @@
-"""The timer of a pipeline stage: seconds of each layer, pass by pass, in the steps of a window.
+"""The timer of a pipeline stage: the seconds of each layer, pass by pass, in the steps of a window.
 
-The stage's callables and DeepSpeed's forward and backward instructions are replaced for that time. No module gets a
-hook, and nothing is compiled again. A pass is a row of marks: from a mark on, time counts for the mark's layer. In a
-forward pass a mark is set when a layer is called; in a backward pass, when the gradient of a layer's output arrives (by
-a hook on that tensor), or when a layer is called again to recompute its activations. All time of a pass therefore
-belongs to some layer: the loss to the last one. Waiting for other stages falls between passes.
+During a window the stage's callables and DeepSpeed's forward and backward instructions are replaced. No module gets a
+hook, and nothing is compiled again. A pass is recorded as a list of marks: from a mark on, time counts for the mark's
+layer. In a forward pass a mark is set when a layer is called; in a backward pass, when the gradient of a layer's output
+arrives (by a hook on that tensor), or when a layer is called again to recompute its activations. All time of a pass
+therefore belongs to some layer; the loss belongs to the last one. Waiting for other stages falls between passes.
 
 The thread's time outside passes is recorded separately: loading samples, messages, and the rest of a step.
 
@@ -43,18 +43,18 @@ MESSAGES = (SendActivation, RecvActivation, SendGrad, RecvGrad)
 
 
 class StageTimer(Timer):
-    """The timer of the present stage of a pipeline engine."""
+    """The timer of this rank's stage in a pipeline engine."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self._engine, self._module = engine, engine.module
         super().__init__(optimizer, len(self._module.forward_funcs))
         self._is_backward = False
         self._hooked: Sequence[torch.Tensor] = ()
-        """The inputs of the layer that was called last."""
+        """The input tensors of the layer that was called last."""
         self._output_bytes, self._kept_bytes = [0] * self._layers, [0] * self._layers
         self._kept: set[int] = set()
         self._wholes, self._loads, self._messages = list[float](), list[float](), list[float]()
-        """Thread seconds of each step, of loading each micro-batch, and of each message."""
+        """The thread's seconds in each step, in loading each micro-batch, and in each message."""
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -76,7 +76,7 @@ class StageTimer(Timer):
             self._wholes.append(time.thread_time() - begin)
 
     def times(self) -> StageTimes:
-        """Return the times of all passes so far, once the device has done them."""
+        """Return the timings of all passes so far, once the device has finished."""
         found = replace(super().times(), output_bytes=tuple(self._output_bytes), kept_bytes=tuple(self._kept_bytes))
         if not len(found.backward):  # a stage that does not go backward takes no time for it
             found = replace(found, backward=np.zeros_like(found.forward))
@@ -90,7 +90,10 @@ class StageTimer(Timer):
     # ---- a pass ------------------------------------------------------------------------------------------------------
 
     def _timed_pass(self, run: Callable[..., None], is_backward: bool, first: int) -> Callable[..., None]:
-        """Wrap one of DeepSpeed's instructions, which begins with a layer."""
+        """Wrap one of DeepSpeed's instructions so that its pass is timed.
+
+        first: the layer for which time counts at the start and the end of the pass.
+        """
 
         def timed(engine: Any, buffer_id: int) -> None:
             self._is_backward = is_backward
@@ -107,10 +110,10 @@ class StageTimer(Timer):
         return timed
 
     def _hook(self, tensors: Any, maker: int) -> None:
-        """Set a mark for the layer that made these tensors when their gradients arrive.
+        """Hook these tensors so that time counts for the layer that made them once their gradients arrive.
 
-        An input that a layer hands on unchanged was made by an earlier layer. A stage's outputs get hooks as well:
-        where there are several, DeepSpeed goes back from one after the other.
+        If a layer returns an input unchanged, an earlier layer made it. A stage's outputs get hooks as well: if there
+        are several, DeepSpeed runs their backward passes one after the other.
         """
         wanted = with_gradients(tensors)
         for tensor in wanted:
@@ -121,7 +124,7 @@ class StageTimer(Timer):
     # ---- a layer -----------------------------------------------------------------------------------------------------
 
     def _timed_layer(self, number: int, layer: Layer) -> Layer:
-        """Wrap a layer, which is called for a forward pass or to recompute its activations."""
+        """Wrap a layer so that its calls are timed, in a forward pass or when its activations are recomputed."""
         may_count = not _is_compiled(layer)
 
         def timed(inputs: Any) -> Any:
@@ -143,7 +146,7 @@ class StageTimer(Timer):
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
     def _counting(self, number: int, inputs: Any) -> AbstractContextManager[Any]:
-        """Count the bytes that autograd keeps for a layer within this context, each piece of memory once."""
+        """Return a context that counts the bytes that autograd keeps for a layer, each storage once."""
         interval = int(self._module.activation_checkpoint_interval)
         if interval:
             if number % interval == 0:
@@ -174,8 +177,8 @@ def _adding(run: Callable[..., None], seconds: list[float]) -> Callable[..., Non
 
 
 def _is_compiled(layer: Layer) -> bool:
-    """Return whether any part of the layer is compiled: hooks on the tensors that autograd keeps would compile it
-    again.
+    """Return whether any part of the layer is compiled: hooks on the tensors that autograd saves would cause a
+    recompilation.
     """
     parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
     if any(hasattr(part, "_torchdynamo_orig_callable") for part in parts):

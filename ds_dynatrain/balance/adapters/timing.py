@@ -1,14 +1,14 @@
-"""The clock by which layers are timed on one rank, and the timer of a model without stages.
+"""The clock by which the layers on one rank are timed, and the timer of a model without pipeline stages.
 
-On a CPU the clock is the time of this thread: wall time on cores that others share says little. On an accelerator a
-moment is an event on the current stream, which is read once the device has reached it.
+On a CPU the clock is the CPU time of this thread, since wall time says little when cores are shared. On an accelerator
+a time is an event on the current stream, which is read once the device has reached it.
 
-A pass is a row of marks: from a mark on, time counts for the mark's layer. In a model without stages the layers are the
-named modules, followed by the rest of the model. In a forward pass a module's time is that of its call. In a backward
-pass it begins when the gradient of the module's output arrives, and ends when that of its input does; a module whose
-inputs need no gradient gets the remainder of the pass, until another module's time begins. Modules carry hooks only in
-the forward passes of a window. Where no module is named, waits of an accelerator's stream for messages within a pass
-count as well.
+A pass is recorded as a list of marks: from a mark on, time counts for the mark's layer. In a model without stages the
+layers are the named modules, followed by the rest of the model. In a forward pass a module's time is that of its call.
+In a backward pass it begins when the gradient of the module's output arrives, and ends when that of its input does; a
+module whose inputs need no gradient gets the remainder of the pass, until another module's time begins. Modules have
+hooks only in the forward passes of a window. If no module is named, the time that an accelerator's stream waits for
+messages within a pass counts as well.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compil
 from ds_dynatrain.errors import ConfigError
 
 Mark = tuple[int, Any]
-"""A layer, and the moment from which time counts for it; the last mark of a pass ends the pass."""
+"""The number of a layer, and the time from which the clock counts for it; the last mark of a pass ends the pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """Timings of one rank. forward, backward: [passes, layers of the stage], seconds.
+    """The timings of one rank.
 
-    step_seconds: seconds of the optimizer for `stepped` elements, without norms and messages. output_bytes: bytes of
-    each layer's output for one micro-batch. kept_bytes: bytes that a layer's forward pass keeps for the backward pass;
-    with activation checkpointing, the inputs from which it is recomputed; 0 for a compiled layer.
-
-    load_seconds, message_seconds, beside_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
+    forward, backward: [passes, layers of the stage], the seconds of each pass.
+    step_seconds: the optimizer's seconds for the `stepped` elements, without norms and messages.
+    stepped: the number of elements that the optimizer stepped.
+    output_bytes: the bytes of each layer's output for one micro-batch.
+    kept_bytes: the bytes that each layer's forward pass keeps for its backward pass; with activation checkpointing, the
+    inputs for recomputing it; 0 for a compiled layer.
+    load_seconds, message_seconds, beside_seconds: see `balance.profile.Profile`; they are thread time, so 0 on
+    accelerators.
     """
 
     forward: npt.NDArray[np.float64]
@@ -58,7 +61,7 @@ class StageTimes:
 
 
 def now() -> Any:
-    """Return a moment on this thread's clock, or on the device's."""
+    """Return the present time by this thread's clock, or an event on the device's stream."""
     if not is_accelerated():
         return time.thread_time()
     event = get_accelerator().Event(enable_timing=True)
@@ -67,55 +70,58 @@ def now() -> Any:
 
 
 def between(begin: Any, end: Any) -> float:
-    """Return the seconds between two moments; with events, the device must have reached the second one."""
+    """Return the seconds between two results of `now`; with events, the device must have reached the second one."""
     return end - begin if isinstance(begin, float) else 1e-3 * float(begin.elapsed_time(end))
 
 
 class Timer:
-    """Base of the timers of this rank's layers, in the steps of a window.
+    """Base class of the timers, which time this rank's layers in the steps of a window.
 
-    optimizer: the one that steps the elements, without ZeRO. layers: the number of layers.
+    optimizer: the optimizer that steps the elements, inside of ZeRO's.
+    layers: the number of layers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: int) -> None:
         self._optimizer, self._layers = optimizer, layers
         self._passes: tuple[list[tuple[list[Mark], float]], ...] = [], []
-        """Forward and backward passes: the marks of each, and its samples as a share of a micro-batch."""
+        """The forward passes and the backward passes: the marks of each, and its samples as a fraction of a
+        micro-batch.
+        """
         self._marks: list[Mark] | None = None
-        """The marks of the pass that is under way."""
+        """The marks of the current pass; None between passes."""
         self._updates: list[tuple[Any, Any]] = []
         self._began: Any = None
         self._stepped = 0
         """Number of elements stepped, over all steps of the optimizer."""
 
     def timing(self) -> AbstractContextManager[None]:
-        """Time a whole step, where that is one call."""
+        """Return a context that times a whole step, if a step is one call."""
         return nullcontext()
 
     def passing(self, is_backward: bool, share: float) -> AbstractContextManager[None]:
-        """Time a pass, where a step is several calls.
+        """Return a context that times one pass, if a step is several calls.
 
-        share: samples of this pass, divided by those of a micro-batch of the profile.
+        share: the samples of this pass, divided by those of a micro-batch of the profile.
         """
         return nullcontext()
 
     def updating(self) -> AbstractContextManager[None]:
-        """Time the optimizer's step, where that is a call of its own."""
+        """Return a context that times the optimizer's step, if that is a separate call."""
         return nullcontext()
 
     def times(self) -> StageTimes:
-        """Return all timings, once the device has finished; bytes are 0 for a model without stages."""
+        """Return all timings once the device has finished; bytes are 0 for a model without stages."""
         synchronize()
         none = (0,) * self._layers
         return StageTimes(self._seconds(False), self._seconds(True), self._update_seconds, self._stepped, none, none)
 
     def _at(self, layer: int, _: Any = None) -> None:
-        """Count time for a layer from now on."""
+        """Count time for this layer from now on."""
         if self._marks is not None:
             self._marks.append((layer, now()))
 
     def _seconds(self, is_backward: bool) -> npt.NDArray[np.float64]:
-        """Return [passes, layers], scaled to a whole micro-batch; passes without samples of their own are left out."""
+        """Return [passes, layers], scaled to a whole micro-batch; passes without samples of this rank are left out."""
         counted = [(marks, share) for marks, share in self._passes[is_backward] if share]
         found = np.zeros((len(counted), self._layers))
         for row, (marks, share) in zip(found, counted, strict=True):
@@ -145,8 +151,10 @@ class Timer:
 
 
 def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules of these names; ConfigError if one is missing, named twice or compiled, or if two share a
-    module.
+    """Return the modules with these names.
+
+    Raises ConfigError if a name is missing or given twice, if two modules overlap, or if any part of the model is
+    compiled.
     """
     known = dict(model.named_modules(remove_duplicate=False))
     found = {name: known[name] for name in names if name in known and name}
@@ -171,7 +179,7 @@ def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 class ModuleTimer(Timer):
-    """The timer of some modules of a model without stages, and of the rest; without modules, of the whole model."""
+    """The timer of a model without stages: of some modules and the rest of the model, or of the whole model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
         super().__init__(optimizer, len(modules) + 1)
@@ -181,7 +189,7 @@ class ModuleTimer(Timer):
 
     @contextmanager
     def passing(self, is_backward: bool, share: float) -> Iterator[None]:
-        """Time a forward or backward pass, with hooks on the modules in the forward pass."""
+        """Time a forward or backward pass; in a forward pass the modules have hooks."""
         marks = self._marks = [(self._rest, now())]
         try:
             with nullcontext() if is_backward else self._hooked():
@@ -192,7 +200,7 @@ class ModuleTimer(Timer):
             self._marks, self._given = None, []
 
     def updating(self) -> AbstractContextManager[None]:
-        """Time the optimizer's step."""
+        """Return a context that times the optimizer's step."""
         return self._timed_updates()
 
     @contextmanager
@@ -214,7 +222,10 @@ class ModuleTimer(Timer):
         self._given += self._hook_gradients(outputs, number)
 
     def _hook_gradients(self, tensors: Any, whose: int) -> list[torch.Tensor]:
-        """Hook the gradients of the tensors that no module has returned so far, and return these tensors."""
+        """Hook the gradients of the tensors that no module has returned so far, and return these tensors.
+
+        whose: the number of the layer for which time counts once such a gradient arrives.
+        """
         known = {id(each) for each in self._given}
         found = [each for each in with_gradients(tensors) if id(each) not in known]
         for tensor in found:
@@ -223,12 +234,14 @@ class ModuleTimer(Timer):
 
 
 def with_gradients(given: Any) -> list[torch.Tensor]:
-    """Return the tensors of `tensors_in` that receive a gradient and are no parameters."""
+    """Return the tensors in a value that will receive a gradient and are not parameters."""
     return [each for each in tensors_in(given) if each.requires_grad and not isinstance(each, nn.Parameter)]
 
 
 def tensors_in(given: Any) -> Iterator[torch.Tensor]:
-    """Yield a tensor, or the tensors in lists, tuples and dictionaries, such as the outputs of transformers."""
+    """Yield the tensors in a value: a tensor itself, or those in lists, tuples and dictionaries, such as outputs of
+    transformers.
+    """
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, Mapping):

@@ -1,6 +1,6 @@
-"""An engine that adds up gradients one micro-batch after the other, in an order that is the same in every world.
+"""An engine that adds gradients leaf by leaf, in an order that is the same in every world.
 
-Such a micro-batch is a *leaf*: it holds the same samples in every world.
+A *leaf* is a micro-batch of fixed size, which holds the same samples in every world.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ class LeafHost(Host):
     _nodes: GraphNodes | None = None
 
     def look(self, basic: torch.optim.Optimizer) -> None:
-        """Raise UnsupportedError for an optimizer whose update of an element may depend on its place."""
+        """Raise UnsupportedError if the optimizer's update of an element may depend on the element's position."""
         refuse_inexact_optimizer(basic)
         super().look(basic)
 
     def optimizer_made(self) -> None:
-        """Let the new optimizer add up gradients leaf by leaf."""
+        """Make the new optimizer add gradients leaf by leaf, where a leaf is a micro-batch of fixed size."""
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         self.sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
         self._take_nodes_away()
         self._nodes = GraphNodes(self.module) if int(self.engine.zero_optimization_stage()) < 3 else None
 
     def detach(self) -> None:
-        """Take the optimizer off, with its gradient sums and the autograd nodes."""
+        """Detach the optimizer, and remove its gradient sums and the autograd nodes."""
         self.sums = None
         self._take_nodes_away()
         super().detach()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the open window, with their partial sums."""
+        """Drop the gradients of the open global batch, and their partial sums."""
         super().drop_gradients()
         if self.sums is not None:
             self.sums.forget()
 
     def let_module_go(self) -> None:
-        """Remove all hooks from the module, with those that add autograd nodes."""
+        """Remove all hooks from the module, including those that add autograd nodes."""
         self._take_nodes_away()
         super().let_module_go()
 
@@ -65,7 +65,7 @@ class LeafHost(Host):
 
 
 class LeafEngine(DynatrainEngine):
-    """An engine whose gradients have the same bits in any number of ranks."""
+    """An engine whose gradients have the same bits on any number of ranks."""
 
     _HOST: ClassVar[type[Host]] = LeafHost
 
@@ -77,18 +77,20 @@ class LeafEngine(DynatrainEngine):
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         """Make DeepSpeed wrap the optimizer in a ZeRO optimizer in all stages.
 
-        At stage 1 in bf16 with sums in fp32 it would take BF16_Optimizer, which reduces and clips in orders of its own.
+        In stage 1 with bf16 weights and fp32 sums it would choose BF16_Optimizer, which reduces and clips in an order
+        of its own.
         """
         super()._do_optimizer_sanity_check(basic_optimizer)
         return ZERO_OPTIMIZATION
 
     def compile(self, *arguments: Any, **named: Any) -> None:
-        """Raise UnsupportedError: a compiled model may round otherwise in another layout."""
+        """Raise UnsupportedError, since a compiled model may round differently in another layout."""
         raise usage("exact: torch.compile").error("engine.compile")
 
     def micro_batch(self, one: MicroBatch, is_divided: bool = False) -> AbstractContextManager[None]:
-        """Raise UnsupportedError for a loss that is divided: a leaf's loss is multiplied by its weight and by nothing
-        else.
+        """Return the context in which a micro-batch is trained.
+
+        Raises UnsupportedError if its loss is already divided: a leaf's loss may be multiplied by its weight only.
         """
         if is_divided:
             raise usage("exact: a loss that is divided").error("engine.micro_batch(is_divided=True)")
@@ -97,9 +99,9 @@ class LeafEngine(DynatrainEngine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | None = None
     ) -> torch.Tensor:
-        """Run the backward pass of a leaf, whose loss is multiplied by its weight and by nothing else.
+        """Run the backward pass of a leaf (a micro-batch of fixed size), whose loss is multiplied by its weight only.
 
-        UnsupportedError for a micro-batch that did not come from a loader of the engine.
+        Raises UnsupportedError if the micro-batch did not come from a loader of the engine.
         """
         if not self.is_discarded and self._host.micro_step is None:
             raise usage("exact: a micro-batch that is no leaf").error("engine.backward")
@@ -110,7 +112,9 @@ class LeafEngine(DynatrainEngine):
         return scaled if grad is None or scaled is grad else grad * self._host.loss_weight
 
     def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """Add up the leaf at the end of every backward pass, at stage 1 too."""
+        """Add the gradients of the leaf (a micro-batch of fixed size) at the end of every backward pass, also in ZeRO
+        stage 1.
+        """
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
         self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 

@@ -1,9 +1,9 @@
-"""A pipeline engine whose micro-batches are leaves, whichever stages they go through.
+"""A pipeline engine whose micro-batches are leaves (micro-batches of fixed size), on any number of stages.
 
-All columns run equally many micro-batches; one without a leaf for its last one borrows leaf 0 at weight 0. Before each
-layer of a leaf the generators are set, by the layer's number in the whole model, also where activations are recomputed.
-The output of every layer is laid out in memory as a message would leave it, whether it is sent or not, so a cut between
-layers changes no bits.
+All columns (pipelines side by side) run the same number of micro-batches; one without a leaf for its last micro-batch
+borrows leaf 0 with weight 0. Before each layer of a leaf the random generators are set by the layer's number in the
+whole model, also when activations are recomputed. The output of every layer is laid out in memory as if a message had
+brought it, whether it is sent or not, so a cut between layers changes no bits.
 """
 
 from __future__ import annotations
@@ -37,12 +37,17 @@ from ds_dynatrain.space import Columns, Layout
 from ds_dynatrain.space.leaves import MicroStep
 
 Seed = Callable[[int, int], None]
-"""Function that sets all generators for (leaf, layer of the whole model)."""
+"""Function that sets all random generators for a leaf (a micro-batch of fixed size) and a layer of the whole model."""
 
 
 @dataclass(frozen=True)
 class LeafPass:
-    """A micro-batch of this column. weight: of its loss, 0 where the leaf is borrowed."""
+    """A micro-batch of this rank's pipeline.
+
+    leaf: the number of the leaf (a micro-batch of fixed size).
+    weight: the factor of its loss; 0 if the leaf is borrowed from another pipeline.
+    step: the micro-step to which it belongs.
+    """
 
     leaf: int
     weight: float
@@ -51,8 +56,12 @@ class LeafPass:
 
 @dataclass
 class Leaves:
-    """The micro-batches of this column in a global batch. forward, backward: how many of them have begun that pass.
-    now: the one whose pass is running.
+    """The micro-batches of this rank's pipeline in a global batch.
+
+    passes: the micro-batches in order.
+    seed: sets the random generators for a leaf and a layer.
+    forward, backward: the numbers of micro-batches that have begun each pass.
+    now: the index of the micro-batch whose pass is running.
     """
 
     passes: Sequence[LeafPass]
@@ -78,7 +87,9 @@ class LeafStageHost(LeafHost, StageHost):
     uses = Uses(())
 
     def optimizer_made(self) -> None:
-        """Let the new optimizer add up the gradients of all stages leaf by leaf."""
+        """Make the new optimizer add the gradients of all stages leaf by leaf, where a leaf is a micro-batch of fixed
+        size.
+        """
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         trained = {tensor.name: held for tensor, held in self.trained()}
         self.uses = Uses.of(self.module, self.shaper.template, {id(held) for held in trained.values()})
@@ -88,21 +99,25 @@ class LeafStageHost(LeafHost, StageHost):
         self.sums = LeafSums.over(lines, self.optimizer, lambda: self.micro_step)
 
     def detach(self) -> None:
-        """Take the optimizer off, and forget the shared parameters of this stage."""
+        """Detach the optimizer, and forget the shared parameters of this stage."""
         self.uses = Uses(())
         super().detach()
 
 
 class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
-    """A pipeline engine whose gradients have the same bits in any number of ranks and stages."""
+    """A pipeline engine whose gradients have the same bits on any number of ranks and stages."""
 
     _HOST: ClassVar[type[Host]] = LeafStageHost
     _leaves: Leaves | None = None
-    """Set while a global batch is trained."""
+    """The micro-batches of the global batch that is being trained; None at other times."""
     _host: LeafStageHost
 
     def _train_samples(self, samples: Iterator[Any]) -> torch.Tensor:
-        """Train the leaves of a global batch; UnsupportedError unless a loader of the engine deals them."""
+        """Train the leaves (micro-batches of fixed size) of a global batch, and return the loss.
+
+        Raises UnsupportedError unless the samples come from a loader of the engine, and for reentrant activation
+        checkpointing.
+        """
         if not isinstance(samples, Pass):
             raise usage("exact: a micro-batch that is no leaf").error(f"train_batch reads a {type(samples).__name__}")
         module = self.module
@@ -136,7 +151,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         return output if number + 1 == self.module._num_layers else as_sent(output, number)
 
     def _enter_columns(self, layout: Layout) -> None:
-        """Let all columns run equally many leaves."""
+        """Make all columns (the pipelines side by side) run the same number of micro-batches."""
         super()._enter_columns(layout)
         count = int(self.gradient_accumulation_steps())
         self._columns = Columns(int(self.train_micro_batch_size_per_gpu()), (count,) * layout.data)
@@ -185,8 +200,8 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
     }
 
     def _total_loss(self) -> torch.Tensor:
-        """Return the mean over all samples of the losses of leaves, added in their order; outside `_leaves` DeepSpeed's
-        loss.
+        """Return the mean loss over all samples, adding the losses of leaves (micro-batches of fixed size) in their
+        order. If no global batch of leaves is being trained, it is DeepSpeed's loss.
         """
         if self._leaves is None:
             return super()._total_loss()
@@ -204,10 +219,11 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
 
 
 def as_sent(output: Any, number: int) -> Any:
-    """Return the output of layer `number` as the next stage would receive it, with its gradient laid out as it would
-    return.
+    """Return the output of a layer as the next stage would receive it, with its gradient laid out as the next stage
+    would return it.
 
-    UnsupportedError for several floating-point tensors: a stage makes a backward pass for each of them.
+    number: the number of the layer, for the error. Raises UnsupportedError if there are several floating-point tensors,
+    since a stage makes a backward pass for each of them.
     """
     parts = output if isinstance(output, tuple) else (output,)
     if sum(torch.is_tensor(part) and part.is_floating_point() for part in parts) > 1:

@@ -1,15 +1,17 @@
-"""Gradient sums of an exact job's ZeRO optimizer: owners add the gradients of leaves in one order; and their norm.
+"""Gradient sums and norms for the ZeRO optimizer of an exact job: the owner of each slice adds the gradients of leaves
+(micro-batches of fixed size) in a fixed order.
 
-DeepSpeed adds micro-batches where they were computed and ranks where the network does, in an order that follows from
-the world. Here each micro-step sends every slice of every leaf's gradient to the slice's owner, by an all-to-all, and
-the owner adds leaves in the order of their numbers (`exact.bits.sums`). All ZeRO stages do this, with the same bits:
-stages 2 and 3 as soon as gradients arrive, stage 1 at the end of a backward pass, as it holds whole gradients anyway.
+DeepSpeed adds micro-batches on the ranks that computed them, and ranks in the order of the network, so the order
+depends on the world. Here each micro-step sends every slice of every leaf's gradient to the slice's owner, by an
+all-to-all, and the owner adds leaves in the order of their numbers (`exact.bits.sums`). All ZeRO stages do this, with
+the same bits: stages 2 and 3 as soon as gradients arrive, stage 1 at the end of a backward pass, as it holds whole
+gradients anyway.
 
-Gradients are sent in the type of the weights, and added in fp32: in fp16 they are those of the scaled loss. A sum that
-is not finite makes the norm infinite, and that alone makes DeepSpeed skip a step, in all stages alike.
+Gradients are sent in the type of the weights, and added in fp32; with fp16 they are gradients of the scaled loss. A sum
+that is not finite makes the norm infinite, which alone makes DeepSpeed skip a step, in all stages alike.
 
-Gradients are sent in chunks (`lines`), by one plan on every rank: a parameter that got no gradient is sent as zeros, so
-ranks need not use the same parameters (at stage 3 they must, as its layers are gathered on all at once).
+Gradients are sent in chunks (`lines`), by the same plan on every rank: a parameter without a gradient is sent as zeros,
+so ranks need not use the same parameters (except in stage 3, whose layers are gathered on all ranks at once).
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ from ds_dynatrain.space.leaves import MicroStep
 
 
 class LeafSums:
-    """The gradient sums of one ZeRO optimizer. now: returns the micro-step that was dealt last, None if none was."""
+    """The gradient sums of one ZeRO optimizer, added leaf by leaf. A leaf is a micro-batch of fixed size.
+
+    now: returns the latest micro-step; None if there was none.
+    """
 
     def __init__(self, zero: Any, lines: Lines, now: Callable[[], MicroStep | None]) -> None:
         self._zero, self._lines, self._now = zero, lines, now
@@ -47,16 +52,20 @@ class LeafSums:
 
     @staticmethod
     def put_on(zero: Any, order: Mapping[int, int], now: Callable[[], MicroStep | None]) -> LeafSums | None:
-        """Make a ZeRO optimizer sum its gradients this way, with a norm that does not depend on which rank holds what.
+        """Replace the gradient reduction of a ZeRO optimizer by these sums, and its norm by one that does not depend on
+        the ranks. Returns None for another optimizer.
 
-        None for another optimizer. order: number of each parameter in the module, by id.
+        order: the number of each parameter in the module, by the parameter's id.
+        now: returns the latest micro-step.
         """
         lines = lines_of(zero, order)
         return None if lines is None else LeafSums.over(lines, zero, now)
 
     @staticmethod
     def over(lines: Lines, zero: Any, now: Callable[[], MicroStep | None]) -> LeafSums:
-        """Make a ZeRO optimizer sum its gradients by lines that are known already; see `put_on`."""
+        """Replace the gradient reduction of a ZeRO optimizer by these sums, with lines that are already known; see
+        `put_on`.
+        """
         sums = LeafSums(zero, lines, now)
         zero.has_overflow = lambda partition_gradients=True: False  # an infinite norm skips the step instead
         zero.overlapping_partition_gradients_reduce_epilogue = sums.finish
@@ -71,7 +80,7 @@ class LeafSums:
         return sums
 
     def forget(self) -> None:
-        """Forget the open global batch, if there is one."""
+        """Forget the sums of the open global batch, if there is one."""
         self._done = 0
         self._begin()
 
@@ -81,9 +90,9 @@ class LeafSums:
         self._came: set[int] = set()
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """Count a gradient that is complete in this backward pass, and send the chunks that are then complete.
+        """Count a gradient that is complete in this backward pass, and send the chunks that it completes.
 
-        At stage 1 all chunks are sent at the end instead.
+        Does nothing in ZeRO stage 1, where all chunks are sent at the end.
         """
         if not self._lines.is_eager or id(parameter) not in self._waits:
             return
@@ -96,13 +105,13 @@ class LeafSums:
             self._send_next()
 
     def finish(self) -> None:
-        """End a backward pass; after the last one of a global batch, hand the sums to DeepSpeed."""
+        """End a backward pass; after the last one of a global batch, give the sums to DeepSpeed."""
         self.end_leaf()
         if self._zero.is_gradient_accumulation_boundary():
             self.close()
 
     def end_leaf(self) -> None:
-        """End a backward pass of any micro-step: send the chunks that were not sent."""
+        """End the backward pass of a micro-step by sending the chunks that remain."""
         step = self._present()
         if step.number != self._done:
             raise usage("exact: a micro-batch that is no leaf").error(
@@ -114,7 +123,9 @@ class LeafSums:
         self._done += 1
 
     def close(self) -> None:
-        """End a global batch, of which this rank may have trained no leaf: hand the sums to DeepSpeed."""
+        """End a global batch by giving the sums to DeepSpeed; works also if this rank trained no leaf (micro-batch of
+        fixed size).
+        """
         self._done = 0
         for line in range(len(self._lines.lengths)):
             self._lines.take(line, self._close(line, self._present().leaves))
@@ -136,7 +147,7 @@ class LeafSums:
             parameter.grad = None
 
     def _rows(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """Return the gradients that each rank has for this rank's part of a chunk."""
+        """Exchange a chunk, and return an iterator over the gradients that each rank has for this rank's part of it."""
         send, size = self._filled(chunk), len(chunk.splits)
         if size == 1:
             return iter([send])
@@ -147,7 +158,7 @@ class LeafSums:
         return iter(receive.view(size, mine))
 
     def _filled(self, chunk: Chunk) -> torch.Tensor:
-        """Return this rank's gradients of a chunk, in the type of the weights."""
+        """Fill the send buffer with this rank's gradients of a chunk, in the type of the weights, and return it."""
         self._make_room()
         send = self._send[: chunk.numel]
         if sum(piece.numel for piece in chunk.pieces) < chunk.numel:
@@ -170,7 +181,9 @@ class LeafSums:
 
     @torch.no_grad()
     def _close(self, line: int, leaves: int) -> torch.Tensor:
-        """Return the sum of all leaves for this rank's part of a line; no zero in it is negative."""
+        """Return the sum over all leaves (micro-batches of fixed size) of this rank's part of a line (gradients that
+        are reduced together); zeros in it are never negative.
+        """
         levels = self._sums_of(line)
         newest, *older = rest_of(leaves)
         total = levels[newest]
@@ -179,14 +192,16 @@ class LeafSums:
         return total.add_(0.0)
 
     def _sums_of(self, line: int) -> list[torch.Tensor]:
-        """Return the partial sums of a line by level. Their padding stays 0."""
+        """Return the partial sums by level of a line (gradients that are reduced together), allocating those that are
+        missing. Padding stays 0.
+        """
         held = self._levels.setdefault(line, [])
         while len(held) < levels_of(self._present().leaves):
             held.append(torch.zeros(self._lines.lengths[line], dtype=torch.float32, device="cpu"))
         return held
 
     def _make_room(self) -> None:
-        """Allocate the buffers in which chunks are sent and received, once."""
+        """Allocate the send and receive buffers at the first call."""
         if not len(self._send):
             chunks = self._lines.chunks
             (dtype,) = {piece.parameter.dtype for chunk in chunks for piece in chunk.pieces}
@@ -196,9 +211,10 @@ class LeafSums:
 
 
 def global_norm(zero: Any, lines: Lines) -> torch.Tensor:
-    """Return the norm of all gradients, a 0-D fp32 tensor, whichever rank holds which; inf where one is not finite.
+    """Return the norm of all gradients as a 0-D fp32 tensor; it does not depend on which rank holds what. It is inf if
+    a gradient is not finite.
 
-    Only elements of the model count: padding, which depends on the world, would make another grid.
+    Padding does not count: its size depends on the world, and would change the grid on which squares are added.
     """
     parts = [part.numpy() for part in lines.held()]
     most = torch.tensor([max(map(largest, parts), default=0.0)], dtype=torch.float64)

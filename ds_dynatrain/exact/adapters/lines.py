@@ -1,8 +1,8 @@
-"""The places of gradients in ZeRO stages 1 and 2, and in stage 3, by which the sums of an exact job are planned.
+"""The positions of gradients in ZeRO stages 1 to 3, by which the gradient sums of an exact job are planned.
 
-A *line* is a rank's own part of the gradients that are reduced together: those of an optimizer group in stages 1 and 2,
-those of all parameters in stage 3. A *chunk* is sent at once; each rank owns a part of it, which lies in one piece of
-its line.
+A *line* is an array of gradients that are reduced together: those of an optimizer group in stages 1 and 2, those of all
+parameters in stage 3. Each rank owns an equal part of a line. A *chunk* is sent in one message; each rank owns a part
+of it, which is contiguous in the rank's part of the line.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from torch import nn
 from ds_dynatrain.adapters.versions.deepspeed_versions import flat_offsets
 
 LEAST_CHUNK = 1 << 20
-"""Elements of a message that is worth its latency."""
+"""Number of elements that make a message worth its latency."""
 Run = tuple[int, int]
-"""Elements of a line: the first one, and the one behind the last."""
+"""A range of elements in a line: the first one, and the one behind the last."""
 Span = tuple[nn.Parameter, int, int]
-"""A parameter, and the run of a line that is its gradient: start and stop."""
+"""A parameter, and the range in a line that holds its gradient: start and stop."""
 
 
 @dataclass(frozen=True)
 class GradientPiece:
-    """`numel` elements of a parameter's gradient, from `start` on, which lie at `at` in a chunk."""
+    """A range of a parameter's gradient within a chunk.
+
+    start: the first element in the gradient.
+    at: the position of that element in the chunk.
+    numel: the number of elements.
+    """
 
     parameter: nn.Parameter
     start: int
@@ -39,10 +44,13 @@ class GradientPiece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Gradients that are sent at once, in the order of their owners; the gaps between pieces are zeros.
+    """Gradients that are sent in one message, sorted by owner; gaps between the pieces are zeros.
 
-    line: number of the line. splits: elements that each rank owns of the chunk. begin: offset of this rank's part in
-    its line. freed: the parameters that have no later chunk, and whose gradients are dropped after this one.
+    line: the number of the line (the gradients that are reduced together).
+    pieces: the ranges of gradients in the chunk.
+    splits: the number of elements that each rank owns.
+    begin: the offset of this rank's part of the chunk in its part of the line.
+    freed: the parameters without a later chunk, whose gradients are dropped after this one.
     """
 
     line: int
@@ -53,16 +61,17 @@ class Chunk:
 
     @property
     def numel(self) -> int:
-        """Elements of the chunk, those of all ranks."""
+        """Number of elements in the chunk, over all ranks."""
         return sum(self.splits)
 
 
 class Lines:
-    """The gradients of one ZeRO optimizer; base of the classes for its stages.
+    """The gradients of one ZeRO optimizer, in lines of gradients that are reduced together; base of the classes for its
+    stages.
 
-    is_eager: whether chunks are sent while a backward pass still runs. chunks: in the order of sending, which begins
-    with the layers that a backward pass reaches first. lengths: elements that this rank owns of each line, with
-    padding.
+    is_eager: whether chunks are sent while a backward pass still runs.
+    chunks: the messages in the order of sending, which begins with the layers that a backward pass reaches first.
+    lengths: the number of elements that this rank owns of each line, including padding.
     """
 
     is_eager = True
@@ -74,31 +83,33 @@ class Lines:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model that have a gradient."""
+        """Number of elements of the whole model that have a gradient."""
         raise NotImplementedError
 
     @property
     def sharing(self) -> list[Any]:
-        """Process groups over which the tensors of `held` make the whole gradient, each element once."""
+        """Process groups over which the tensors of `held` together hold the whole gradient, each element once."""
         return [self._zero.dp_process_group]
 
     def group(self, line: int) -> Any:
-        """Return the process group whose ranks own a line."""
+        """Return the process group whose ranks own the parts of a line (the gradients that are reduced together)."""
         return self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Hand DeepSpeed the sum of a whole global batch, so that its step continues with it."""
+        """Give DeepSpeed the sum of a line (the gradients that are reduced together) over a whole global batch, for its
+        next step.
+        """
         raise NotImplementedError
 
     def held(self) -> list[torch.Tensor]:
-        """Return the sums that DeepSpeed holds, in fp32; padding is 0."""
+        """Return the gradient sums that DeepSpeed holds, in fp32; padding is 0."""
         raise NotImplementedError
 
 
 def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
-    """Return the lines of a ZeRO optimizer of stages 1 to 3, None for another one.
+    """Return the `Lines` (positions of gradients) of a ZeRO optimizer of stages 1 to 3; None for another optimizer.
 
-    order: number of each parameter in the module, by id.
+    order: the number of each parameter in the module, by the parameter's id.
     """
     if isinstance(zero, DeepSpeedZeroOptimizer):
         return FlatLines(zero, order)
@@ -106,8 +117,8 @@ def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
 
 
 class FlatLines(Lines):
-    """Lines of stages 1 and 2: a group's parameters lie end to end, and are cut into equal parts, also within
-    parameters.
+    """The gradients in ZeRO stages 1 and 2: a group's parameters lie end to end, and are cut into equal parts, even
+    within a parameter.
     """
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
@@ -120,15 +131,15 @@ class FlatLines(Lines):
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model that have a gradient."""
+        """Number of elements of the whole model that have a gradient."""
         return sum(stop - start for spans in self.spans for _, start, stop in spans)
 
     def group(self, line: int) -> Any:
-        """Return the group's own process group for this line."""
+        """Return the process group of the line's optimizer group."""
         return self._zero.real_dp_process_group[line]
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Make the sum the averaged gradient of an optimizer group."""
+        """Set the sum as the averaged gradient of an optimizer group."""
         self._zero.averaged_gradients[line] = [total]
 
     def held(self) -> list[torch.Tensor]:
@@ -147,7 +158,9 @@ class FlatLines(Lines):
 
 
 class CutLines(Lines):
-    """The line of stage 3: each parameter is cut into equal parts, the last one padded; parts lie end to end."""
+    """The gradients in ZeRO stage 3: each parameter is cut into equal parts, the last one padded; a rank's parts lie
+    end to end.
+    """
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
         super().__init__(zero)
@@ -156,13 +169,13 @@ class CutLines(Lines):
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model that have a gradient."""
+        """Number of elements of the whole model that have a gradient."""
         return sum(int(held.ds_numel) for parameters in self._zero.fp16_groups for held in parameters)
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Copy the sum into the flat buffer, and make its slices the averaged gradients of the parameters.
+        """Copy the sum into DeepSpeed's flat buffer, and set slices of it as the averaged gradients of the parameters.
 
-        The buffer is state here: it holds the gradient that a parameter got last.
+        The buffer counts as state here: it keeps each parameter's latest gradient.
         """
         zero, position = self._zero, 0
         zero.grad_partitions_flat_buffer.copy_(total)
@@ -193,7 +206,9 @@ class CutLines(Lines):
             yield self._chunk(taken, begin, ranks)
 
     def _chunk(self, parameters: Sequence[nn.Parameter], begin: int, ranks: int) -> Chunk:
-        """Return the chunk of parameters that are neighbours in the line."""
+        """Return the chunk of parameters that are adjacent in the line, the array of gradients that are reduced
+        together.
+        """
         parts = [(held, int(held.partition_numel()), int(held.ds_numel)) for held in parameters]  # type: ignore[attr-defined]
         size, pieces = sum(part for _, part, _ in parts), []
         for rank in range(ranks):
@@ -207,12 +222,15 @@ class CutLines(Lines):
 
 
 def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[list[Run]]:
-    """Yield the runs of each chunk of a line of `end` elements, of which each rank owns `size`; at most `most` in a
-    chunk.
+    """Yield the ranges of each chunk of a line (the gradients that are reduced together).
 
-    A chunk is only as large as keeps a rank from receiving more than it owns. is_eager: whether a chunk consists of
-    neighbours, whose gradients arrive at about the same time; else it takes equally much from each rank's part, so that
-    all ranks receive alike.
+    end: the number of elements in the line.
+    size: the number of elements that each rank owns.
+    most: the largest number of elements in a chunk.
+    is_eager: whether a chunk consists of adjacent elements, whose gradients arrive at about the same time; otherwise it
+    takes equally many from each rank's part, so that all ranks receive equally much.
+
+    A chunk is small enough that no rank receives more than it owns.
     """
     most = max(1, min(most, max(LEAST_CHUNK, size // ranks)))
     if is_eager:
@@ -225,8 +243,8 @@ def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[
 
 
 def in_order(chunks: list[Chunk], order: Mapping[int, int]) -> list[Chunk]:
-    """Return the chunks in the order of sending, with each parameter in `freed` of the last chunk that has a piece of
-    it.
+    """Return the chunks in the order of sending. Each parameter is put into `freed` of the last chunk that holds a
+    piece of it.
     """
 
     def reached(chunk: Chunk) -> int:
@@ -247,7 +265,10 @@ def _end_to_end(parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> l
 
 
 def _pieces(spans: list[Span], runs: list[Run]) -> Iterator[GradientPiece]:
-    """Yield the pieces of parameters, given as spans of a line, in runs of the line that a chunk has end to end."""
+    """Yield the pieces of parameters in a chunk, which holds these ranges of a line end to end.
+
+    spans: the ranges of the parameters in the line.
+    """
     base = 0
     for run in runs:
         for held, low, high in spans:
@@ -258,6 +279,6 @@ def _pieces(spans: list[Span], runs: list[Run]) -> Iterator[GradientPiece]:
 
 
 def overlap(one: Run, other: Run) -> Run:
-    """Return the common part of two runs; an empty run if there is none."""
+    """Return the common part of two ranges; an empty range if there is none."""
     start = max(one[0], other[0])
     return start, max(start, min(one[1], other[1]))

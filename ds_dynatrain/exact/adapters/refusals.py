@@ -1,4 +1,6 @@
-"""Refusals of live objects that an exact job cannot have, and the settings that its machines must have in common."""
+"""Checks that refuse models, optimizers and settings that an exact job cannot have, and the settings that its machines
+must share.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,17 @@ from ds_dynatrain.support.checks import is_low
 
 MODE = "MKL_CBWR"
 LOOSE_MODES = ("", "OFF", "AUTO")
-"""Modes in which MKL chooses kernels by the processor, or by the alignment of memory."""
+"""Values of MKL_CBWR with which MKL chooses kernels by the processor, or by the alignment of memory."""
 
 
 def refuse_series(series: Series | None = None) -> None:
-    """Raise UnsupportedError if exact jobs were not tested with this series of DeepSpeed."""
+    """Raise UnsupportedError if exact jobs were not tested with a series of DeepSpeed, by default the installed one."""
     if not (series or present()).follows_leaves:
         raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
 
 
 def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    """Raise UnsupportedError, naming the feature, for anything that was not tested in exact jobs.
+    """Raise UnsupportedError, naming the feature, if a job uses anything that was not tested in exact jobs.
 
     config: DeepSpeed's configuration.
     """
@@ -57,7 +59,7 @@ def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) ->
 
 
 def refuse_inexact_model(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    """Raise UnsupportedError for parts of a model that were not tested in exact jobs; the model must have all its
+    """Raise UnsupportedError if the model has parts that were not tested in exact jobs. The model must have all its
     layers.
     """
     if (
@@ -76,17 +78,17 @@ def refuse_inexact_model(config: Mapping[str, Any], model: nn.Module, mpu: Any) 
 
 
 def _has_further_losses(model: nn.Module) -> bool:
-    """Return whether a pipeline has losses besides that of its micro-batches."""
+    """Return whether a pipeline has losses in addition to those of its micro-batches."""
     if not isinstance(model, PipelineModule):
         return False
     return type(model).get_additional_losses is not PipelineModule.get_additional_losses
 
 
 def exact_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's configuration with the settings of an exact job, so that no ZeRO stage has bits of its own.
+    """Return DeepSpeed's configuration with the settings of an exact job, which give all ZeRO stages the same bits.
 
-    ZeRO-3's own linear layer has weight gradients with other bits. Sums of leaves are in fp32, whatever the type of the
-    weights, and so is the memory in which DeepSpeed receives them.
+    ZeRO-3's own linear layer is off, since its weight gradients have other bits. Gradient sums are in fp32, whatever
+    the type of the weights, and so is the memory in which DeepSpeed receives them.
     """
     zero = {**(config.get("zero_optimization") or {}), "memory_efficient_linear": False}
     types = {**(config.get("data_types") or {}), "grad_accum_dtype": "fp32"}
@@ -94,7 +96,7 @@ def exact_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedError for an optimizer whose update of an element may depend on its place."""
+    """Raise UnsupportedError if the optimizer's update of an element may depend on the element's position."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused or not rule_of(optimizer).placeless:
         name = f"fused {full_name(type(optimizer))}" if fused else full_name(type(optimizer))
@@ -105,7 +107,7 @@ def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Raise UnsupportedError if a forward pass within this context changes a floating-point buffer.
 
-    Each rank would change it by its own micro-batches.
+    Each rank would change it by its own micro-batches, so buffers would differ between worlds.
     """
     before = [(name, held, held._version) for name, held in module.named_buffers() if held.is_floating_point()]
     yield
@@ -116,9 +118,9 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def machine(low: bool = True) -> dict[str, str]:
-    """Return the settings that decide how this process rounds, which must be equal in all processes of an exact job.
+    """Return the settings that decide how this process rounds; they must be equal in all processes of an exact job.
 
-    low: whether the weights are of 16 bits.
+    low: whether the weights have 16 bits.
     """
     found = {
         "torch": torch.__version__,
@@ -127,7 +129,7 @@ def machine(low: bool = True) -> dict[str, str]:
         MODE: os.environ.get(MODE, ""),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
     }
-    if low:  # oneDNN multiplies 16-bit matrices by the best of these
+    if low:  # oneDNN multiplies 16-bit matrices with the best of these
         names = ("avx512_bf16", "amx_tile", "amx_fp16")
         held = [name for name in names if getattr(torch.cpu, f"_is_{name}_supported")()]
         found["instructions for 16 bits (torch.cpu)"] = " ".join(held) or "none"

@@ -1,8 +1,10 @@
-"""Tied weights in an exact job: each layer's gradient of a tie is summed over leaves first, then layer by layer.
+"""Tied weights in an exact job: the gradient of each layer that uses them is summed over leaves first, then over
+layers. A leaf is a micro-batch of fixed size.
 
-With several stages each has the gradient of its own layers' uses; on one stage autograd would add them up for every
-leaf. Since the order of sums makes a difference in floating point, the sum over leaves comes first in every layout:
-where a stage has several layers of a tie, all but the first use a stand-in of the parameter, which gets their gradient.
+With several stages, each has the gradient from its own layers; on one stage autograd would add them for every leaf.
+Since the order of sums matters in floating point, the sum over leaves comes first in every layout: if a stage has
+several layers that share a parameter, all but the first use a substitute, a second parameter with the same data, which
+receives their gradient.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from ds_dynatrain.exact.adapters.lines import FlatLines, Run, in_order, overlap
 class Tied:
     """A trained parameter of a tied module on this stage.
 
-    places: all places of the parameter as (module, attribute). layers: numbers of the layers of the whole model that
-    use it. grads: for each of those on this stage, the parameter that receives its gradient: the tied one itself for
-    the first layer, stand-ins for the others.
+    key: the name under which the pipeline ties the module.
+    parameter: the tied parameter.
+    places: all positions of the parameter, as (module, attribute).
+    layers: the numbers of the layers of the whole model that use it.
+    grads: for each of these layers on this stage, the parameter that receives its gradient: the tied one for the first
+    layer, a substitute with the same data for each of the others.
     """
 
     key: str
@@ -39,13 +44,16 @@ class Tied:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Uses of tied parameters on a stage, by layer."""
+    """The tied parameters on a stage, and the layers that use them."""
 
     tied: tuple[Tied, ...]
 
     @staticmethod
     def of(module: PipelineModule, template: PipelineTemplate, trained: Collection[int]) -> Uses:
-        """Return the uses in a module that has its stage's layers. trained: ids of the trained parameters."""
+        """Return the tied parameters of a module that has the layers of its stage.
+
+        trained: the ids of the trained parameters.
+        """
         found = []
         for key in sorted(module.tied_modules):
             layers = tuple(number for number, each in enumerate(template.keys) if each == key)
@@ -58,18 +66,20 @@ class Uses:
 
     @property
     def stand_ins(self) -> list[nn.Parameter]:
-        """The stand-ins, in the same order on all ranks of a stage."""
+        """The substitutes for tied parameters, which receive the gradients of further layers; in the same order on all
+        ranks of a stage.
+        """
         return [grad for each in self.tied for grad in each.grads.values() if grad is not each.parameter]
 
     def renew(self) -> None:
-        """Point the stand-ins to the memory that the parameters have now."""
+        """Point the substitutes for tied parameters to the memory that the parameters have now."""
         for each in self.tied:
             for grad in each.grads.values():
                 grad.data = each.parameter.data
 
     @contextmanager
     def of_layer(self, layer: int) -> Iterator[None]:
-        """Put the parameters that receive this layer's gradient into their modules, within this context."""
+        """Put the parameters that receive this layer's gradient into their modules within this context."""
         used = [each for each in self.tied if layer in each.grads]
         for each in used:
             _put(each.places, each.grads[layer])
@@ -81,9 +91,10 @@ class Uses:
 
 
 class StageLines(FlatLines):
-    """Lines of ZeRO stage 1 on a stage of a pipeline; each stand-in has a line of its own, behind those of ZeRO.
+    """The lines (jointly reduced gradients) of ZeRO stage 1 on a pipeline stage, followed by one line for each
+    substitute of a tied parameter.
 
-    numel: trained elements of the whole model.
+    numel: the number of trained elements of the whole model.
     """
 
     def __init__(self, zero: Any, order: Mapping[int, int], uses: Uses, numel: int, module: PipelineModule) -> None:
@@ -99,21 +110,23 @@ class StageLines(FlatLines):
 
     @property
     def numel(self) -> int:
-        """Trained elements of the whole model, each counted once."""
+        """Number of trained elements of the whole model, each counted once."""
         return self._numel
 
     @property
     def sharing(self) -> list[Any]:
-        """Process groups of `Lines.sharing`, and that of all stages."""
+        """The process groups of `Lines.sharing`, and the group of all stages if there are several."""
         zero = self._zero
         return [*super().sharing, *([zero.model_parallel_group] if zero.model_parallel_world_size > 1 else [])]
 
     def group(self, line: int) -> Any:
-        """Return the process group whose ranks own a line, also for the lines of stand-ins."""
+        """Return the process group whose ranks own the parts of a line, also for the lines of substitutes."""
         return super().group(line) if line < self._own else self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Keep the sum of a line; with the last line, add the gradients that other layers gave to tied parameters."""
+        """Keep the sum of a line; with the last line, add the gradients of further layers to those of the tied
+        parameters.
+        """
         self._totals[line] = total
         if line < self._own:
             super().take(line, total)
@@ -123,7 +136,7 @@ class StageLines(FlatLines):
             self._totals.clear()
 
     def held(self) -> list[torch.Tensor]:
-        """Return the sums that DeepSpeed holds, without parameters that count on another stage."""
+        """Return the gradient sums that DeepSpeed holds, without the parameters that are counted on another stage."""
         found = []
         for line, part in enumerate(super().held()):
             begin = dist.get_rank(group=self.group(line)) * len(part)
@@ -132,9 +145,9 @@ class StageLines(FlatLines):
         return found
 
     def _add_layers(self, tied: Tied) -> None:
-        """Add the gradients of the layers of a tie, in their order.
+        """Add the gradients of the layers that share a parameter, in the order of the layers.
 
-        Only one rank has an element of each layer, so adding it to the zeros of others leaves it unchanged.
+        Only one rank has an element of each layer, so adding the zeros of other ranks does not change it.
         """
         rows = torch.zeros(len(tied.layers), tied.parameter.numel(), dtype=torch.float32, device="cpu")
         for layer, grad in tied.grads.items():
@@ -149,7 +162,9 @@ class StageLines(FlatLines):
             self._totals[total][part[0] : part[1]] = rows[0, within[0] : within[1]]
 
     def _parts(self, parameter: nn.Parameter) -> Iterator[tuple[int, Run, Run]]:
-        """Yield this rank's parts of a gradient: the line, the run of the parameter, and the run of the rank's line."""
+        """Yield this rank's parts of a gradient: the line, the range in the parameter, and the range in the rank's part
+        of the line.
+        """
         for line, spans in enumerate(self.spans):
             begin = dist.get_rank(group=self.group(line)) * self.lengths[line]
             for held, low, high in spans:
@@ -159,7 +174,7 @@ class StageLines(FlatLines):
 
 
 def _counted(begin: int, end: int, spans: list[tuple[nn.Parameter, int, int]]) -> Iterator[Run]:
-    """Yield the runs that remain of a run without the parameters that count on another stage."""
+    """Yield what remains of a range without the parameters that are counted on another stage."""
     for held, low, high in spans:
         if getattr(held, "ds_pipe_replicated", False) and begin < high and low < end:
             if begin < low:
@@ -170,7 +185,7 @@ def _counted(begin: int, end: int, spans: list[tuple[nn.Parameter, int, int]]) -
 
 
 def _places(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[nn.Module, str], ...]]:
-    """Return each parameter with all its places in the module."""
+    """Return all positions of each parameter in the module, as (module, attribute)."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,8 +1,8 @@
-"""Records of an exact job and of each of its steps, in bits: lines of the report file, and a whole run made of them.
+"""Records of an exact job and of each of its steps, in bits: lines of the report file, and a whole run read from them.
 
-A line about a job comes before the first of its steps, and wherever steps are not consecutive: after a load, or where
-another process continues the file. A step number that comes again voids the earlier steps from that number on: the job
-went back there. Each line about a step has a digest of everything else in it, so that damage is noticed.
+A line about the job precedes its first step, and also comes wherever steps are not consecutive: after a load, or if
+another process continues the file. If a step number comes again, the earlier steps from that number on are void, since
+the job went back there. Each line about a step has a digest of everything else in it, so that damage is noticed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from ds_dynatrain.records import from_record, to_record
 
 JOB, STEP = "exact_job", "exact_step"
 OF_SWITCHES = ("switch", "recompile", "gain")
-"""Events of the other lines of a report file."""
+"""Events of the other lines in a report file."""
 DIGEST_BYTES = 8
-"""Bytes of the digest of one tensor in one state kind, little endian."""
+"""Bytes of the digest of one tensor in one state kind, in little-endian order."""
 
 
 @dataclass(frozen=True)
 class ExactJob:
-    """The facts that must be equal in two runs for their bits to be equal. batch_size, leaf_size: in samples. kinds:
-    names of state kinds. tensors: names and shapes, in the order of the names.
+    """The facts that must be equal in two runs for their bits to be equal.
+
+    seed: the seed of the job's random streams.
+    batch_size, leaf_size: the samples of a global batch, and of a leaf (a micro-batch of fixed size).
+    kinds: the names of the state kinds.
+    tensors: the names and shapes of the tensors, in the order of their names.
     """
 
     seed: int
@@ -43,7 +47,7 @@ class ExactJob:
         return _line({"event": JOB, **to_record(self)})
 
     def difference(self, other: ExactJob) -> str:
-        """Return the first fact in which another job differs, in words; "" if none does."""
+        """Return the first fact in which another job differs, in words; "" if there is none."""
         for name in ("batch_size", "leaf_size", "seed", "kinds"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -59,9 +63,12 @@ class ExactJob:
 
 @dataclass(frozen=True)
 class ExactStep:
-    """The results of one optimizer step. step: number of completed steps, with this one. norm: of the gradients, before
-    clipping; None if it was not computed. losses: by leaf, None where the engine was not given one. state: state kind
-    -> digests of all tensors, `DIGEST_BYTES` each; empty where they were not computed.
+    """The results of one optimizer step.
+
+    step: the number of completed steps, including this one.
+    norm: the norm of the gradients before clipping; None if it was not computed.
+    losses: the loss of each leaf (micro-batch of fixed size); None if the engine was not given one.
+    state: by state kind, the digests of all tensors, `DIGEST_BYTES` each; empty if they were not computed.
     """
 
     step: int
@@ -71,7 +78,7 @@ class ExactStep:
 
     @property
     def digest(self) -> str:
-        """One digest over all fields, in hexadecimal digits."""
+        """A digest of all fields, in hexadecimal digits."""
         return hashlib.blake2b(_line(self._record()).encode(), digest_size=16).hexdigest()
 
     def tensor_digest(self, kind: str, tensor: int) -> str:
@@ -90,8 +97,9 @@ class ExactStep:
 
     @staticmethod
     def read(record: Mapping[str, Any], job: ExactJob) -> ExactStep:
-        """Return the step of a parsed line; KeyError, TypeError or ValueError for a line of another form, or a wrong
-        digest.
+        """Return the step from a parsed line.
+
+        Raises KeyError, TypeError or ValueError if the line has another form or a wrong digest.
         """
         state = {str(kind): base64.b64decode(held, validate=True) for kind, held in record["state"].items()}
         norm, *losses = (None if each is None else float(each) for each in (record["norm"], *record["losses"]))
@@ -106,7 +114,7 @@ class ExactStep:
 
 @dataclass(frozen=True)
 class ExactRun:
-    """The valid steps of an exact job, by number, in order."""
+    """The valid steps of an exact job, by number, in order. path: the report file that they come from."""
 
     path: str
     job: ExactJob
@@ -114,10 +122,10 @@ class ExactRun:
 
 
 def read_exact(path: str | Path) -> ExactRun:
-    """Read the run of an exact job from a report file; other lines are passed over.
+    """Read the run of an exact job from a report file, skipping lines about other events.
 
-    ValueError, naming the file and the line, for a file that is damaged, cut off, of two jobs, or without an exact job;
-    OSError for one that cannot be opened.
+    Raises ValueError, naming the file and the line, if the file is damaged, cut off, about two jobs, or without an
+    exact job; OSError if it cannot be opened.
     """
     reading = _Reading()
     with Path(path).open("rb") as file:
@@ -135,7 +143,7 @@ def read_exact(path: str | Path) -> ExactRun:
 
 
 class _Reading:
-    """The job and the steps that the lines so far contain."""
+    """The job and the steps found in the lines read so far."""
 
     def __init__(self) -> None:
         self.job: ExactJob | None = None
@@ -181,7 +189,7 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
 
 
 def _plain(value: float | None) -> float | str | None:
-    """Return the value as JSON can hold it: a number to its last digit, and a word for infinities and nan."""
+    """Return the value in a form that JSON can hold: a number with all its digits; a word for infinities and nan."""
     return value if value is None or math.isfinite(value) else str(value)
 
 

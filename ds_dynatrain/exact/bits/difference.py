@@ -12,15 +12,18 @@ from ds_dynatrain.exact.bits.bit_records import ExactRun, ExactStep, read_exact
 
 LOSS, NORM = "loss", "norm"
 MOST_LINES = 10
-"""Most differences of a step that are printed; the JSON has all of them."""
+"""Largest number of differences of a step that are printed; the JSON has all of them."""
 _FIRST_KINDS = ("weight", "master")
-"""The state kinds that are reported first; moments come after them, as the least interesting."""
+"""The state kinds that are reported first; moments follow, as they are the least interesting."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that differs. kind: "loss" (name: "leaf 3"), "norm", or a state kind (name: that of a tensor). one,
-    other: the two values; for tensors, their digests.
+    """One value that differs.
+
+    kind: "loss", "norm", "leaves" (their number), or a state kind.
+    name: the leaf, such as "leaf 3", or the tensor; empty for "norm" and "leaves".
+    one, other: the two values; for tensors, their digests.
     """
 
     kind: str
@@ -35,11 +38,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class BitComparison:
-    """The result of comparing two runs. steps: the steps that both have, before the first that differs. states: those
-    of them for which both have digests of weights and moments. unknown: number of losses and norms in them that only
-    one run has, for example where a rank died with its own. step: the first step that differs, None if none does.
-    differences: all differences of that step, in the order in which a step computes the values: losses by leaf, the
-    norm, weights, masters, moments.
+    """The result of comparing two runs.
+
+    steps: the steps that both runs have, before the first that differs.
+    states: those of `steps` for which both runs have digests of weights and moments.
+    unknown: the number of losses and norms in these steps that only one run has, for example because a rank died with
+    its own.
+    step: the first step that differs; None if there is none.
+    differences: all differences in that step, in the order in which a step computes the values: losses by leaf
+    (micro-batch of fixed size), the norm, weights, masters, moments.
     """
 
     steps: tuple[int, ...]
@@ -55,10 +62,10 @@ class BitComparison:
 
 
 def compare(one: ExactRun, other: ExactRun) -> BitComparison:
-    """Compare two runs, step by step.
+    """Compare two runs step by step.
 
-    ValueError for runs that cannot be compared: those of unlike jobs, without a common step, or without a common step
-    for which both have digests of weights and moments.
+    Raises ValueError if they cannot be compared: they are of different jobs, have no step in common, or have no common
+    step with digests of weights and moments in both.
     """
     what = f"{one.path} and {other.path}"
     if unlike := one.job.difference(other.job):
@@ -107,7 +114,9 @@ def _numbers(step: ExactStep) -> tuple[float | None, ...]:
 
 
 def _differ(one: float | None, other: float | None) -> bool:
-    """Return whether both are known and differ in `repr`, which tells -0.0 from 0.0 and finds nan equal to nan."""
+    """Return whether both values are known and differ in `repr`, which tells -0.0 from 0.0 and treats nan as equal to
+    nan.
+    """
     return one is not None and other is not None and repr(one) != repr(other)
 
 
@@ -116,7 +125,10 @@ def _range(run: ExactRun) -> str:
 
 
 def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], BitComparison]:
-    """Read and compare two files; ConfigError for a damaged file, one without an exact job, and two unlike jobs."""
+    """Read and compare two report files.
+
+    Raises ConfigError if a file is damaged or has no exact job, and if the two cannot be compared.
+    """
     try:
         runs = read_exact(one), read_exact(other)
         return runs, compare(*runs)
@@ -139,7 +151,7 @@ def report(runs: Sequence[ExactRun], found: BitComparison) -> dict[str, Any]:
 
 
 def lines(runs: tuple[ExactRun, ExactRun], found: BitComparison) -> Iterator[str]:
-    """Yield the lines that the command prints, the verdict first."""
+    """Yield the lines that the command prints, beginning with the verdict."""
     if found.is_identical:
         states, are_all = found.states, len(found.states) == len(found.steps)
         digested = "each" if are_all else f"{len(states)} of them, the last of which is step {states[-1]}"
@@ -161,7 +173,7 @@ def lines(runs: tuple[ExactRun, ExactRun], found: BitComparison) -> Iterator[str
 
 
 def _before(found: BitComparison) -> str:
-    """Return a sentence on what was still equal before, which is where to look for the reason."""
+    """Return a sentence on what was still equal before the first difference, to show where to look for the reason."""
     if not found.states:
         return "No step before it has digests of weights and moments in both."
     last = f"weights and moments were equal after step {found.states[-1]}"
@@ -171,7 +183,7 @@ def _before(found: BitComparison) -> str:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """Return these steps in words, with the verb that they need."""
+    """Return these step numbers in words, followed by "is" or "are"."""
     if len(steps) == 1:
         return f"step {steps[0]} is"
     whole = len(steps) == steps[-1] - steps[0] + 1

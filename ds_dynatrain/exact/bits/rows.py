@@ -1,4 +1,6 @@
-"""Rows on exact jobs (`dynatrain.exact`), and the keys of DeepSpeed's configuration that were tried in one."""
+"""The rows of the table of features for exact jobs (`dynatrain.exact`), and the keys of DeepSpeed's configuration that
+were tried in one.
+"""
 
 from __future__ import annotations
 
@@ -67,15 +69,15 @@ TRIED = frozenset(
         "zero_optimization.stage3_max_reuse_distance",
     }
 )
-"""Keys of DeepSpeed's configuration of which all values were tried, or none makes a difference."""
+"""Keys of DeepSpeed's configuration of which all values were tried, or for which the value makes no difference."""
 TRIED_VALUES: Mapping[str, object] = {
     "data_types.grad_accum_dtype": "fp32",
     "zero_optimization.reduce_scatter": True,
     "zero_optimization.memory_efficient_linear": False,
 }
-"""Other keys, of which a single value was tried."""
+"""Other keys, for which only this value was tried."""
 _OPEN = ("optimizer.params.", "scheduler.params.")
-"""Sections of which all keys are allowed."""
+"""Sections in which all keys are allowed."""
 _TEST = "tests/engine/test_exact_refusals.py::test_"
 _OF_PIPELINES = "tests/engine/test_exact_pipeline.py::test_"
 
@@ -211,7 +213,7 @@ ROWS = (
 
 
 def refuse_inexact(key: str, value: object, is_off: bool) -> None:
-    """Raise UnsupportedError for a key of DeepSpeed's configuration that was not tried in an exact job."""
+    """Raise UnsupportedError if a key of DeepSpeed's configuration is on and was not tried in an exact job."""
     tried = TRIED_VALUES.get(key)
     is_tried_value = tried is not None and tried == value and type(tried) is type(value)
     is_tried = key in TRIED or key.startswith(_OPEN) or is_tried_value
@@ -220,5 +222,5 @@ def refuse_inexact(key: str, value: object, is_off: bool) -> None:
 
 
 def usage(name: str) -> Row:
-    """Return the row of this name; KeyError if there is none."""
+    """Return the row with this name. Raises KeyError if there is none."""
     return {row.key: row for row in ROWS}[name]

@@ -1,4 +1,5 @@
-"""A sum of squares of fp32 numbers that has no order: each square becomes two integers, and integers add up exactly.
+"""An exact sum of squares of fp32 numbers, independent of their order: each square becomes two integers, and integers
+add up exactly.
 
 A square is exact in fp64. All squares are rounded to one grid, which follows from the largest of them and from their
 number, so that the sum of all fits into 64 bits; the remainder is rounded to a second grid below it:
@@ -6,7 +7,7 @@ number, so that the sum of all fits into 64 bits; the remainder is rounded to a 
     square = high * 2^(exponent - bits) + low * 2^(exponent - 2 bits) + an error below 2^(exponent - 2 bits - 1)
 
 The sums of `high` and `low` over all ranks do not depend on which rank holds which numbers (reproducible summation in
-bins, Demmel and Nguyen 2013). They are computed by C (`transfer/weigh.c`) where that was built, else by numpy; both
+bins, Demmel and Nguyen 2013). They are computed by C (`transfer/weigh.c`) if that was built, otherwise by numpy; both
 give the same integers.
 """
 
@@ -29,13 +30,15 @@ Floats = npt.NDArray[np.float32]
 MOST_BITS = 50
 """Limit of `Grid.bits`: adding 1.5 * 2^52, as the compiled sum does, rounds to whole numbers up to 2^51."""
 CHUNK = 1 << 15
-"""Elements that are squared at once, 256 KiB in fp64."""
+"""Number of elements that are squared at once: 256 KiB in fp64."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid to which squares are rounded. exponent: every square is below 2^exponent. bits: of each of the two
-    integers that a square becomes.
+    """The grid to which squares are rounded.
+
+    exponent: every square is below 2^exponent.
+    bits: the size of each of the two integers that a square becomes.
     """
 
     exponent: int
@@ -43,30 +46,37 @@ class Grid:
 
     @staticmethod
     def of(largest: float, count: int) -> Grid:
-        """Return the grid for `count` numbers on all ranks, whose largest absolute value is `largest`, finite and above
-        0.
+        """Return the grid for `count` numbers over all ranks.
 
-        TransferError for another value, and for more than 2^60 numbers.
+        largest: their largest absolute value, which must be finite and above 0.
+
+        Raises TransferError for another value, and unless there are 1 to 2^60 numbers.
         """
         if not (0 < largest < math.inf) or not 0 < count <= 1 << 60:
             raise TransferError(f"no grid for squares of {count} numbers up to {largest}: both must be finite, above 0")
         return Grid(math.frexp(largest * largest)[1], min(MOST_BITS, 62 - count.bit_length()))
 
     def total(self, high: int, low: int) -> float:
-        """Return the sum of squares that two sums of integers over all ranks represent, rounded once."""
+        """Return the sum of squares that these two sums of integers represent, rounded once.
+
+        high, low: the sums over all ranks.
+        """
         return math.ldexp(float((high << self.bits) + low), self.exponent - 2 * self.bits)
 
 
 def largest(values: Floats) -> float:
-    """Return the largest absolute value, 0.0 for no values; inf if one is inf or nan. values: 1-D and contiguous."""
+    """Return the largest absolute value: 0.0 if there are no values, and inf if one is inf or nan.
+
+    values: a 1-D contiguous array.
+    """
     _check(values)
     return largest_in_numpy(values) if weigh is None else weigh.largest(values)
 
 
 def square_sums(values: Floats, grid: Grid) -> tuple[int, int]:
-    """Return the sums of (high, low) over values, which are 1-D and contiguous.
+    """Return the sums of the integers (high, low) to which the squares of the values are rounded.
 
-    No value may exceed the largest one for which the grid was made.
+    values: a 1-D contiguous array, in which nothing exceeds the largest value for which the grid was made.
     """
     _check(values)
     by = math.ldexp(1.0, grid.bits - grid.exponent), math.ldexp(1.0, grid.bits)
@@ -74,15 +84,16 @@ def square_sums(values: Floats, grid: Grid) -> tuple[int, int]:
 
 
 def largest_in_numpy(values: Floats) -> float:
-    """Return the same as `largest`, without the C module."""
+    """Return the result of `largest`, without the C module."""
     found = float(np.abs(values).max(initial=np.float32(0)))
     return found if math.isfinite(found) else math.inf
 
 
 def in_numpy(values: Floats, scale: float, bin_size: float) -> tuple[int, int]:
-    """Return the same as `square_sums`, without the C module.
+    """Return the result of `square_sums`, without the C module.
 
-    scale: factor that turns a square into `high`. bin_size: one unit of `high` in units of `low`.
+    scale: the factor that turns a square into `high`.
+    bin_size: one unit of `high`, in units of `low`.
     """
     high = low = 0
     for start in range(0, values.size, CHUNK):

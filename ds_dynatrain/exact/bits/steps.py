@@ -1,10 +1,11 @@
-"""The bits of each step of an exact job: losses of its leaves, the norm, and digests of weights and moments.
+"""The bits of each step of an exact job: the losses of its leaves (micro-batches of fixed size), the gradient norm, and
+digests of weights and moments.
 
 Each rank has the losses of its own leaves and parts of the state. It puts them into one vector of integers, whose sum
 over all ranks does not depend on which rank holds what: a loss as the bits of its fp64 number, which no other rank has;
-a tensor's digest as the digest of the rank's parts. If several ranks or stages hold a weight whole, one of them counts;
-a second sum over all copies is added, which is 0 where they are equal (`transaction.certificate`), so a copy that
-differs shows.
+a tensor's digest as the digest of the rank's parts. If several ranks or stages hold a whole weight, only one of them
+counts. A second sum over all copies is added, which is 0 if they are equal (`transaction.certificate`), so that a copy
+that differs shows.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Batch:
-    """A global batch that was trained, as this rank knows it. place: the segment of training, and the step. losses: by
-    leaf.
+    """A trained global batch, as far as this rank knows it.
+
+    place: the segment of training, and the step.
+    leaves: the number of leaves (micro-batches of fixed size).
+    losses: the loss of each leaf that this rank trained.
     """
 
     place: tuple[str, int]
@@ -43,8 +47,10 @@ class _Batch:
 
 
 class ExactSteps:
-    """The steps of one engine. step, digest: the newest optimizer step with a digest of its state, and that digest over
-    the whole step, in hexadecimal digits, equal in every world; None before the first.
+    """The recorded steps of one engine.
+
+    step: the latest optimizer step with a digest of its state; None before the first.
+    digest: the digest of that whole step, in hexadecimal digits, equal in every world; None before the first.
     """
 
     def __init__(self, engine: EngineCore, every_steps: int) -> None:
@@ -54,10 +60,12 @@ class ExactSteps:
         self._losses: dict[int, torch.Tensor] = {}
         self._trained: _Batch | None = None
         self._said: tuple[ExactJob, int] | None = None
-        """The job and the step of the last line that this process wrote."""
+        """The job, and the step of the last line that this process wrote."""
 
     def note_loss(self, loss: object) -> None:
-        """Note the loss of the leaf that this rank trains; a later one of the same leaf replaces it."""
+        """Record the loss of the leaf (a micro-batch of fixed size) that this rank trains; a later loss of the same
+        leaf replaces it.
+        """
         host = self._engine.host
         if host.micro_step is None or host.slot_is_borrowed or not _is_loss(loss):
             return
@@ -65,24 +73,24 @@ class ExactSteps:
         self._losses[leaf] = _kept(loss)
 
     def note_losses(self, losses: Sequence[torch.Tensor]) -> None:
-        """Note the losses of all micro-batches of a pipeline, in order; called on its last stage."""
+        """Record the losses of all micro-batches of a pipeline, in order; called on its last stage."""
         step = self._engine.host.micro_step
         if step is not None:
             mine = range(self._engine.place("data"), step.leaves, step.data)
-            self._losses = {leaf: _kept(loss) for leaf, loss in zip(mine, losses, strict=False)}  # else it is borrowed
+            self._losses = {leaf: _kept(loss) for leaf, loss in zip(mine, losses, strict=False)}  # others are borrowed
 
     def forget_batch(self) -> None:
         """Forget the losses of the open global batch."""
         self._losses = {}
 
     def close_batch(self) -> None:
-        """Keep the losses of the global batch with which the optimizer has made its step."""
+        """Keep the losses of the global batch that the optimizer has just used."""
         step = self._engine.host.micro_step
         if step is not None:
             self._trained = _Batch(self._place, step.leaves, self._losses)
 
     def finish_step(self) -> None:
-        """Reduce the record of the step over all ranks and write it; called on all of them after a step that closed a
+        """Reduce the record of the step over all ranks, and write it; called on all of them after a step that closed a
         batch.
         """
         batch, self._trained = self._trained, None
@@ -108,7 +116,7 @@ class ExactSteps:
         return self._engine.segment, self._engine.global_steps
 
     def _own_digests(self) -> dict[str, Digests]:
-        """Return this rank's part of the digests of each kind, the tensors in the order of their names."""
+        """Return this rank's part of the digests of each state kind, with the tensors in the order of their names."""
         engine = self._engine
         vps, layout, rank = engine.vps, engine.layout, engine.rank
         buffers = engine.host.state_buffers()[0]
@@ -125,7 +133,7 @@ class ExactSteps:
     def _added(self, mine: Digests) -> Digests:
         """Return the sum over all ranks, modulo 2^64.
 
-        The halves of each number are added separately, so that 64 bits hold their sums in any world.
+        The two halves of each number are added separately, so that their sums fit into 64 bits in any world.
         """
         world = self._engine.world
         if world is None or self._engine.layout.world_size == 1:
@@ -178,13 +186,15 @@ def _kinds(engine: EngineCore) -> tuple[str, ...]:
 
 
 def _by_name(engine: EngineCore) -> Int64s:
-    """Return the numbers of the tensors in the order of their names, which stays when optimizer groups change."""
+    """Return the numbers of the tensors in the order of their names, which is independent of optimizer groups."""
     names = [tensor.name for tensor in engine.vps.tensors]
     return np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
 
 
 def _bits(batch: _Batch) -> Digests:
-    """Return two numbers for each leaf: whether this rank has its loss, and the bits of that loss."""
+    """Return two numbers for each leaf (micro-batch of fixed size): whether this rank has its loss, and the bits of
+    that loss.
+    """
     found = np.zeros((batch.leaves, 2), np.uint64)
     for leaf, loss in batch.losses.items():
         found[leaf] = 1, loss.cpu().numpy().reshape(1).view(np.uint64)[0]

@@ -15,24 +15,26 @@ from collections.abc import Sequence
 
 
 def level_of(leaf: int) -> int:
-    """Return the level of the partial sum that a leaf completes: the leaf is added to those on all levels below, from 0
-    on.
+    """Return the level of the partial sum that a leaf (a micro-batch of fixed size) completes: the leaf is added to the
+    partial sums on all levels below, from 0 on.
     """
     return ((leaf + 1) & -(leaf + 1)).bit_length() - 1
 
 
 def levels_of(leaves: int) -> int:
-    """Return the number of levels that a sum of this many leaves needs, each of one partial sum."""
+    """Return the number of levels that a sum of this many leaves (micro-batches of fixed size) needs, with one partial
+    sum each.
+    """
     return leaves.bit_length()
 
 
 def rest_of(leaves: int) -> tuple[int, ...]:
-    """Return the levels that hold a partial sum after this many leaves, the newest first."""
+    """Return the levels that hold a partial sum after this many leaves (micro-batches of fixed size), newest first."""
     return tuple(level for level in range(leaves.bit_length()) if leaves >> level & 1)
 
 
 def pairwise_sum(leaves: Sequence[float]) -> float:
-    """Return the sum of numbers in that order; 0.0 for none, and never -0.0."""
+    """Return the sum of numbers, added in pairs, then pairs of pairs; 0.0 for no numbers, and never -0.0."""
     partial = [0.0] * levels_of(len(leaves))
     for number, leaf in enumerate(leaves):
         total = leaf
