@@ -141,7 +141,7 @@ class Children:
 
     @staticmethod
     def of(root: nn.Module) -> Children:
-        """Note the children of a root. Later changes of the root must replace them and never alter them."""
+        """Record the children of a root. Later changes of the root must replace them and never alter them."""
         tables = {name: type(root.__dict__[name])(root.__dict__[name]) for name in _STRUCTURE}
         others = {name: value for name, value in root.__dict__.items() if name not in _STRUCTURE}
         return Children(tables, others)
@@ -173,7 +173,7 @@ class Children:
 
 
 def _below(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return a module and all below it, by their names in the root."""
+    """Return (name in the root, module) of a module and all its submodules."""
     return [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
 
 
@@ -202,7 +202,9 @@ def rules_of(host: Any) -> ZeroRules:
 
 
 def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
-    """Return what decides in which layouts DeepSpeed trains a model that it has not altered yet; see `support/axes`."""
+    """Return the features that decide in which layouts DeepSpeed trains a model that it has not altered yet; see
+    `support/axes`.
+    """
     found = {
         PIPELINE: is_pipeline(model),
         EXPERTS: experts.is_on(config),
