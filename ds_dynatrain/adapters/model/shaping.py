@@ -78,7 +78,8 @@ def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
 def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
     """Return the expert size to start with.
 
-    asked: size in the `dynatrain` block, None if it leaves it to DeepSpeed's settings. ConfigError if two sizes differ.
+    asked: size in the `dynatrain` block, None if it leaves it to DeepSpeed's settings. Raises ConfigError if two sizes
+    differ.
     """
     settled: int | None = None
     if experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:
@@ -94,8 +95,8 @@ def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | 
 
 
 def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Partition:
-    """Return the cuts of all logical tensors in the order of `names`; LayoutError for one that the shaper
-    leaves out.
+    """Return the cuts of all logical tensors in the order of `names`; raises LayoutError for one that the shaper leaves
+    out.
     """
     cuts = shaper.cuts(layout)
     missing = [name for name in names if name not in cuts]

@@ -178,7 +178,7 @@ def versions_tested() -> str:
 
 
 def series_of(version: str) -> Series:
-    """Return the series of a version of DeepSpeed; ImportError, naming the tested versions, for one that is not
+    """Return the series of a version of DeepSpeed; raises ImportError, naming the tested versions, for one that is not
     accepted.
     """
     parsed = Version(version)
