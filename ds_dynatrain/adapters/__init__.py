@@ -1,6 +1,6 @@
-"""DeepSpeed's private layouts: the only place that touches a private name of DeepSpeed's or of torch.distributed's.
+"""Adapters to DeepSpeed: the only package that touches private names of DeepSpeed or of torch.distributed.
 
-May import `data`, `report` and `version`; its folders, lowest first: `versions`, `groups`, `zero`, `model`,
+May import `data`, `report` and `version`. Its folders, lowest first, are `versions`, `groups`, `zero`, `model` and
 `deepspeed`. Start with `deepspeed/host`.
 """
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: its start, and what a live switch takes off it and puts on it again; start with `host`.
+"""DeepSpeed's engine: how it is started, and what a live switch detaches from it and attaches again. Start with `host`.
 
 Imports all other adapters.
 """

@@ -1,10 +1,10 @@
 """DeepSpeed's curriculum as an order of samples: it assigns them to global batches, the same in every world.
 
 DeepSpeed's sampler draws a global batch on rank 0 and sends it to the others, from a random stream that its own
-`state_dict` does not hold. Here every working member draws for itself, beginning with the seed of the configuration: a
-global batch is a function of its number alone, and a position is a number, as in any other order. So each process that
-trains must be able to read the index files, and keeps clusters of its own in a folder under `data_cluster_path` for as
-long as it lives.
+`state_dict` does not hold. Here every working member draws for itself, beginning with the seed of the configuration. So
+a global batch depends on its number alone, and a position in the data is a number, as in any other order. Each process
+that trains must therefore be able to read the index files. It keeps clusters of its own in a folder under
+`data_cluster_path` for as long as it lives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ds_dynatrain.data import EpochOrder
 from ds_dynatrain.errors import DataError
 
 KEPT = 256
-"""Number of global batches that are kept after they were drawn: loader workers read ahead, and a switch goes back."""
+"""Number of drawn global batches that are kept, because loader workers read ahead and a switch goes back."""
 
 Schedule = Mapping[str, Callable[[int], Any]]
 
@@ -48,15 +48,17 @@ class CurriculumOrder(EpochOrder):
 
     @property
     def steps(self) -> int:
-        """Global batches of one pass: all `num_epochs` of the configuration, and one more, as DeepSpeed counts."""
+        """Number of global batches in one pass: all `num_epochs` of the configuration, and one more, as DeepSpeed
+        counts.
+        """
         return self.length * int(self.block["data_sampling"]["num_epochs"]) // self.train_batch_size + 1
 
     def __len__(self) -> int:
-        """Return the samples of one pass."""
+        """Return the number of samples in one pass."""
         return self.steps * self.train_batch_size
 
     def samples(self, step: int) -> int:
-        """Return the samples of global batch `step`; `DataError` if a pass has no such step."""
+        """Return the number of samples in global batch `step`. Raises DataError if a pass has no such step."""
         if not 0 <= step < self.steps:
             raise DataError(
                 f"step {step} is outside a pass of {self.steps} global batches; load a position of 0 to "
@@ -74,7 +76,9 @@ class CurriculumOrder(EpochOrder):
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that must be equal for a saved position to mean the same samples; paths do not count."""
+        """Return the settings that must be equal for a saved position to mean the same samples; paths are not among
+        them.
+        """
         where = ("data_cluster_path", "index_to_sample_path", "index_to_metric_path")
         text = json.dumps(_without(self.block, where), sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -86,12 +90,14 @@ class CurriculumOrder(EpochOrder):
         }
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Set functions from a step to a difficulty, by metric, for the schedule type `custom`."""
+        """Set the functions from a step to a difficulty, one for each metric, that the schedule type `custom` uses."""
         self.schedule = dict(schedule)
         self._sampler = None
 
     def _draw(self, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return a global batch: indices of the data set, and the state for DeepSpeed's post-processing function."""
+        """Return a global batch: the indices of its samples in the data set, and the state for DeepSpeed's
+        post-processing function.
+        """
         if number not in self._kept:
             if self._sampler is None or number < self._next:
                 self._start()
@@ -100,7 +106,7 @@ class CurriculumOrder(EpochOrder):
         return self._kept[number]
 
     def _start(self) -> None:
-        """Start a new sampler, as rank 0 of a world of one has it, with an empty folder for its clusters."""
+        """Start a new sampler, with the arguments of rank 0 in a world of one, and an empty folder for its clusters."""
         block = copy.deepcopy(self.block)
         curriculum = block["data_sampling"]["curriculum_learning"]
         above = Path(curriculum["data_cluster_path"])

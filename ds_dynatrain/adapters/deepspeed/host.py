@@ -1,4 +1,4 @@
-"""Changes to DeepSpeed's engine for a live switch: replacing its optimizer and reshaping its module."""
+"""Operations on DeepSpeed's engine that a live switch needs: replacing its optimizer and reshaping its module."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ from ds_dynatrain.space.leaves import MicroStep
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """State before a reshape, for `undo_reshape`: the shape, its children, and the parameters that the engine knew."""
+    """State of a host before a reshape, for `undo_reshape`: the shape, the module's children, the model map and the
+    parameters' names.
+    """
 
     shape: Shape
     children: Children
@@ -50,16 +52,23 @@ class Replaced:
 class Host:
     """State that this package keeps beside DeepSpeed's engine, and the operations on that engine.
 
-    engine: DeepSpeed's engine (`host_engine.HostEngine`). layout: the layout that is attached to the module, or was
-    attached last. global_batch_size: samples per optimizer step, even where DeepSpeed's three batch sizes cannot
-    express it. attaches: false for an idle member's engine, which is built without a ZeRO optimizer and holds only
-    names and shapes of parameters. whole: false if no member has attached yet; `attach_first` follows once the
-    parameters have arrived. slot_weight, slot_is_borrowed: properties of the micro-batch that was dealt last.
-    loss_is_divided: whether the loss of that micro-batch needs no weight. in_leaves: whether micro-batches are the same
-    samples in every world. micro_step: which rank trains which leaf at present; None between two global batches.
-    window_tokens: number of tokens of the open window on this rank. without_gradient: trainable parameters that got no
-    gradient on this rank in the last window. is_weighted: whether the loss of the running backward pass is weighted
-    already, so that its gradients must not be. is_own_optimizer: whether the optimizer comes from the configuration.
+    A leaf is a micro-batch that holds the same samples in every world.
+
+    engine: DeepSpeed's engine (`host_engine.HostEngine`).
+    layout: the layout that is attached to the module, or was attached last.
+    global_batch_size: number of samples per optimizer step, even where DeepSpeed's three batch sizes cannot express it.
+    attaches: false for an idle member's engine, which is built without a ZeRO optimizer and holds only names and shapes
+        of parameters.
+    whole: false if no member has attached yet; `attach_first` is then called once the parameters have arrived.
+    slot_weight: weight of the loss of the micro-batch that was assigned last.
+    slot_is_borrowed: whether that micro-batch repeats another rank's sample.
+    loss_is_divided: whether the loss of that micro-batch needs no weight.
+    window_tokens: number of tokens of the open accumulation window on this rank; None if no counts were given.
+    without_gradient: trainable parameters that got no gradient on this rank in the last window.
+    is_weighted: whether the loss of the running backward pass is weighted already, so that its gradients must not be.
+    is_own_optimizer: whether DeepSpeed builds the optimizer from the configuration.
+    in_leaves: whether micro-batches are leaves.
+    micro_step: which rank trains which leaf at present; None between two global batches.
     """
 
     engine: Any
@@ -81,7 +90,7 @@ class Host:
     model_map: ModelMap = field(init=False)
     """The tensors in their local shapes, and the parameters of this rank."""
     present_config: tuple[dict[str, Any], Any] = field(init=False)
-    """DeepSpeed's present configuration, as a dictionary and parsed."""
+    """DeepSpeed's present configuration: a pair of the dictionary and its parsed form."""
     compilations: CompileWatch = field(init=False)
     gradients: GradientWatch = field(init=False)
     gathers: GatherWatch = field(init=False)
@@ -110,10 +119,10 @@ class Host:
         """The scheduler, one object for the whole job; None if there is none."""
         return self.engine.lr_scheduler
 
-    # ---- what is known of it -----------------------------------------------------------------------------------------
+    # ---- its parameters and state ------------------------------------------------------------------------------------
 
     def look(self, basic: torch.optim.Optimizer) -> None:
-        """Register the parameters and groups that the engine is built with, before ZeRO replaces them."""
+        """Record the parameters and optimizer groups that the engine is built with, before ZeRO replaces them."""
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         self.gradients = GradientWatch(self.model_map)
         self.gathers = GatherWatch(self.model_map.parameters)
@@ -127,7 +136,7 @@ class Host:
             parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
         self.attach(layout, world, config, buffers, Scalars())
         if isinstance(self.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
-            self.optimizer.initialize_optimizer_states()  # a step on zeros: it counts, and decays the masters
+            self.optimizer.initialize_optimizer_states()  # a step on zeros: counts, and decays masters
 
     def curriculum_order(self, length: int) -> CurriculumOrder | None:
         """Return the order of the configuration's curriculum over `length` samples; None without a curriculum."""
@@ -146,7 +155,7 @@ class Host:
         return bool(self.engine._is_gradient_accumulation_boundary) or not (managed is None or managed(self.engine))
 
     def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of each pipeline stage's layers; () for a model that is not dealt out by layers."""
+        """Return the names of each pipeline stage's layers; () for a model that is not divided into stages."""
         return ()
 
     @property
@@ -156,7 +165,7 @@ class Host:
 
     @property
     def forward_passes(self) -> int | None:
-        """Number of forward passes, if DeepSpeed counts them to seed layers; None if it does not."""
+        """Number of forward passes so far, if DeepSpeed seeds layers by this number; None if it does not."""
         return None
 
     @forward_passes.setter
@@ -164,7 +173,7 @@ class Host:
         """Go on from a count."""
 
     def scaling_state(self) -> scaler.State:
-        """Return the loss scale and its related fields, including those that the present optimizer has no place for."""
+        """Return the loss scale and its related fields, including fields that the present optimizer does not have."""
         state = dict(self._scaling)
         for holder, names in scaler.places(self.optimizer):
             for key, name in names.items():
@@ -173,7 +182,7 @@ class Host:
         return state
 
     def take_scaling(self, state: scaler.State) -> None:
-        """Set the fields of a `scaling_state`; fields that the current optimizer does not have are kept for a later
+        """Set the fields of a `scaling_state`. Fields that the present optimizer does not have are kept for a later
         layout.
         """
         self._scaling = dict(state)
@@ -183,24 +192,26 @@ class Host:
                     setattr(holder, name, state[key])
 
     def take_grad_norm(self, norm: float | None) -> None:
-        """Report the norm of the last step on a member that did not take it; as a tensor, as DeepSpeed does."""
+        """Set the gradient norm of the last step on a member that did not take that step. The norm becomes a tensor, as
+        in DeepSpeed.
+        """
         self.engine._global_grad_norm = None if norm is None else torch.tensor(norm, device=self.engine.device)
         self._pass_grad_norm_on()
 
     def _pass_grad_norm_on(self) -> None:
-        """Let a new optimizer report the norm of the last step, if it reports any."""
+        """Set the norm of the last step on a new optimizer, if that optimizer reports norms."""
         if hasattr(self.optimizer, "_global_grad_norm") and self.engine._global_grad_norm is not None:
             self.optimizer._global_grad_norm = self.engine._global_grad_norm
 
     @property
     def element_types(self) -> ElementTypes:
-        """Element type of each state, by the model and the configuration; the same in every layout."""
+        """Element type of each state, as the model and the configuration determine it; the same in every layout."""
         weight = self.model_map.dtype
         moments = moment_types(self.basic_optimizer, weight)
         return ElementTypes(weight=weight, gradient=self.engine.get_data_types()[1], moments=moments)
 
     def memory(self, kinds: tuple[str, ...], layout: Layout) -> dict[str, Memory]:
-        """Return the element type and the place of the buffers of each state kind under a layout."""
+        """Return the element type and the memory of the buffers of each state kind under a layout."""
         types, memory = self.element_types, dict[str, Memory]()
         for kind in kinds:
             memory[kind] = Memory(types.of(kind), place_of(self.engine._config, kind, layout.zero_stage))
@@ -209,20 +220,20 @@ class Host:
     def state_buffers(self) -> tuple[Buffers, Scalars]:
         """Return the live flat buffers of this rank, and the optimizer's scalars.
 
-        An accelerator has finished all queued work by then, on every stream.
+        Waits until an accelerator has finished all queued work on every stream.
         """
         synchronize()
         return stage_of(self.optimizer).describe(self.engine, self.model_map)
 
     def state_census(self) -> list[Found]:
-        """Return where each element lies by DeepSpeed's own bookkeeping."""
+        """Return where each element lies according to DeepSpeed's own bookkeeping."""
         return stage_of(self.optimizer).census(self.engine, self.model_map)
 
     def detach(self) -> None:
-        """Remove the ZeRO optimizer from the module. Buffers live as long as a caller holds them; parameters keep no
-        gradient.
+        """Remove the ZeRO optimizer from the module.
 
-        The module's parameters keep their data in stages 0 to 2 and are empty after stage 3.
+        Its buffers live as long as a caller holds them. Parameters keep no gradient; they keep their data in stages 0
+        to 2, and are empty after stage 3.
         """
         old, stage = self.optimizer, stage_of(self.optimizer)
         if hasattr(old, "destroy"):
@@ -236,16 +247,19 @@ class Host:
             old.__dict__.clear()  # reference cycles hold it: free its memory without the collector
 
     def make_children(self, layout: Layout, rank: int) -> Made | None:
-        """Build the children that `reshape` will need, ahead and in any thread; None if the shape stays the same."""
+        """Build the children that `reshape` will need, ahead of time and in any thread; return None if the shape stays
+        the same.
+        """
         return None if Shape.of(layout, rank) == self.shape else self.shaper.make(layout, rank)
 
     def reshape(
         self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor], made: Made | None = None
     ) -> Replaced | None:
-        """Give the module the children of `rank` under `layout`, whose world must be installed; nothing is attached.
+        """Give the module the children of `rank` under `layout`. Return the argument for `undo_reshape`, or None if
+        nothing had to change.
 
-        tensors: the local tensors of that rank. made: result of `make_children`, if it was called. Returns the argument
-        for `undo_reshape`, or None if nothing had to change.
+        The world of `layout` must be installed, and no optimizer may be attached. tensors: the local tensors of that
+        rank. made: the result of `make_children`, if it was called.
         """
         shape = Shape.of(layout, rank)
         if shape == self.shape:
@@ -253,7 +267,7 @@ class Host:
         before = Replaced(self.shape, Children.of(self.module), self.model_map, self.engine.param_names)
         try:
             self.shaper.reshape(self.module, layout, made)
-            if self.engine.torch_autocast_enabled():  # new parameters are marked as DeepSpeed did the former ones
+            if self.engine.torch_autocast_enabled():  # mark new parameters as DeepSpeed marked the former ones
                 modules = self.engine.torch_autocast_lower_precision_safe_modules()
                 init_autocast_params(self.engine, self.engine.torch_autocast_dtype(), modules)
             before.children.pass_on(self.module, shape.resizes(before.shape))
@@ -265,13 +279,13 @@ class Host:
         return before
 
     def undo_reshape(self, before: Replaced) -> None:
-        """Restore what `reshape` replaced; nothing may be attached."""
+        """Restore what `reshape` replaced. No optimizer may be attached."""
         before.children.put_back(self.module)
         self._take(before.shape, before.model)
         self.engine.param_names = before.names
 
     def _take(self, shape: Shape, model: ModelMap) -> None:
-        """Use these parameters from now on, also in the basic optimizer."""
+        """Use the parameters of this model map from now on, also in the basic optimizer."""
         self.shape = shape
         self.engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         for group, parameters in zip(self.basic_optimizer.param_groups, model.groups, strict=True):
@@ -281,11 +295,13 @@ class Host:
         self.adopt(model, self.basic_optimizer.param_groups)
 
     def forget_steps(self) -> None:
-        """Drop what the optimizer keeps outside its state. Called after a commit, on all members."""
+        """Drop values that the optimizer keeps outside its state. Called on all members after a switch commits."""
         forget_running_products(self.basic_optimizer)
 
     def let_module_go(self) -> None:
-        """Remove everything that DeepSpeed and this object keep on the module, and in torch, while the engine lives."""
+        """Remove everything that DeepSpeed and this object have set on the module and in torch. The engine itself
+        stays.
+        """
         self.gradients.stop()
         self.gathers.stop()
         forget(self.module)
@@ -297,7 +313,7 @@ class Host:
                 forget_traces()
 
     def leave_world(self) -> None:
-        """Release data and groups but keep names and objects: the state of an idle member."""
+        """Release data and process groups but keep names and objects: the state of an idle member."""
         self.leave_shape()
         self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
         self.engine.global_rank = -1
@@ -312,16 +328,16 @@ class Host:
         """Build a ZeRO optimizer of `layout` on the module, with `buffers` as its memory, without messages or
         allocations.
 
-        `world` must be installed, and the old layout must be detached. An optimizer that accumulates gradients, or that
-        offloads, keeps tensors made of zeros: its gradient buffers.
+        `world` must be installed, and the old layout must be detached. An optimizer that accumulates gradients or
+        offloads keeps the zero-filled tensors that it makes, because they are its gradient buffers.
         """
         self._enter_world(world, layout, config)
         engine, basic, model = self.engine, self.basic_optimizer, self.model_map
         for tensor, held in zip(model.tensors, model.parameters, strict=True):
-            if held.shape != tensor.shape:  # it has no data; DeepSpeed asks for its shape alone
+            if held.shape != tensor.shape:  # it has no data, but DeepSpeed reads its shape
                 held.data = stand_in(tensor.shape, model.dtype, held.device)
         reset_counters()
-        restore_linear()  # an engine of plain DeepSpeed may have set another one, on some members before they came here
+        restore_linear()  # a plain DeepSpeed engine may have replaced it on some members before they joined
         names = {held: name for held, name in engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)}
         engine.param_names = {**names, **fill_empty_groups(basic, model)}
         stage, (weight, gradient) = layout.zero_stage, engine.get_data_types()
@@ -367,18 +383,16 @@ class Host:
         self.gradients.missing()
 
     def optimizer_made(self) -> None:
-        """Note that DeepSpeed has made an optimizer. Called before its first step."""
+        """React to a new optimizer of DeepSpeed's, before its first step. Does nothing here."""
 
     def break_off(self) -> None:
-        """Clean up after a DeepSpeed call that an error has ended: a timer that still runs could not be
-        started again.
-        """
+        """Clean up after an error has ended a DeepSpeed call: a timer that still runs could not be started again."""
         for timer in self.engine.timers.get_timers().values():
             if timer.started_:
                 timer.stop()
 
     def adopt(self, model: ModelMap, groups: list[dict[str, Any]]) -> None:
-        """Use other optimizer groups from now on; nothing may be attached."""
+        """Use other parameters and optimizer groups from now on. No optimizer may be attached."""
         self.gradients.stop()
         self.model_map = model
         self.basic_optimizer.param_groups[:] = groups
@@ -391,15 +405,15 @@ class Host:
 
     @property
     def loss_weight(self) -> float:
-        """Factor for the loss of the present micro-batch."""
+        """Factor for the loss of the current micro-batch."""
         weight = float(not self.slot_is_borrowed) if self.loss_is_divided else self.slot_weight
         return weight * sequence.loss_factor(self.engine)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Settle what DeepSpeed leaves open after its optimizer step. Called after each step."""
-        if not hasattr(self.optimizer, "_global_grad_norm"):  # torch's own at stage 0, which computes none
+        """Update what DeepSpeed does not after its optimizer step. Called after each step."""
+        if not hasattr(self.optimizer, "_global_grad_norm"):  # torch's own optimizer at stage 0 computes no norm
             self.engine._global_grad_norm = None
         self.window_tokens = None
         self.without_gradient = self.gradients.missing()

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with the few openings that a live switch needs; every private method it overrides is here."""
+"""DeepSpeed's engine with the few changes that a live switch needs; every private method that is overridden is here."""
 
 from __future__ import annotations
 
@@ -28,32 +28,34 @@ from ds_dynatrain.support import usage
 
 COMPILE_BACKEND: str = get_accelerator().get_compile_backend()
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""Defaults of DeepSpeed's calls, which have them in their signatures."""
+"""The empty mapping that DeepSpeed's calls have as a default in their signatures."""
 
 
 class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
-    """A DeepSpeed engine whose optimizer can be taken off and put on under another layout, by its `Host`."""
+    """A DeepSpeed engine whose `Host` can detach its optimizer and attach one of another layout."""
 
     _HOST: ClassVar[type[Host]] = Host
     optimizer: Any
     _host: Host
-    """Set before DeepSpeed's constructor runs."""
+    """State beside the engine, set before DeepSpeed's constructor runs."""
 
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
-        """Do as DeepSpeed does, except that the shaper has put AutoEP's layers into the model already."""
+        """Configure experts as DeepSpeed does. With AutoEP, return the shaper's record instead, because the shaper has
+        replaced the layers already.
+        """
         if self._host.shaper.autoep:
             return self._host.shaper.autoep.take_replaced()
         return super()._configure_expert_parallel(model, collect_sources)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        """Do as DeepSpeed does, and provide the groups that layers with experts ask for."""
+        """Configure the model as DeepSpeed does, after pointing layers with experts at the existing groups."""
         ask_for_present_groups(model)
         super()._configure_distributed_model(model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Note the user's groups before ZeRO replaces them; stop there on an idle member."""
+        """Record the user's optimizer groups before ZeRO replaces them; on an idle member, build no ZeRO optimizer."""
         self._host.is_own_optimizer = client_optimizer is None
         if client_optimizer is None and self.has_moe_layers:
             model_parameters = configure_moe_param_groups(model_parameters)
@@ -80,24 +82,27 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.basic_optimizer = self.optimizer = basic
 
     def _broadcast_model(self) -> None:
-        """Broadcast as DeepSpeed does, unless parameters are still to come in, each of them equal on all ranks."""
+        """Broadcast as DeepSpeed does, unless the parameters are still to arrive, with equal values on all ranks."""
         if self._host.whole:
             super()._broadcast_model()
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
-        """Return whether an offloaded optimizer must be DeepSpeed's own. False for ours from the configuration, which
-        takes the same way as user-made ones.
+        """Return whether an offloaded optimizer must be DeepSpeed's own class.
+
+        False for an optimizer that we build from the configuration, because it is treated like one that the user made.
         """
         return not self._host.is_own_optimizer and bool(super().zero_force_ds_cpu_optimizer())
 
     def _configure_random_ltd_scheduler(self, configs: dict[str, Any]) -> Any:
-        """Make DeepSpeed's scheduler, which counts the tokens of a global batch."""
+        """Make DeepSpeed's random-LTD scheduler, counting the tokens of a global batch."""
         return super()._configure_random_ltd_scheduler(
             {**configs, RANDOM_LTD_GLOBAL_BATCH_SIZE: self._host.global_batch_size}
         )
 
     def random_ltd_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's block for random-LTD, with the sizes that its constructor adds to the first layout's."""
+        """Return DeepSpeed's block for random-LTD, completed by the two batch sizes that its constructor adds only for
+        the first layout.
+        """
         block: dict[str, Any] = super().random_ltd_config()
         block.setdefault(RANDOM_LTD_GLOBAL_BATCH_SIZE, self.train_batch_size())
         block.setdefault(RANDOM_LTD_MICRO_BATCH_SIZE, self.train_micro_batch_size_per_gpu())
@@ -158,21 +163,23 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._host.slot_weight = self._host.slot_weight if tokens is None else 1.0
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Weight the gradient of `loss.backward()`, too, which does not pass through `backward`."""
+        """Weight the gradient of a plain `loss.backward()`, which does not pass through `backward`, as well."""
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
         if scaled is None or scaled is grad or self._host.is_weighted or self._host.loss_weight == 1.0:
             return scaled
         return scaled * self._host.loss_weight
 
     def clip_fp32_gradients(self) -> None:
-        """Clip without ZeRO. If ranks share experts, use our norm: DeepSpeed's would depend on how many do."""
+        """Clip gradients without ZeRO. If ranks share experts, use our norm: DeepSpeed's would depend on the expert
+        size.
+        """
         if self._host.shape.expert > 1:
             clip_with_experts(self.module, self.gradient_clipping(), self._host.layout)
         else:
             super().clip_fp32_gradients()
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Make DeepSpeed's optimizer step, with gradients divided by tokens if the window was weighted by them."""
+        """Take DeepSpeed's optimizer step; divide gradients by tokens if the window was weighted by them."""
         counted = all_counted(self.module, self._host.layout)
         with scaler.divided_by_tokens(self, self._host.window_tokens, self._token_slots), self._norm_said(), counted:
             super()._take_model_step(*arguments)
@@ -180,18 +187,18 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def _token_slots(self) -> int:
-        """Divisor that DeepSpeed applies to the gradient of a window that is weighted by tokens."""
+        """Divisor that DeepSpeed has applied to the gradient of a window that is weighted by tokens."""
         return int(self.dp_world_size * self.gradient_accumulation_steps())
 
     def _norm_said(self) -> AbstractContextManager[None]:
-        """Return a context in which the optimizer makes its step and reports the norm of its gradients."""
+        """Return a context in which the optimizer's step reports the true norm of its gradients."""
         return scaler.true_norm(self)
 
     def _configure_zero(self, basic: torch.optim.Optimizer) -> None:
         """Build DeepSpeed's own optimizer around a registered one.
 
-        If no expert is trained any more, it is an optimizer for models without experts, because DeepSpeed insists on a
-        group of experts otherwise.
+        If no expert is trained any more, build an optimizer for models without experts, because DeepSpeed otherwise
+        requires a group of experts.
         """
         trained = any(group.get("moe") for group in basic.param_groups)
         with replaced(self, "has_moe_layers", self.has_moe_layers and trained):

@@ -1,12 +1,12 @@
-"""DeepSpeed's pipeline engine with the openings of `host_engine`: it repeats its constructor's work for other stages.
+"""DeepSpeed's pipeline engine with the changes of `host_engine`: it repeats its constructor's work for other stages.
 
-A column is one data index: one rank of each stage. DeepSpeed runs one schedule in each column. Columns meet only in its
-last instructions, where gradients and losses are added up, so each may have a schedule of its own length. Only the
-divisor of these sums has to change: it is the mean number of micro-batches of a column instead of
+A column is one data index: one rank of each stage. DeepSpeed runs one schedule in each column. Columns meet only in the
+last instructions of their schedules, where gradients and losses are added up, so each column may have a schedule of its
+own length. Only the divisor of these sums has to change: it is the mean number of micro-batches of a column instead of
 `gradient_accumulation_steps()`, which is the number of the longest column.
 
-Layers before the first trained one have no backward pass, and no gradient is sent to them. DeepSpeed's engine expects a
-gradient on every stage: its inputs require one, and its outputs wait for one.
+Layers before the first trained one have no backward pass, and no gradient is sent to them. DeepSpeed's engine by itself
+expects a gradient on every stage: its inputs require a gradient, and its outputs wait for one.
 
 The frozen layers follow from the parameters that are registered as trained, which every member knows for the whole
 model. So two stages agree without a message on whether one waits for a gradient and the other one sends it.
@@ -45,19 +45,20 @@ from ds_dynatrain.space import Columns, Layout, LogicalTensor
 
 
 def frozen_layers(prefixes: Sequence[str], trained: Collection[str]) -> int:
-    """Return the number of layers before the first trained one; that of all layers if none is trained.
+    """Return the number of layers before the first trained one, or the number of all layers if none is trained.
 
-    prefixes: of all layers, see `PipelineTemplate.prefixes`. trained: names of the parameters that require a gradient.
-    A tied layer counts as trained in all its places.
+    prefixes: the prefix of each layer's parameter names, see `PipelineTemplate.prefixes`. trained: names of the
+    parameters that require a gradient. A tied layer counts as trained wherever it occurs.
     """
     layers = set(map(layer_of, trained))
     return next((number for number, prefix in enumerate(prefixes) if prefix in layers), len(prefixes))
 
 
 def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
-    """Return the instructions that a stage of layers `start` to `stop` - 1 leaves out if the first `frozen` are frozen.
+    """Return the instructions that a stage with layers `start` to `stop` - 1 leaves out if the first `frozen` layers
+    are frozen.
 
-    Two neighbours have one boundary, so one leaves out exactly the receives whose sends the other one leaves out.
+    Two neighbouring stages share a boundary, so one leaves out exactly the receives whose sends the other leaves out.
     """
     ends_within = (BackwardPass, RecvGrad) if stop <= frozen else ()
     return (*ends_within, SendGrad) if start <= frozen else ends_within
@@ -65,7 +66,7 @@ def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A schedule of DeepSpeed's with some of its instructions left out."""
+    """A DeepSpeed schedule with some of its instructions left out."""
 
     schedule: Any
     without: tuple[type, ...]
@@ -76,16 +77,17 @@ class Shortened:
             yield [each for each in commands if not isinstance(each, self.without)]
 
     def num_pipe_buffers(self) -> int:
-        """Return as many buffers as DeepSpeed's schedule needs."""
+        """Return the number of buffers that DeepSpeed's schedule needs."""
         return int(self.schedule.num_pipe_buffers())
 
 
 @contextmanager
 def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
-    """Do not recompute activations of a stage's first `frozen` layers inside the block: no gradient flows back there.
+    """Do not recompute activations of a stage's first `frozen` layers inside the block, because no gradient reaches
+    them.
 
-    A reentrant checkpoint sees no parameters: it has a backward pass only if one of its inputs requires a gradient. So
-    the first one behind these layers is given such inputs.
+    A reentrant checkpoint does not look at parameters: it has a backward pass only if one of its inputs requires a
+    gradient. So the first checkpoint after these layers gets such inputs.
     """
     interval, checkpoint = module.activation_checkpoint_interval, module.activation_checkpoint_func
 
@@ -120,14 +122,14 @@ _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
 
 @dataclass(eq=False)
 class StageHost(Host):
-    """The host of a pipeline engine. compiled_with: arguments of the call of `compile`; None before it."""
+    """The host of a pipeline engine. compiled_with: the arguments of the call of `compile`; None before that call."""
 
     shaper: PipelineShaper
     compiled_with: dict[str, Any] | None = None
 
     @property
     def compiled_modules(self) -> list[str]:
-        """A single entry for every layer, or none: stages have different layers, and all members must agree."""
+        """One entry if layers are compiled, else none: stages have different layers, and all members must agree."""
         return [] if self.compiled_with is None else ["every layer"]
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
@@ -139,11 +141,11 @@ class StageHost(Host):
         self.engine._enter_stage(grid)
 
     def put_in_place(self) -> None:
-        """Make DeepSpeed's messages between stages those of this engine."""
+        """Make DeepSpeed send messages between stages through this engine's grid."""
         p2p._grid = self.engine.grid
 
     def leave_shape(self) -> None:
-        """Let go of the groups of a world, and of all activations."""
+        """Release the groups of the world, and all activations."""
         super().leave_shape()
         self.engine.grid = self.engine.mpu = p2p._grid = None
         module: Any = self.module
@@ -151,7 +153,7 @@ class StageHost(Host):
         self.engine._forget_activations()
 
     def break_off(self) -> None:
-        """Break off the open window, as any host does, and let no micro-batch end a window any more."""
+        """Clean up as `Host.break_off` does, and let no micro-batch end the accumulation window any more."""
         super().break_off()
         self.engine._force_grad_boundary = False
 
@@ -167,14 +169,16 @@ class StageHost(Host):
         return self.shaper.template.layers_by_stage(layout)
 
     def trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
-        """Return the parameters registered as trained, on all stages; those of other stages are empty here."""
+        """Return (tensor, parameter) of all parameters registered as trained, on all stages; those of other stages are
+        empty here.
+        """
         model = self.model_map
         found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
         return [(tensor, held) for tensor, held, flag in found if flag]
 
     @property
     def forward_passes(self) -> int | None:
-        """Micro-batches that this stage has run: with `seed_layers`, layers draw by it."""
+        """Number of micro-batches that this stage has run. With `seed_layers`, layers draw random numbers by it."""
         return int(self.engine.module.micro_offset)
 
     @forward_passes.setter
@@ -183,12 +187,14 @@ class StageHost(Host):
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank's stage reads samples: the first one inputs, the last one targets."""
+        """Whether this rank's stage reads samples: the first stage reads inputs, the last one targets."""
         return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
 
 
 class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine whose stage can change. `HostEngine`'s openings come before DeepSpeed's two classes."""
+    """A pipeline engine whose stage can change. `HostEngine`'s methods take precedence over those of DeepSpeed's two
+    classes.
+    """
 
     _HOST: ClassVar[type[Host]] = StageHost
     _host: StageHost
@@ -198,20 +204,20 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     _divisor: float
     """Number by which a column divides the sum of its losses."""
     _frozen = 0
-    """Number of layers of the whole model before the first trained one, in the batch under way."""
+    """Number of layers of the whole model before the first trained one, in the current batch."""
     _known_loss: torch.Tensor | None = None
 
     def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
-        """Build the engine. groups: the world to start in, which may be a stand-in and must be installed."""
+        """Build the engine. groups: the world to start in, which must be installed; it may be one without peers."""
         grid = StageGrid(groups, groups.rank or 0)
         take_stage(model, grid)
         parsed = arguments["config_class"]
         product = parsed.train_micro_batch_size_per_gpu * parsed.gradient_accumulation_steps * groups.layout.data
-        with replaced(parsed, "train_batch_size", product):  # columns may differ, and DeepSpeed insists
+        with replaced(parsed, "train_batch_size", product):  # columns may differ, and DeepSpeed checks this product
             super().__init__(model=model, mpu=grid, **arguments)
         self._enter_columns(groups.layout)
         self.batch_timer.batch_size = self.tput_timer.batch_size = self.train_batch_size()
-        if groups.layout.pipe == 1:  # else the module has the layers of all stages still
+        if groups.layout.pipe == 1:  # otherwise the module still has the layers of all stages
             place(model, self._host.shaper.template, groups.layout, grid)
 
     def compile(
@@ -221,12 +227,12 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile layer by layer, as DeepSpeed does, and layers that a switch makes later, too."""
+        """Compile layer by layer as DeepSpeed does, including the layers that later switches make."""
         super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled)
         self._host.compiled_with = {**compile_kwargs, "backend": backend}
 
     def _enter_columns(self, layout: Layout) -> None:
-        """Enter a column of a layout, whose configuration and grid are in place."""
+        """Set the sizes of this rank's column in a layout whose configuration and grid are in place."""
         sizes = int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
         self._columns = Columns.of(*sizes, layout.data, layout.shares)
         self._divisor = self._columns.mean
@@ -271,12 +277,12 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return super()._scale_loss_by_gas(prescaled_loss, eval_micro_batches=self._divisor)
 
     def _frozen_layers(self) -> int:
-        """Return `frozen_layers` by the registration, not by present flags of parameters, so that all stages agree."""
+        """Return `frozen_layers` of the registered parameters, not of their present flags, so that all stages agree."""
         trained = {tensor.name for tensor, _ in self._host.trained()}
         return frozen_layers(self._host.shaper.template.prefixes(), trained)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run DeepSpeed's schedule without the instructions that frozen layers do not need."""
+        """Run DeepSpeed's schedule without the instructions that frozen layers make needless."""
         self._frozen = self._frozen_layers()
         without = needless(self.module._local_start, self.module._local_stop, self._frozen)
         super()._exec_schedule(Shortened(pipe_schedule, without))
@@ -306,9 +312,9 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     }
 
     def _enter_stage(self, grid: StageGrid) -> None:
-        """Become the engine of a stage in a world.
+        """Become the engine of a stage in the world of `grid`.
 
-        No message is sent, though DeepSpeed's constructor sends some: a sum of parameters, and a first number.
+        Sends no message, though DeepSpeed's constructor sends some: a sum of parameters, and a first number.
         """
         self.grid = self.mpu = grid
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
@@ -320,7 +326,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self._forget_activations()
 
     def _forget_activations(self) -> None:
-        """Drop buffers of the former shape and losses of the former world."""
+        """Drop the buffers of the former shape and the losses of the former world."""
         self.num_pipe_buffers = 0
         self.pipe_buffers: dict[str, list[Any]] = {name: [] for name in _BUFFERS}
         self.reset_activation_shape()
@@ -330,10 +336,10 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.loss, self.agg_loss, self.dp_group_loss = (torch.tensor(0.0, device=self.device) for _ in range(3))
 
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Provide a buffer as DeepSpeed does, but never reuse one of another type.
+        """Provide a buffer as DeepSpeed does, but never reuse one of another element type.
 
-        A stage under autocast may receive activations in fp32 and send them on in bf16. DeepSpeed then receives their
-        gradients, which are in bf16, into the memory of the fp32 ones, and reads two of them as one number.
+        A stage under autocast may receive activations in fp32 and send them on in bf16. DeepSpeed would then receive
+        the bf16 gradients into the memory of the fp32 ones, and read two of them as one number.
         """
         held = self._grad_layer_buf
         if idx < len(held) and held[idx].dtype != dtype:
@@ -343,19 +349,21 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
 
     @torch.no_grad()
     def _share_loss(self) -> None:
-        """Let all ranks know the loss of a batch before its step, so that a member that dies later takes it from none
-        of them.
+        """Send the loss of a batch to all ranks before its step, so that a member that dies later takes the loss from
+        none of them.
         """
         self._known_loss = self._total_loss()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
-        """Return DeepSpeed's total loss, which was shared before the step."""
+        """Return DeepSpeed's total loss: the one shared before the step, if there is one."""
         known, self._known_loss = self._known_loss, None
         return self._total_loss() if known is None else known
 
     def _total_loss(self) -> torch.Tensor:
-        """Return DeepSpeed's mean over the pipelines, each of which has its mean over its own micro-batches. A
-        collective of all stages.
+        """Return the mean loss over all pipelines, as DeepSpeed computes it from each pipeline's mean over its own
+        micro-batches.
+
+        A collective of all stages.
         """
         found: torch.Tensor = super()._aggregate_total_loss()
         if not self._columns.is_even:
@@ -363,20 +371,22 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return found
 
     def _loss_of_step(self) -> torch.Tensor:
-        """Return the loss of the last step, even if others finished that step after this rank's own call was broken
-        off.
+        """Return the loss of the last step, even if this rank's own call was interrupted and other ranks finished the
+        step.
         """
         known, self._known_loss = self._known_loss, None
         self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
         return self.agg_train_loss
 
     def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed does; a stage without a gradient adds 0 to the norm, for which the others wait."""
+        """Clip as DeepSpeed does. A stage without a gradient adds 0 to the norm, because the other stages wait for its
+        part.
+        """
         if any(held.grad is not None for held in self.module.parameters()) or self._host.layout.expert > 1:
             super().clip_fp32_gradients()
             return
         stepped = [held for group in self.basic_optimizer.param_groups for held in group["params"]]
-        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # of empty groups, see `stages`
+        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # elements of empty groups, see `stages`
 
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:

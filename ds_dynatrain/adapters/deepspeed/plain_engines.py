@@ -1,4 +1,4 @@
-"""DeepSpeed engines of the script's own in this process: those that were made by `deepspeed.initialize`."""
+"""Search for the script's own DeepSpeed engines in this process: those made by `deepspeed.initialize`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from ds_dynatrain.adapters.groups.process_groups import is_ours
 
 @dataclass(frozen=True)
 class PlainEngine:
-    """A living engine that sends and receives. stage: its ZeRO stage. processes: number of its processes.
-    follows_world: whether it uses groups of a world of ours, which end with that world.
+    """An engine in use that sends and receives messages.
+
+    stage: its ZeRO stage.
+    processes: the number of its processes.
+    follows_world: whether it uses groups of one of our worlds, which end with that world.
     """
 
     stage: int
@@ -25,10 +28,11 @@ class PlainEngine:
 
 
 def plain_engines() -> list[PlainEngine]:
-    """Return the engines that send or receive in their calls, and were not destroyed.
+    """Return the engines that send or receive messages in their calls and were not destroyed.
 
-    DeepSpeed keeps no list of them, and most were made before any code of ours ran, so the objects of the whole process
-    are searched: 0.05 s for 360,000. Called when a layout leaves processes idle, or has other ranks.
+    DeepSpeed keeps no list of them, and most were made before any of our code ran, so the objects of the whole process
+    are searched, which takes 0.05 s for 360,000 objects. Called when a layout leaves processes idle, or has other
+    ranks.
     """
     if not _found():
         return []
@@ -50,14 +54,16 @@ def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
 
 
 def _has_peers(engine: Any) -> bool:
-    """Return whether an engine is trained, or cut. At stage 3 DeepSpeed gives an untrained one an optimizer, too."""
+    """Return whether an engine has several ranks, and is trained or has its model cut. At stage 3 DeepSpeed also gives
+    an untrained engine an optimizer.
+    """
     is_cut = getattr(engine, "mp_world_size", 1) > 1
     return engine.world_size > 1 and (getattr(engine, "optimizer", None) is not None or is_cut)
 
 
 def _is_alive(engine: Any) -> bool:
-    """Return whether the hooks that `destroy` removes are still on the module; else whether the engine's own forward
-    hook is.
+    """Return whether the hooks that `destroy` removes are still on the module. An engine without such hooks is judged
+    by its own forward hook.
     """
     optimizer = getattr(engine, "optimizer", None)
     offload = getattr(optimizer, "parameter_offload", optimizer)

@@ -1,6 +1,6 @@
-"""The steps of `deepspeed.initialize` around the engine's constructor, for an engine class of our own.
+"""Steps of `deepspeed.initialize` around the engine's constructor, for an engine class of our own.
 
-`initialize` hands out one optimizer for the whole job, which forwards to the one that DeepSpeed has at present.
+`initialize` returns one optimizer object for the whole job, which forwards to DeepSpeed's present optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_dynatrain.report import telling_if_long
 E = TypeVar("E", bound=DeepSpeedEngine)
 
 LOCK_SECONDS = 60.0
-"""Seconds that a process waits for another one to compile an operator before it names the lock."""
+"""Seconds that a process waits for another one to compile an operator before it reports the lock file."""
 
 logger = logging.getLogger("ds_dynatrain")
 jit_load = OpBuilder.jit_load
@@ -38,8 +38,9 @@ jit_load = OpBuilder.jit_load
 def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
     """Build an engine of class `kind` as `deepspeed.initialize` does; the world must be installed.
 
-    settings: the configuration as a dictionary and parsed (`settings.layout_config`). Each engine and each switch sets
-    anew what stage 3 sets for the whole process, since an engine of plain DeepSpeed may have set it before.
+    settings: the configuration as a dictionary and parsed (`deepspeed_config.layout_config`). Settings that stage 3
+    makes for the whole process are made anew by each engine and each switch, since a plain DeepSpeed engine may have
+    changed them.
     """
     mend()
     restore_linear()
@@ -53,13 +54,13 @@ def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **argumen
 
 
 def start_without_compiler() -> None:
-    """Let DeepSpeed start without a C++ compiler: its CPU back-end would build an operator at once and die."""
+    """Let DeepSpeed start without a C++ compiler: its CPU back-end would otherwise fail to build an operator."""
     if shutil.which("c++") is None and shutil.which("g++") is None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def tell_of_compilers() -> None:
-    """Make processes that wait long for the compilation of an operator say so in the log, one process on each node.
+    """Make processes log it if they wait long for the compilation of an operator; one process on each node logs.
 
     Called when the engine is imported: DeepSpeed also compiles in its own calls, which a framework or a script may make
     before any of ours. torch before 2.14 waits without limit until a lock file is gone, and a process that is killed
@@ -87,7 +88,7 @@ def _wait_aloud(self: FileBaton) -> None:
 def _say_locked(lock: Path, seconds: float) -> None:
     try:
         made = lock.stat()
-    except FileNotFoundError:  # just now
+    except FileNotFoundError:  # removed just now
         return
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.st_mtime))
     logger.warning(
@@ -105,22 +106,22 @@ def _say_locked(lock: Path, seconds: float) -> None:
 
 
 def import_what_is_lazy() -> None:
-    """Import modules that DeepSpeed imports in the first build of an optimizer: one second each, too much for
-    a pause.
+    """Import modules that DeepSpeed imports only when it first builds an optimizer. Each takes about a second, too long
+    for a pause.
     """
     for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3", "zero.stage3", "zero.stage_1_and_2"):
         try:
             importlib.import_module(f"deepspeed.runtime.{name}")
-        except ImportError:  # it has moved: the first switch is slower, and right all the same
+        except ImportError:  # it has moved: the first switch is slower but still correct
             continue
 
 
 class OptimizerForwarder(torch.optim.Optimizer):
-    """The optimizer of the present world, in one object for the whole job.
+    """An optimizer object that stays the same for the whole job and stands for the present world's optimizer.
 
     Its methods and attributes are those of `engine.optimizer`, DeepSpeed's own object, which a switch replaces.
-    Attributes which that lacks are those of the torch optimizer underneath. Attributes that are set here and that
-    neither has (a tag of the user's, a scheduler's replacement of `step`) are kept in this object.
+    Attributes that this object lacks are read from the torch optimizer underneath. Attributes that are set here and
+    that neither of them has (a tag of the user's, a scheduler's replacement of `step`) are kept in the forwarder.
     """
 
     def __init__(self, host: Host) -> None:
@@ -133,7 +134,7 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def basic(self) -> torch.optim.Optimizer:
-        """The torch optimizer underneath: one object for the whole job."""
+        """The torch optimizer inside DeepSpeed's: one object for the whole job."""
         return self._host.basic_optimizer  # type: ignore[no-any-return]
 
     @property
@@ -155,7 +156,7 @@ class OptimizerForwarder(torch.optim.Optimizer):
         """Ignore the value that schedulers set when a script calls `step` itself."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_host":  # of a copy that has none
+        if name == "_host":  # a copy may not have it
             raise AttributeError(name)
         return getattr(self.current if hasattr(self.current, name) else self.basic, name)
 

@@ -1,6 +1,6 @@
-"""The support table applied to live objects: what is refused when an engine is built, and at a boundary.
+"""Checks of live objects against the support table, when an engine is built and at a boundary between two steps.
 
-The table itself, row by row, is `ds_dynatrain/support/`: what works, what is refused and why is changed there.
+The table itself is in `ds_dynatrain/support/`: it says row by row what works, and what is refused and why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from ds_dynatrain.support.checks import offloads
 def refuse_unsupported(
     config: Mapping[str, Any], model: nn.Module, optimizer: Any, mpu: Any, mesh_param: Any = None
 ) -> None:
-    """Raise UnsupportedError, naming the feature, the reason and the way out, for features a switch would get wrong."""
+    """Raise UnsupportedError for features that a switch would get wrong, naming the feature, the reason and the
+    alternative.
+    """
     refuse_config(config)
     refuse_for_series(config)
     if is_pipeline(model):
@@ -45,8 +47,8 @@ def refuse_unsupported(
 
 
 def check_elastic_launch() -> None:
-    """Raise UnsupportedError if members come and go and it is unknown how the accelerator's collectives end
-    in a death.
+    """Raise UnsupportedError if members may come and go but it is unknown how the accelerator's collectives end when a
+    member dies.
     """
     if not is_accelerated():
         return
@@ -59,7 +61,7 @@ def check_elastic_launch() -> None:
 
 
 def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -> None:
-    """Raise SwitchRefused for a module that cannot run in a layout."""
+    """Raise SwitchRefused if the module cannot run in a layout."""
     refuse_axes(layout)
     if layout.zero_stage == 0 and offloads(config) and is_accelerated():
         raise usage("CPU optimizers at stage 0 on an accelerator").refused(f"offload_optimizer in {layout}")
@@ -79,9 +81,7 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
 
 
 def refuse_at_boundary(host: Any) -> None:
-    """Raise SwitchRefused for work that must not be open when a switch takes effect. Called on each member
-    with state.
-    """
+    """Raise SwitchRefused if work is open that a switch would break. Called on each member with state."""
     steps = int(host.engine.gradient_accumulation_steps())
     if host.engine.micro_steps % steps:
         have = f"an accumulation window is open: {host.engine.micro_steps % steps} of {steps} micro-batches"
@@ -102,7 +102,9 @@ def refuse_at_boundary(host: Any) -> None:
 
 
 def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:
-    """Raise SwitchRefused for settings that DeepSpeed's optimizer of stages 1 and 2 does not take with experts."""
+    """Raise SwitchRefused for settings that DeepSpeed's optimizer of stages 1 and 2 does not accept together with
+    experts.
+    """
     zero = config.get("zero_optimization") or {}
     apart = zero.get("contiguous_gradients") is False and not offloads(config)
     if layout.zero_stage in (1, 2) and zero.get("reduce_scatter") is False:

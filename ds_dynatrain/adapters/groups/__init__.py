@@ -1,1 +1,1 @@
-"""Devices, communicators and process groups: start with `world` and `worlds`; imports `versions` alone."""
+"""Devices, communicators and process groups. Start with `world` and `worlds`. Imports only `versions`."""

@@ -219,16 +219,18 @@ class World:
         return self._held[kind]
 
     def group(self, kind: str) -> td.ProcessGroup:
-        """Return the group of a kind; RuntimeError as in `held`."""
+        """Return the group of a kind; raises RuntimeError as in `held`."""
         return self.held(kind).group
 
     def ranks(self, kind: str) -> tuple[int, ...]:
-        """Return the ranks of this world in the group of a kind, in the group's order; RuntimeError as in `held`."""
+        """Return the ranks of this world in the group of a kind, in the group's order; raises RuntimeError as in
+        `held`.
+        """
         self.held(kind)
         return self._ranks[kind]
 
     def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """Return the group that connects these stages in this rank's pipeline; RuntimeError as in `held`."""
+        """Return the group that connects these stages in this rank's pipeline; raises RuntimeError as in `held`."""
         return self.group("pipe") if len(stages) == self.layout.pipe else self.group(tie(stages))
 
     @property

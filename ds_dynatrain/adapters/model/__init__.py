@@ -1,4 +1,4 @@
-"""The user's module: its pipeline, tensor, expert and sequence parallelism, and its state besides parameters.
+"""The user's module: its pipeline, tensor, expert and sequence parallelism, and its state other than parameters.
 
 Start with `shaping`. Imports `zero`, `groups` and `versions`.
 """

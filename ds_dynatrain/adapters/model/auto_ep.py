@@ -161,7 +161,8 @@ class AutoEPShaper(Conversion, Shaper):
 def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) -> nn.Module:
     """Give a module, on the meta device and as the user wrote it, DeepSpeed's layers for one expert index; return it.
 
-    block: `expert_parallel` of the configuration. LayoutError for a size that does not divide the experts of a layer.
+    block: `expert_parallel` of the configuration. Raises LayoutError for a size that does not divide the experts of a
+    layer.
     """
     replace_layers(module, block, size, index)
     return module
@@ -218,7 +219,9 @@ def leave(engine: Any) -> None:
 
 
 def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
-    """Return the cuts of all tensors of a converted module, by name; UnsupportedError for experts out of order."""
+    """Return the cuts of all tensors of a converted module, by name; raises UnsupportedError for experts out of
+    order.
+    """
     return {name: _cut(name, held) for name, held in module.named_parameters()}
 
 

@@ -209,8 +209,8 @@ class TensorShaper(Shaper):
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Return how the tensor axis cuts each logical tensor, for any layout, whichever world is installed.
 
-        UnsupportedError, naming the parameter or the model, if AutoTP does not cut it, or not in a way that it
-        describes; LayoutError, with the nearest size, for a size that it cannot do.
+        Raises UnsupportedError, naming the parameter or the model, if AutoTP does not cut it, or not in a way that it
+        describes; raises LayoutError, with the nearest size, for a size that it cannot do.
         """
         if layout.pipe * layout.expert > 1:
             raise LayoutError(f"{layout}: this model has no pipeline stages and no experts; leave pipe and expert at 1")

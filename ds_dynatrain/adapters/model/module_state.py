@@ -1,13 +1,13 @@
-"""State of modules besides parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
+"""State of modules other than parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
 
-Buffers are taken as they are at the switch, even if their shape or type has changed since the constructor made them, or
-if they were registered later.
+Buffers are transferred as they are at the switch, even if their shape or type has changed since the constructor made
+them, or if they were registered later.
 
-Plain attributes (a counter, the longest length seen, a small tensor) are unknown to torch and in no state dict. Those
-that have changed since the first forward pass go with the module, by its name, to members that have a module of the
-same class there. Three kinds are not carried: attributes of DeepSpeed's modules, and those that it puts on other
-modules, because they belong to a layout; torchmetrics' attributes, which each rank counts for itself; and Lightning's
-private attributes, which say where a loop stands.
+Plain attributes (a counter, the longest length seen, a small tensor) are unknown to torch and in no state dict.
+Attributes that have changed since the first forward pass are transferred, by the module's name, to members that have a
+module of the same class under that name. Three kinds are not transferred: attributes of DeepSpeed's modules, and those
+that it sets on other modules, because they belong to a layout; torchmetrics' attributes, because each rank counts for
+itself; and Lightning's private attributes, which record the progress of a loop.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from ds_dynatrain.adapters.groups.device import compute_device
 logger = logging.getLogger("ds_dynatrain")
 
 AttributeState = dict[str, dict[str, Any]]
-"""By module, of those in which something has changed:
+"""Changed attributes by module name, for modules in which something has changed. Its keys are:
 
-class: its class. values: the changed attributes. left: names of those that cannot be carried; if there are any, no
-values are carried either, since a part of a cache is worse than none. shared: names of attributes that are buffers.
+class: the module's class.
+values: the changed attributes.
+left: names of attributes that cannot be transferred. If there are any, no values are transferred, since a part of a
+    cache is worse than none.
+shared: names of attributes that are buffers.
 """
 
 MOST_BYTES = 1 << 20
@@ -48,7 +51,7 @@ _OTHERS = frozenset(
 
 
 class _Same:
-    """A value that equals itself alone, compared by identity."""
+    """A value that is equal only to itself, compared by identity."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -61,8 +64,10 @@ class _Same:
 
 @dataclass(frozen=True)
 class _Built:
-    """An attribute as it was when training began. kept: a copy of the value if it can be transferred. mark: see
-    `_mark`.
+    """An attribute as it was when training began.
+
+    kept: a copy of the value if it can be transferred, else the value itself.
+    mark: a fingerprint of the value, see `_mark`.
     """
 
     value: Any
@@ -71,7 +76,9 @@ class _Built:
 
 
 class _Noted(dict[str, _Built]):
-    """Recorded attributes of a module. They are stored on the module, and left out when it is copied or pickled."""
+    """Recorded attributes of a module. They are stored on the module, and left out when the module is copied or
+    pickled.
+    """
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -88,7 +95,7 @@ def note(module: nn.Module) -> None:
 
 
 def note_one(part: nn.Module) -> Mapping[str, _Built]:
-    """Record the attributes of one module, without its submodules, unless they are recorded already; return the
+    """Record the attributes of one module, without its submodules, unless they are recorded already. Return the
     record.
     """
     noted: _Noted | None = part.__dict__.get(_NOTED)
@@ -108,8 +115,8 @@ def forget(module: nn.Module) -> None:
 
 
 def changed_attributes(module: nn.Module) -> AttributeState:
-    """Return the attributes of a module and all its submodules that have changed since they were recorded, not
-    copied.
+    """Return the attributes of a module and all its submodules that have changed since they were recorded. Values are
+    not copied.
     """
     buffers, found = {*map(id, module.buffers())}, AttributeState()
     for path, part in module.named_modules():
@@ -126,7 +133,7 @@ def changed_attributes(module: nn.Module) -> AttributeState:
 
 
 def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Apply changed attributes of equally named modules to a module and its submodules; reset other attributes to their
+    """Apply the changed attributes in `state` to the submodules of the same names; reset other attributes to their
     recorded values.
 
     Called before buffers are applied. A warning names attributes that could not be transferred.
@@ -157,7 +164,9 @@ def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Return whether a module gives and takes extra state. Its caches are then part of that, and none is left out."""
+    """Return whether a module defines both `get_extra_state` and `set_extra_state`. Its caches are then assumed to be
+    in its extra state.
+    """
     kind, stock = type(module), nn.Module
     gives = kind.get_extra_state is not stock.get_extra_state
     return gives and kind.set_extra_state is not stock.set_extra_state
@@ -179,7 +188,7 @@ def _changed(part: nn.Module) -> dict[str, Any]:
 
 
 def _is_tracked(part: nn.Module, name: str, value: Any) -> bool:
-    """Return whether an attribute is state of the module itself: no function, module or parameter."""
+    """Return whether an attribute is the module's own state, and not a function, module or parameter."""
     is_own = not _is_foreign(type(part)) and _is_own(part, name)
     return is_own and not callable(value) and not isinstance(value, nn.Parameter)
 
@@ -192,7 +201,7 @@ def _is_own(part: nn.Module, name: str) -> bool:
 
 
 def _is_foreign(kind: type) -> bool:
-    """Return whether attributes of a class's modules are never transferred; see the top of this file."""
+    """Return whether attributes of modules of this class are never transferred; see the top of this file."""
     return bool(_packages(kind) & {"deepspeed", "ds_dynatrain", "torchmetrics"})
 
 
@@ -232,29 +241,32 @@ def _travels(value: Any, depth: int = 0) -> bool:
 
 
 def _is_output(value: Any, depth: int = 0) -> bool:
-    """Return whether a value was computed by a forward pass for its backward pass, and is of no use after that."""
+    """Return whether a forward pass computed a value for its own backward pass, so that it is useless afterwards."""
     if isinstance(value, torch.Tensor):
         return value.requires_grad
     return any(_is_output(part, depth + 1) for part in _parts(value, depth) or ())
 
 
 def _parts(value: Any, depth: int) -> list[Any] | None:
-    """Return the entries of a container, keys and values of a dictionary; None for any other value, or too deep."""
+    """Return the entries of a list or tuple, or the keys and values of a dictionary. Return None for any other value,
+    or beyond the greatest depth.
+    """
     if type(value) not in (list, tuple, dict) or depth >= _MOST_DEPTH:
         return None
     return [each for pair in value.items() for each in pair] if isinstance(value, dict) else list(value)
 
 
 def _placed(value: Any, present: Any) -> Any:
-    """Return a copy of a value; a tensor goes to the device of the present one."""
+    """Return a copy of a value. A tensor is copied to the device of the present value."""
     if isinstance(value, torch.Tensor):
         return value.to(present.device if isinstance(present, torch.Tensor) else compute_device(), copy=True)
     return copy.deepcopy(value)
 
 
 def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) -> None:
-    """Give the module new buffers in place of those that are attributes here but not where the state is from: values
-    that are written into buffers afterwards must not change attributes.
+    """Replace buffers that are also attributes here, but not in the module that the state comes from.
+
+    Otherwise values that are written into buffers later would change attributes.
     """
     mine = part.__dict__.items()
     apart = {id(held) for name, held in mine if isinstance(held, torch.Tensor) and name not in shared}
@@ -265,14 +277,16 @@ def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) ->
 
 
 ModuleState = dict[str, Any]
-"""State of a module and all below it, as a dictionary.
+"""State of a module and all its submodules, as a dictionary.
 
-buffers: by name. transient: names of the buffers that are in no state dict. extra: extra state, by name of the module.
-modes: `training`, by name, of the module itself ("") and of each one below it whose mode differs from its parent's;
-empty if unknown. attributes: see `AttributeState`; missing if unknown.
-
-resized, if present: whether it is for modules of another tensor or expert size, so that only the module itself can tell
-the content of a buffer that has another shape.
+buffers: the buffers by name.
+transient: names of the buffers that are in no state dict.
+extra: extra state by the name of the module.
+modes: `training`, by name, of the module itself ("") and of each submodule whose mode differs from its parent's; empty
+    if unknown.
+attributes: see `AttributeState`; missing if unknown.
+resized: whether the state comes from modules of another tensor or expert size, so that only the module itself can tell
+    the content of a buffer that has another shape; may be missing.
 """
 
 EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
@@ -297,10 +311,10 @@ def state_of(module: nn.Module) -> ModuleState:
 
 
 def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False) -> None:
-    """Give a module, and those below it, the state of modules of the same names.
+    """Give a module and its submodules the state of modules with the same names.
 
     casts: whether floating-point buffers keep the type that they have here. State of modules that are missing here is
-    skipped; a state from an older checkpoint may lack everything but buffers.
+    skipped. A state from an older checkpoint may lack everything but buffers.
     """
     if "attributes" in state:
         take_attributes(module, state["attributes"])
@@ -310,7 +324,7 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
             parent, _, key = name.rpartition(".")
             part = _part(module, parent)
             held = None if part is None else part._buffers.get(key)
-            if part is not None and held is not None and id(held) in written:  # one buffer here, and two there
+            if part is not None and held is not None and id(held) in written:  # one buffer here, two in the state
                 held = part._buffers[key] = held.clone()
             is_cast = casts and held is not None and held.is_floating_point() and value.is_floating_point()
             if held is not None and held.shape == value.shape and (held.dtype == value.dtype or is_cast):
@@ -341,9 +355,10 @@ def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
 
 
 def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
-    """Give a module, not those below it, the mode, attributes, buffers and extra state of its predecessor.
+    """Give a module, without its submodules, the mode, attributes, buffers and extra state of its predecessor.
 
-    Buffers are shared. is_resized: see `ModuleState`; only those attributes that are numbers and texts fit then.
+    Buffers are shared, not copied. is_resized: whether the tensor or expert size differs; then only attributes that are
+    numbers or texts are passed on, and only buffers of equal shape.
     """
     new.training = old.training
     note_one(new)
@@ -364,8 +379,8 @@ def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Let a forward pass inside the block write into copies of the buffers, which are dropped at its end.
 
-    Autograd may have saved a buffer for the backward pass, so none is written to afterwards. A buffer that the pass
-    itself puts in another's place stays.
+    Autograd may have saved a copy for the backward pass, so the copies are not written to afterwards. If the pass
+    itself replaces a buffer, the new buffer stays.
     """
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     places = [(part, key, held) for part in module.modules() for key, held in part._buffers.items() if held is not None]
@@ -390,7 +405,7 @@ def _part(module: nn.Module, path: str) -> nn.Module | None:
 def _replace(
     root: nn.Module, part: nn.Module, key: str, value: torch.Tensor, held: torch.Tensor | None, is_persistent: bool
 ) -> None:
-    """Put a buffer in the place of another one, in all modules that share it."""
+    """Replace a buffer by a copy of `value`, in all modules that share it."""
     device = compute_device() if held is None else held.device
     made = value.detach().to(device, copy=True)
     if held is None:

@@ -1,34 +1,34 @@
-"""Rules that DeepSpeed's two kinds of experts have in common, and its native kind: `deepspeed.moe.layer.MoE`.
+"""Rules that both kinds of DeepSpeed's experts share, and its native kind: `deepspeed.moe.layer.MoE`.
 
-The logical model is the user's with expert size 1: each expert has parameters of its own, which are named by the
+The logical model is the user's model with expert size 1: each expert has parameters of its own, which are named by the
 expert's number in the whole layer, `...deepspeed_experts.5.fc.weight`. A rank has the modules of its own experts only
-and numbers them from 0. The expert axis does not cut tensors but says which ranks have them. All experts of a layer are
-copies of one module (`Experts` makes them so), and a rank's experts are built from that module.
+and numbers them from 0. The expert axis does not cut tensors; it determines which ranks have them. All experts of a
+layer are copies of one module (`Experts` makes them so), and a rank's experts are built from that module.
 
 DeepSpeed has no native experts under stage 3. A layer's capacity follows from the tokens of a rank, not from the expert
-size; a layer that drops tokens drops other ones in another world.
+size; a layer that drops tokens drops different ones in another world.
 
-Everything hangs on the name `ep_size_N` of an expert size N: the groups of ranks, the marks on parameters
-(`allreduce=False`, `group_name`) and the optimizer groups. Read off DeepSpeed 0.19.8, and measured in
-`tests/adapters/test_experts.py` and `test_moe.py`:
+DeepSpeed keys everything by the name `ep_size_N` of an expert size N: the groups of ranks, the attributes of parameters
+(`allreduce=False`, `group_name`) and the optimizer groups. The following rules were read from the code of DeepSpeed
+0.19.8, and measured in `tests/adapters/test_experts.py` and `test_moe.py`:
 
-- Ranks. In a pipeline stage, tensor ranks included, N neighbouring ranks are an expert group (a rank's place in it is
-  its *expert index*), and ranks with the same index are an expert-data group. Index i of N holds experts
+- Ranks. In a pipeline stage, tensor ranks included, N neighbouring ranks are an expert group (a rank's position in it
+  is its *expert index*), and ranks with the same index are an expert-data group. Index i of N holds experts
   [i * E/N, (i + 1) * E/N) for every tensor index.
 - Optimizer groups. With an optimizer from the configuration `configure_moe_param_groups` takes the experts' tensors out
-  of the user's groups (which need a `name` then). Behind all of these it adds, in the same order, one group for each
+  of the user's groups (which need a `name` then). After all of these it adds, in the same order, one group for each
   user's group with experts: a copy of its hyper-parameters with `moe=True` and `name="ep_size_N"`. Within a group,
   tensors keep the order of the model. A group of more than 178,956,971 elements *on one rank* is split, so the number
   of groups depends on N. A group that is left without tensors is dropped. A client's optimizer is taken as it is:
   stages 1 and 2 and BF16_Optimizer require groups marked in this way, stage 3 and stage 0 do not. Tensors that AutoEP
-  replaced in a list of a user's or in a client's optimizer (routers, experts) stand at the end of their group.
-- Stages 1 and 2, BF16_Optimizer. A group of experts is dealt to the W = data x sequence x tensor / N ranks of its
-  expert-data group, and padded at its end to a multiple of 2 W; every other group is dealt as without experts. Rank r's
-  part is that of its place in the expert-data group, r // N.
-- Stage 3. A tensor of experts is cut in ceil(numel / W) elements, where numel counts the expert index's part of it.
-  A sub-group has tensors of one process group only: experts that share an optimizer group with other tensors (in a
-  client's optimizer) come behind these, in sub-groups of their own, even at N = 1. DeepSpeed then has two groups with
-  the same ranks; if one object served as both, the tensors would not be separated.
+  replaced in a list of a user's or in a client's optimizer (routers, experts) are at the end of their group.
+- Stages 1 and 2, BF16_Optimizer. A group of experts is partitioned over the W = data x sequence x tensor / N ranks of
+  its expert-data group, and padded at its end to a multiple of 2 W; every other group is partitioned as without
+  experts. Rank r has the part with the number of its position in the expert-data group, r // N.
+- Stage 3. A tensor of experts is cut into parts of ceil(numel / W) elements, where numel counts the expert index's
+  part of it. A sub-group has tensors of one process group only: experts that share an optimizer group with other
+  tensors (in a client's optimizer) come after these, in sub-groups of their own, even at N = 1. DeepSpeed then has two
+  groups with the same ranks; if one object served as both, the tensors would not be separated.
 - Gradients of experts are divided by the data size, for every N, and added up over the expert-data group: an update
   does not depend on N. With tensor ranks, gradients of experts are too large by the tensor size, and DeepSpeed divides
   them by it.
@@ -73,7 +73,7 @@ from ds_dynatrain.space import AxisCuts, Layout, Pick
 
 
 def group_name(size: int) -> str:
-    """Return DeepSpeed's name for an expert size."""
+    """Return DeepSpeed's name for the groups of an expert size."""
     return f"ep_size_{size}"
 
 
@@ -83,9 +83,10 @@ def expert_index(layout: Layout) -> int:
 
 
 def check_size(counts: Mapping[str, int], size: int) -> None:
-    """Raise LayoutError, naming the layer and the nearest sizes, unless the size divides the experts of every layer.
+    """Raise LayoutError, naming the layer and the nearest sizes, unless the size divides the number of experts of every
+    layer.
 
-    counts: number of experts by the name of the layer.
+    counts: the number of experts of each layer, by the layer's name.
     """
     if not counts and size > 1:
         raise LayoutError(f"expert={size}: the model has no experts; give the size 1")
@@ -98,8 +99,8 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
 
 
 def refuse_other_axes(layout: Layout, *tried: str) -> None:
-    """Raise LayoutError for axes that were not tested together with experts. tried: axes that were tested, besides data
-    and expert.
+    """Raise LayoutError for axes that were not tested together with experts. tried: the axes besides data and expert
+    that were tested.
     """
     known = {"data", "expert", *tried}
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in known and size > 1]
@@ -116,9 +117,9 @@ def _nearest(whole: int, size: int) -> str:
 
 
 def ask_for_present_groups(model: nn.Module) -> None:
-    """Make layers that are still whole use the expert size of the installed world, whose groups exist.
+    """Make layers that still have all experts use the expert size of the installed world, whose groups exist.
 
-    DeepSpeed's constructor makes missing groups, which would take all ranks of the world.
+    DeepSpeed's constructor would make missing groups, which needs all ranks of the world.
     """
     (name,) = groups._get_expert_parallel_group_dict()
     for layer in layers_with_experts(model):
@@ -128,14 +129,14 @@ def ask_for_present_groups(model: nn.Module) -> None:
 
 
 def enter_layers(engine: Any, size: int) -> None:
-    """Set what the engine's constructor sets for layers with experts: its lists of them, and their groups.
+    """Set what DeepSpeed's constructor sets in an engine for layers with experts: its lists of them, and their groups.
 
     Called once the world is installed and the engine's module has the layers of this rank.
     """
     parts = list(engine.module.modules())
     layers = layers_with_experts(engine.module)
     marked = [group for group in engine.basic_optimizer.param_groups if group.get("moe")]
-    engine.has_moe_layers = bool(layers or marked)  # a stage without experts takes part in what others do about them
+    engine.has_moe_layers = bool(layers or marked)  # without experts it joins others' collectives
     engine.num_experts = [layer.num_experts for layer in layers]
     engine.gate_modules = [part for part in parts if isinstance(part, TopKGate)]
     engine.moe_layers = [part for part in parts if isinstance(part, MOELayer)]
@@ -157,7 +158,7 @@ def clip(model: nn.Module, limit: float, layout: Layout) -> None:
     The world of the layout must be installed. Tensors that pipeline stages share count on the stage that owns them.
     """
     given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
-    squares = torch.zeros(3, device=compute_device())  # of whole tensors, of parts of tensors, of experts
+    squares = torch.zeros(3, device=compute_device())  # sums over whole tensors, parts of tensors, experts
     for held, gradient in given:
         if not getattr(held, "ds_pipe_replicated", False):
             kind = 2 if is_moe_param(held) else int(is_model_parallel_parameter(held))
@@ -176,8 +177,8 @@ def clip(model: nn.Module, limit: float, layout: Layout) -> None:
 def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
     """Make the gradient norm of ZeRO stages 1 and 2 count all experts inside the block, even with tensor ranks.
 
-    DeepSpeed sums over all ranks, and counts tensors that are not cut on tensor index 0 alone. But no other rank holds
-    the same part of the experts.
+    DeepSpeed sums over all ranks, and counts tensors that are not cut only on tensor index 0. Experts are not cut, but
+    no other rank holds the same part of them.
     """
     marked: list[Any] = [held for held in model.parameters() if is_moe_param(held)] if layout.tensor > 1 else []
     for held in marked:
@@ -190,7 +191,7 @@ def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
 
 
 def leave_groups(model: nn.Module) -> None:
-    """Remove the groups of ranks from all layers; only then does a gate accept new ones."""
+    """Remove the groups of ranks from all layers. A gate accepts new groups only after that."""
     part: Any
     for part in model.modules():
         if isinstance(part, TopKGate | MOELayer) or getattr(part, "_is_autoep_layer", False):
@@ -198,13 +199,13 @@ def leave_groups(model: nn.Module) -> None:
 
 
 def layers_with_experts(model: nn.Module) -> list[Any]:
-    """Return all layers with experts, both native and AutoEP's."""
+    """Return all layers with experts, both native layers and AutoEP's."""
     return [part for part in model.modules() if isinstance(part, MoE) or getattr(part, "_is_autoep_layer", False)]
 
 
 def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UnsupportedError, with the group's number, for experts in an optimizer group that is not marked as a group
-    of experts alone.
+    """Raise UnsupportedError, with the group's number, for an optimizer group that holds experts but is not marked as a
+    group of experts alone.
 
     DeepSpeed accepts such a group in stages 0 and 3 only.
     """
@@ -219,12 +220,14 @@ def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with native experts, by name."""
+    """Yield (name, layer) of each layer with native experts."""
     return ((name, part) for name, part in module.named_modules() if isinstance(part, MoE))
 
 
 def start_size(model: nn.Module) -> int:
-    """Return the expert size that the user built the model with; UnsupportedError for layers of several sizes."""
+    """Return the expert size that the user built the model with. Raises UnsupportedError if layers have different
+    sizes.
+    """
     sizes = {name: int(layer.ep_size) for name, layer in layers(model)}
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name!r} has ep_size={size}" for name, size in sizes.items())
@@ -233,17 +236,16 @@ def start_size(model: nn.Module) -> int:
 
 
 def dropping(module: nn.Module) -> str | None:
-    """Return the name of the first layer that drops tokens beyond a capacity, or None. Its ranks need equal numbers of
-    tokens.
+    """Return the name of the first layer that drops tokens beyond a capacity, or None.
 
-    The capacity follows from the number of tokens. DeepSpeed exchanges buffers of that capacity, and ranks with
-    different ones crash in the exchange.
+    The ranks of such a layer need equal numbers of tokens: the capacity follows from the number of tokens, DeepSpeed
+    exchanges buffers of that capacity, and ranks with different capacities crash in the exchange.
     """
     return next((name for name, layer in layers(module) if layer.deepspeed_moe.gate.drop_tokens), None)
 
 
 class NativeShaper(Shaper):
-    """Shaper of a model with native experts (`deepspeed.moe`). owners: see `complete`."""
+    """Shaper of a model with native experts (`deepspeed.moe`). owners: the result of `complete`."""
 
     def __init__(
         self,
@@ -252,33 +254,35 @@ class NativeShaper(Shaper):
         lists: Sequence[list[nn.Parameter]] = (),
         factory: ModelFactory | None = None,
     ) -> None:
-        """Take over a user's model; see `complete`."""
+        """Take over a user's model, and give it all experts; see `complete`."""
         self._template = template_of(model, factory)
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
         self.owners = complete(model, member, lists)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return which expert index holds each tensor of an expert; raises LayoutError as `convert` does."""
+        """Return which expert index holds each tensor of an expert. Raises LayoutError as `convert` does."""
         refuse_other_axes(layout)
         if layout.expert not in self._cuts:
             self._cuts[layout.expert] = cuts_of(convert(copied(self._template), 1), layout.expert)
         return self._cuts[layout.expert]
 
     def make(self, layout: Layout, rank: int) -> Made:
-        """Return the template's children, with as many experts as a rank has."""
+        """Return copies of the template's children, with as many experts as a rank has."""
         return Made(convert(copied(self._template), layout.expert))
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Do what `Shaper.reshape` specifies; new parameters have unwritten memory, buffers are the template's."""
+        """Reshape as `Shaper.reshape` specifies; new parameters have unwritten memory, and buffers are the
+        template's.
+        """
         made = made or self.make(layout, td.get_rank())
         adopt(root, with_memory(made.module, next(root.parameters()).dtype))
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters, named by the experts' numbers in the whole layer."""
+        """Return the parameters by name, with each expert's number in the whole layer."""
         return parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers their groups of ranks, even if the module is unchanged."""
+        """Give the layers their groups of ranks, even if the module is unchanged."""
         enter_layers(engine, layout.expert)
 
     def leave(self, engine: Any) -> None:
@@ -289,12 +293,12 @@ class NativeShaper(Shaper):
 def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:
     """Give a user's model all experts of its layers; experts of other ranks have no memory.
 
-    member: number of this process in the launch. lists: the caller's lists of parameters, such as an optimizer's; the
-    parameters of all experts are added to them. Raises UnsupportedError for layers of several sizes, or with experts
-    that are not alike.
+    member: the number of this process in the launch. lists: the caller's lists of parameters, such as an optimizer's;
+    the parameters of all experts are added to them. Raises UnsupportedError for layers of several sizes, or with
+    experts that differ from each other.
 
-    Returns the process of the launch that has the first value of each expert's parameter, by the parameter's id, if
-    each process has built only the experts of its own rank; {} if every process has built all of them.
+    If each process has built only the experts of its own rank, returns the process of the launch that has the first
+    value of each expert's parameter, by the parameter's id. Returns {} if every process has built all experts.
     """
     size, owners = start_size(model), dict[int, int]()
     for path, layer in layers(model):
@@ -313,9 +317,9 @@ def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] 
 
 
 def convert(module: nn.Module, size: int) -> nn.Module:
-    """Give a module on the meta device as many experts as a rank has at an expert size; return it.
+    """Give a module on the meta device as many experts as a rank has at an expert size; return the module.
 
-    LayoutError for a size that does not divide the experts of a layer.
+    Raises LayoutError for a size that does not divide the number of experts of a layer.
     """
     check_size({name: layer.num_experts for name, layer in layers(module)}, size)
     resize(module, size)
@@ -325,7 +329,7 @@ def convert(module: nn.Module, size: int) -> nn.Module:
 def resize(module: nn.Module, size: int) -> None:
     """Give layers on the meta device as many experts as a rank has at a size, which must divide their number.
 
-    A module without experts, as a stage of a pipeline may be, stays as it is.
+    A module without experts, such as some pipeline stages, stays as it is.
     """
     for path, layer in layers(module):
         held, count = layer.deepspeed_moe.experts, layer.num_experts // size
@@ -354,7 +358,9 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
 
 
 def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> None:
-    """Extend lists that contain parameters of some experts of a layer by the same parameters of all its experts."""
+    """Extend each list that contains parameters of some experts of a layer by the same parameters of all experts of
+    that layer.
+    """
     alike: dict[str, list[nn.Parameter]] = {}
     for path, layer in layers(model):
         for _, prefix, held in _experts(path, layer):
@@ -379,7 +385,7 @@ def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> No
 
 
 def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
-    """Return the cuts of the tensors of a module with all experts, by name; raises LayoutError as `convert` does."""
+    """Return the cuts of the tensors of a module with all experts, by name. Raises LayoutError as `convert` does."""
     found = dict(layers(whole))
     check_size({name: layer.num_experts for name, layer in found.items()}, size)
     cuts = {name: AxisCuts() for name, _ in whole.named_parameters()}
@@ -408,8 +414,8 @@ def _mark(layer: Any, size: int) -> None:
 
 
 def _pattern(path: str, experts: nn.ModuleList) -> nn.Module:
-    """Return a template of the experts of a layer. Raise UnsupportedError if the experts differ from each other or hold
-    buffers.
+    """Return a template of the experts of a layer. Raises UnsupportedError if the experts differ from each other or
+    hold buffers.
     """
     if next(experts.buffers(), None) is not None:
         raise UnsupportedError(

@@ -1,8 +1,8 @@
 """`PipelineModule`: the assignment of layers to stages under a layout, and a module with the layers of another stage.
 
-DeepSpeed names parameters by the number of their layer in the whole model, or by the key of a tie, whatever the number
-of stages; so the logical tensors are those of the module with one stage. A `PipelineTemplate` keeps its layers without
-memory, and the module makes the layers of its stage from them.
+DeepSpeed names parameters by the number of their layer in the whole model, or by the key of a tied layer, whatever the
+number of stages. So the logical tensors are those of the module with one stage. A `PipelineTemplate` keeps its layers
+without memory, and the module makes the layers of its stage from them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 
 PARAMETERS, UNIFORM, TYPE, PROFILE = "parameters", "uniform", "type:", "profile"
-"""DeepSpeed's partition methods; "type:" is followed by a pattern for the names of layer classes, and "profile" is a
-name without anything behind it there."""
+"""DeepSpeed's partition methods. "type:" is followed by a pattern for the names of layer classes; "profile" takes no
+argument here.
+"""
 Cut = Callable[[int, int], tuple[int, ...]]
-"""(number of layers, number of stages) -> boundaries."""
+"""Function (number of layers, number of stages) -> boundaries of the stages."""
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -41,11 +42,15 @@ def is_pipeline(model: nn.Module) -> bool:
 class PipelineTemplate:
     """The layers of a `PipelineModule` before it was cut, without memory.
 
-    layers: template of each layer, None for a function. keys: key of each layer's tie, or None. names: name of each
-    layer in the partition method. tied: by key, the attributes whose gradients DeepSpeed adds up over stages. parts:
-    the boundaries that the module was built with; they hold for as many stages, unless the method is "profile". cut:
-    partitions the layers for that method. counts_all: whether a partition by parameters counts all experts, not only
-    those of a rank.
+    layers: the template of each layer; None for a function.
+    keys: the key of each tied layer; None for other layers.
+    names: the name of each layer in the partition method.
+    tied: the attributes whose gradients DeepSpeed adds up over stages, by key.
+    method: the partition method.
+    parts: the boundaries that the module was built with. They are reused for the same number of stages, unless the
+        method is "profile".
+    cut: the function that partitions the layers for that method.
+    counts_all: whether a partition by parameters counts all experts, not only those of a rank.
     """
 
     layers: tuple[nn.Module | None, ...]
@@ -59,9 +64,9 @@ class PipelineTemplate:
 
     @staticmethod
     def of(model: PipelineModule, method: str = PARAMETERS, cut: Cut | None = None) -> PipelineTemplate:
-        """Read a module that has all layers, and let it make its layers from the template from now on.
+        """Read a module that has all layers, and make it build its layers from the template from now on.
 
-        UnsupportedError, naming the part, for a module that cannot be cut into stages in more than one way.
+        Raises UnsupportedError, naming the part, for a module that cannot be cut into stages in more than one way.
         """
         refuse_uncuttable(model)
         refuse_shared(model)
@@ -84,9 +89,9 @@ class PipelineTemplate:
         return template
 
     def boundaries(self, layout: Layout) -> tuple[int, ...]:
-        """Return the first layer of each stage, and the number of layers, as DeepSpeed partitions them.
+        """Return the first layer of each stage, and then the number of layers, as DeepSpeed partitions them.
 
-        LayoutError if a stage would have no layer.
+        Raises LayoutError if a stage would have no layer.
         """
         count, found = len(self.layers), layout.boundaries
         if found is not None and found[-1] != count:
@@ -101,9 +106,9 @@ class PipelineTemplate:
         return found or self._partition(layout.pipe, layout.expert)
 
     def stages(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """Return the stages that hold each logical tensor, by name, ascending; several for a tied one.
+        """Return the stages that hold each logical tensor, by name, in ascending order; a tied tensor has several.
 
-        UnsupportedError, naming the tensor, for one that would have several owners and is not tied.
+        Raises UnsupportedError, naming the tensor, if a tensor that is not tied would be on several stages.
         """
         parts = self.boundaries(layout)
         found: dict[str, tuple[int, ...]] = {}
@@ -122,23 +127,27 @@ class PipelineTemplate:
         return found
 
     def prefixes(self) -> tuple[str, ...]:
-        """Prefix of the names under which each layer's parameters are registered."""
+        """Return the prefix of the names under which each layer's parameters are registered."""
         return tuple(str(at) if key is None else f"tied_modules.{key}" for at, key in enumerate(self.keys))
 
     def ties(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """Return the stages that share each tie, by its key in DeepSpeed's order; the first one is its owner."""
+        """Return the stages that share each tied layer, by its key, in DeepSpeed's order; the first stage is the
+        owner.
+        """
         parts = self.boundaries(layout)
         return {key: self._holders(parts, f"tied_modules.{key}") for key in sorted(self.tied)}
 
     def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the modules that each stage has, without functions; a tied one is listed once."""
+        """Return the names of the modules on each stage, without functions. A tied module is listed once on each of its
+        stages.
+        """
         names = [None if layer is None else name for layer, name in zip(self.layers, self.prefixes(), strict=True)]
         pairs = itertools.pairwise(self.boundaries(layout))
         return tuple(tuple(dict.fromkeys(filter(None, names[start:stop]))) for start, stop in pairs)
 
     @property
     def whole(self) -> nn.Module:
-        """One module of all layers, with DeepSpeed's names; without memory."""
+        """A module that contains all layers under DeepSpeed's names, without memory."""
         made, tied = nn.Module(), nn.ModuleDict()
         for layer, key, prefix in zip(self.layers, self.keys, self.prefixes(), strict=True):
             if layer is not None:
@@ -147,7 +156,9 @@ class PipelineTemplate:
         return made
 
     def converted(self, convert: Callable[[nn.Module], None]) -> PipelineTemplate:
-        """Return the same stages with other layers: `convert` alters copies of them all, in a module like `whole`."""
+        """Return a template with the same stages but other layers: `convert` alters copies of all layers, in a module
+        like `whole`.
+        """
         copies = {id(layer): copied(layer) for layer in self.layers if layer is not None}
         made = replace(self, layers=tuple(None if each is None else copies[id(each)] for each in self.layers)).whole
         convert(made)
@@ -155,7 +166,7 @@ class PipelineTemplate:
         return replace(self, layers=tuple(found), counts_all=True)
 
     def layer_in(self, whole: nn.Module, number: int) -> nn.Module:
-        """Return a layer that is not a function from a module like `whole`."""
+        """Return one layer from a module like `whole`; the layer must not be a function."""
         return whole.get_submodule(self.prefixes()[number])
 
     def _holders(self, parts: Sequence[int], prefix: str) -> tuple[int, ...]:
@@ -173,7 +184,9 @@ class PipelineTemplate:
         return tuple(map(int, parts))
 
     def _weights(self, expert: int) -> list[int]:
-        """Return the weight of each layer in the partition method, for a rank that has 1 in `expert` of its experts."""
+        """Return the weight of each layer in the partition method, for a rank that has one in `expert` of its
+        experts.
+        """
         if self.method == PARAMETERS:
             expert = 1 if self.counts_all else expert
             return [_trained(layer, expert) for layer in self.layers]
@@ -193,14 +206,14 @@ class PipelineTemplate:
 
 
 def giving(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
-    """Return a description of a layer that the module builds it from: the user's, but with `build` to make it."""
+    """Return a copy of a layer's specification that makes the layer by `build`."""
     kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
     kept.build = build
     return kept
 
 
 def layer_of(name: str) -> str:
-    """Return the first part of a parameter's name: the number of its layer, or the key of its tie."""
+    """Return the first part of a parameter's name: the number of its layer, or the key of its tied layer."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
 
@@ -210,21 +223,21 @@ def _stage(parts: Sequence[int], number: int) -> int:
 
 
 def _trained(layer: nn.Module | None, expert: int = 1) -> int:
-    """Return the elements that a rank trains of a layer, at an expert size that divides its experts."""
+    """Return the number of elements of a layer that a rank trains, at an expert size that divides its experts."""
     held = [] if layer is None else [each for each in layer.parameters() if each.requires_grad]
     routed = sum(each.numel() for each in held if is_moe_param(each))
     return sum(each.numel() for each in held) - routed + routed // expert
 
 
 def _name(spec: Any) -> str | None:
-    """Return the name of a layer that DeepSpeed's "type:" method matches."""
+    """Return the name of a layer that DeepSpeed's "type:" method compares with its pattern."""
     if isinstance(spec, LayerSpec):
         return str(spec.typename.__name__)
     return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", None)
 
 
 def _built(model: PipelineModule, number: int, spec: Any) -> nn.Module | None:
-    """Return the module of a layer, None if it is a function."""
+    """Return the module of a layer; None if the layer is a function."""
     if isinstance(spec, TiedLayerSpec):
         tied: nn.Module = model.tied_modules[spec.key]
         return tied
@@ -232,7 +245,7 @@ def _built(model: PipelineModule, number: int, spec: Any) -> nn.Module | None:
 
 
 def refuse_uncuttable(model: PipelineModule) -> None:
-    """Raise UnsupportedError for a module whose stages cannot be told from its layers."""
+    """Raise UnsupportedError for a module whose stages cannot be derived from its layers."""
     kind = type(model)
     if any(each.__name__ == "DualPipeVModule" for each in kind.__mro__):
         raise UnsupportedError(
@@ -252,7 +265,7 @@ def refuse_uncuttable(model: PipelineModule) -> None:
 
 
 def refuse_stage_of_another(model: nn.Module, member: int) -> None:
-    """Raise UnsupportedError for a module built while `torch.distributed` had the world of an engine with
+    """Raise UnsupportedError for a module that was built while `torch.distributed` had the world of another engine with
     other ranks.
     """
     if is_pipeline(model) and model.global_rank != member:
@@ -263,7 +276,9 @@ def refuse_stage_of_another(model: nn.Module, member: int) -> None:
 
 
 def refuse_shared(model: PipelineModule) -> None:
-    """Raise UnsupportedError for a parameter of a module with all layers that would be on two stages, or on none."""
+    """Raise UnsupportedError for a parameter that would be on two stages, or on none. The module must have all
+    layers.
+    """
     for key, tied in model.tied_modules.items():
         if any(isinstance(part, MoE) for part in tied.modules()):
             raise UnsupportedError(
@@ -286,7 +301,7 @@ def refuse_shared(model: PipelineModule) -> None:
 
 
 def _parts(model: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (title, module) of everything that a stage holds or does not hold as a whole."""
+    """Yield (title, module) of each tied or single layer, which a stage holds as a whole or not at all."""
     for key, module in model.tied_modules.items():
         yield f"tied_modules.{key}", module
     for number, spec in enumerate(model._layer_specs):

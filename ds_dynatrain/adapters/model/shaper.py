@@ -1,8 +1,9 @@
-"""Means by which a model follows a layout: a template without memory, new children for the same root, and the shaper.
+"""Building blocks by which a model follows a layout: a template without memory, new children for a root, and the
+shaper.
 
-A template's parameters are on the meta device. Its buffers are real copies: a rotary table that is in no checkpoint is
-made in a constructor, which is not run again. A rebuild gives the root module other children; the root itself, and
-with it every reference to it, stays.
+A template's parameters are on the meta device. Its buffers are real copies: a constructor makes a rotary table that is
+in no checkpoint, and the constructor is not run again. A rebuild gives the root module other children; the root itself,
+and with it every reference to it, stays.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ HOOKS = (
 
 
 def template_of(module: nn.Module, factory: ModelFactory | None = None) -> nn.Module:
-    """Return the template of a module that only `zero.Init`, if any part of DeepSpeed, has altered.
+    """Return the template of a module that DeepSpeed has not altered, except perhaps by `zero.Init`.
 
-    It is never trained, and no other object holds it. Tied parameters are tied, modules in two places are one object,
-    and the parameters' own attributes (such as DeepSpeed's flags for optimizers) are kept. Hooks that a step calls are
-    left out. factory: builds the module anew, for one that cannot be copied. UnsupportedError, naming the part, for a
-    module that cannot be copied or a factory of another one.
+    The template is never trained, and no other object holds it. Tied parameters stay tied, a module that occurs twice
+    is one object, and the parameters' own attributes (such as DeepSpeed's flags for optimizers) are kept. Hooks that a
+    step calls are left out. factory: builds the module anew, for a module that cannot be copied. Raises
+    UnsupportedError, naming the part, if the module cannot be copied or the factory builds another module.
     """
     if factory is None:
         return copied(module)
@@ -58,7 +59,7 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a module of its own: parameters on the meta device, buffers real. See `template_of`."""
+    """Return a copy of a module with parameters on the meta device and real buffers. See `template_of`."""
     memo: dict[int, Any] = {}
     for name, held in module.named_parameters():
         memo[id(held)] = _meta(name, held)
@@ -124,7 +125,9 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """Give every parameter its shape over one element, as its values are elsewhere. Tied ones stay tied."""
+    """Give every parameter its shape over a single element, because its values are elsewhere. Tied parameters stay
+    tied.
+    """
     return _over(module, lambda held: stand_in(held.shape, held.dtype, compute_device()))
 
 
@@ -171,10 +174,10 @@ def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
 
 
 class Shaper:
-    """One way of dealing models out to ranks. No call is a collective, and none needs a full-size tensor.
+    """One way to distribute a model over ranks. No call is a collective, and none needs a full-size tensor.
 
-    This base class serves models that are dealt out by data and sequence only. owners: process of the launch that has
-    the first value of a parameter, by the parameter's id; process 0 has those of all others.
+    This base class serves models that are distributed by data and sequence only. owners: the process of the launch that
+    has the first value of a parameter, by the parameter's id; process 0 if not listed.
     """
 
     owners: Mapping[int, int] = MappingProxyType({})
@@ -182,19 +185,19 @@ class Shaper:
     """The `Conversion` of a model whose layers with experts are AutoEP's."""
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return how each logical tensor is dealt out under a layout, by its name; for any layout, installed or not.
+        """Return how a layout distributes each logical tensor, by its name; for any layout, installed or not.
 
-        LayoutError, with the arithmetic and the nearest valid size, for a layout that the model cannot take;
-        UnsupportedError naming the parameter that DeepSpeed does not describe.
+        Raises LayoutError, with the arithmetic and the nearest valid size, for a layout that the model cannot have, and
+        UnsupportedError, naming the parameter, for a parameter that DeepSpeed does not describe.
         """
         raise LayoutError(f"{layout}: this model has no axis but data and sequence; set the other axes to 1")
 
     def whole(self, root: nn.Module) -> nn.Module:
-        """Return a module with all layers of the model, of which the root may have some; without memory."""
+        """Return a module with all layers of the model, without memory; the root may have only some of them."""
         return root
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """Raise SwitchRefused, naming it, for a tensor to be trained from now on that cannot be in every layout."""
+        """Raise SwitchRefused, naming the tensor, for a tensor that cannot be trained in every layout."""
 
     def make(self, layout: Layout, rank: int) -> Made | None:
         """Build the children of a rank under `layout`, ahead of `reshape`; None if `reshape` makes them in the root
@@ -223,7 +226,7 @@ class Shaper:
         """Set what DeepSpeed's constructor would have set in the engine for these axes. Called after `reshape`."""
 
     def leave(self, engine: Any) -> None:
-        """Undo `enter`, and let go of the groups of its world."""
+        """Undo `enter`, and release the groups of its world."""
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Write the sizes of a layout into DeepSpeed's configuration, in place."""

@@ -78,7 +78,8 @@ def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
 def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
     """Return the expert size to start with.
 
-    asked: size in the `dynatrain` block, None if it leaves it to DeepSpeed's settings. ConfigError if two sizes differ.
+    asked: size in the `dynatrain` block, None if it leaves it to DeepSpeed's settings. Raises ConfigError if two sizes
+    differ.
     """
     settled: int | None = None
     if experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:
@@ -94,8 +95,8 @@ def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | 
 
 
 def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Partition:
-    """Return the cuts of all logical tensors in the order of `names`; LayoutError for one that the shaper
-    leaves out.
+    """Return the cuts of all logical tensors in the order of `names`; raises LayoutError for one that the shaper leaves
+    out.
     """
     cuts = shaper.cuts(layout)
     missing = [name for name in names if name not in cuts]
@@ -141,7 +142,7 @@ class Children:
 
     @staticmethod
     def of(root: nn.Module) -> Children:
-        """Note the children of a root. Later changes of the root must replace them and never alter them."""
+        """Record the children of a root. Later changes of the root must replace them and never alter them."""
         tables = {name: type(root.__dict__[name])(root.__dict__[name]) for name in _STRUCTURE}
         others = {name: value for name, value in root.__dict__.items() if name not in _STRUCTURE}
         return Children(tables, others)
@@ -173,7 +174,7 @@ class Children:
 
 
 def _below(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return a module and all below it, by their names in the root."""
+    """Return (name in the root, module) of a module and all its submodules."""
     return [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
 
 
@@ -202,7 +203,9 @@ def rules_of(host: Any) -> ZeroRules:
 
 
 def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
-    """Return what decides in which layouts DeepSpeed trains a model that it has not altered yet; see `support/axes`."""
+    """Return the features that decide in which layouts DeepSpeed trains a model that it has not altered yet; see
+    `support/axes`.
+    """
     found = {
         PIPELINE: is_pipeline(model),
         EXPERTS: experts.is_on(config),

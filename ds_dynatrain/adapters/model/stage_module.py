@@ -1,17 +1,17 @@
-"""A `PipelineModule` whose layers and place in the world change, while it stays the same object.
+"""A `PipelineModule` whose layers and position in the world change while it stays the same object.
 
 AutoEP in a pipeline: `moe_layer_pattern` matches names like "3.mlp", with the layer's number in the whole model, for
-every number of stages. So all layers are converted together, in one module with these names, without memory: once for
-each expert size, to learn its cuts, and for a rank's place when its stage is built. Plain DeepSpeed converts each stage
-by itself and raises if it finds no layer to convert; here a stage may be without experts.
+every number of stages. So all layers are converted together, in one module with these names and without memory: once
+for each expert size, to learn its cuts, and again for a rank's position when its stage is built. Plain DeepSpeed
+converts each stage by itself and raises if it finds no layer to convert; here a stage may be without experts.
 
 DeepSpeed partitions the module before it converts it, so a layer's weight in the partition does not depend on the
 expert size.
 
-A module that was built in stages, as DeepSpeed's own scripts do it, has one stage's layers in each process. It gets all
-layers, like a module with `num_stages=1`; layers of other stages are built from their specs and have no memory except
-for buffers. A layer's owner, the first process of the first stage with it, decides its values, `requires_grad` and
-buffers. Lists of parameters, which each process has made for its own stage, are put together.
+If a module was built in stages, as in DeepSpeed's own scripts, each process has one stage's layers. The module then
+gets all layers, like a module with `num_stages=1`; layers of other stages are built from their specs and have no memory
+except for buffers. A layer's owner, the first process of the first stage with that layer, decides its values,
+`requires_grad` and buffers. Lists of parameters, which each process has made for its own stage, are merged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ds_dynatrain.space import AxisCuts, Layout
 
 
 class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
-    """DeepSpeed's grid for one rank of a world, over groups that exist already; building it is no collective.
+    """DeepSpeed's grid for one rank of a world, made of groups that exist already; building it is no collective.
 
     Ranks are ordered by pipe first, then data, as in DeepSpeed's grid.
     """
@@ -81,7 +81,8 @@ class PipelineShaper(Shaper):
     """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank has some experts of each
     layer.
 
-    owners: see `moe.complete`. autoep: AutoEP's conversion of the layers, if AutoEP is on.
+    owners: process that has the first value of a parameter, by the parameter's id; see `moe.complete`. autoep: AutoEP's
+    conversion of the layers, if AutoEP is on.
     """
 
     def __init__(
@@ -93,16 +94,17 @@ class PipelineShaper(Shaper):
         owners: Mapping[int, int] | None = None,
         cut: Cut | None = None,
     ) -> None:
-        """Take a user's model over, as `moe.complete` or AutoEP does, and keep a template of it.
+        """Take over a user's model, as `moe.complete` or AutoEP does, and keep a template of it.
 
-        config: its `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep the method that
-        the module was built with. owners: see `put_together`. cut: partitions the layers for the method "profile".
+        config: DeepSpeed's configuration; its `pipeline.partition` determines how layers are assigned to stages,
+        because DeepSpeed does not keep the method that the module was built with. owners: the result of `put_together`.
+        cut: the function that partitions the layers for the method "profile".
         """
         method, owners = (config.get("pipeline") or {}).get("partition", "best"), owners or {}
         first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
         index = {} if experts.is_on(config) else moe.complete(model, member, lists)
         named = [(layer_of(name), held) for name, held in model.named_parameters() if id(held) in index]
-        # a process may have built one stage only: its experts' peers are processes of that stage
+        # a process may have built one stage only; its experts' peers are then the processes of that stage
         self.owners = {id(held): first.get(layer, 0) + index[id(held)] for layer, held in named}
         self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method, cut)
         self._dtype = torch.float32
@@ -111,7 +113,7 @@ class PipelineShaper(Shaper):
             self.template, self.owners = self.autoep.template, self.autoep.owners
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return which stages hold each tensor, and which expert index there; raises LayoutError for a tensor axis."""
+        """Return which stages hold each tensor, and which expert index there. Raises LayoutError for a tensor axis."""
         if layout.tensor > 1:
             raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
         cuts = (
@@ -120,12 +122,12 @@ class PipelineShaper(Shaper):
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
     def whole(self, root: nn.Module) -> nn.Module:
-        """Return the template's whole model, whatever stage `root` is."""
+        """Return the template's whole model, whichever stage `root` is."""
         return self.template.whole
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """Raise SwitchRefused for parameters of a tied layer that its `tied_weight_attr` does not list: stages would
-        train separate copies.
+        """Raise SwitchRefused for a parameter of a tied layer that is not in its `tied_weight_attr`: stages would train
+        separate copies.
         """
         for key in {key for key in self.template.keys if key is not None and self.template.keys.count(key) > 1}:
             tied = {f"tied_modules.{key}.{attribute}" for attribute in self.template.tied[key]}
@@ -137,7 +139,9 @@ class PipelineShaper(Shaper):
                 )
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """Build AutoEP's layers; return None without AutoEP, because DeepSpeed's module builds its layers itself."""
+        """Build AutoEP's layers. Return None without AutoEP, because DeepSpeed's module then builds its layers
+        itself.
+        """
         return Made(self.autoep.dealt(layout.expert, layout.expert_place(rank)[0])) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
@@ -156,8 +160,8 @@ class PipelineShaper(Shaper):
             reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters by DeepSpeed's names, which are those of the whole model except for the numbers of
-        experts.
+        """Return the parameters by logical name: DeepSpeed's names in the whole model, with experts numbered in the
+        whole layer.
         """
         return moe.parameters(root, layout)
 
@@ -175,7 +179,7 @@ class PipelineShaper(Shaper):
         leave_groups(engine.module)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Write the expert size for AutoEP; the module itself determines everything else."""
+        """Write the expert size for AutoEP into the configuration; the module itself determines everything else."""
         if self.autoep:
             config["expert_parallel"]["autoep_size"] = layout.expert
 
@@ -200,7 +204,7 @@ def reshape(
 
 
 def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None:
-    """Let DeepSpeed build the layers of a stage, as its constructor does; the former layers are dropped."""
+    """Let DeepSpeed build the layers of a stage as its constructor does. The former layers are dropped."""
     layers = {"tied_modules", *root.fwd_map}
     root.__dict__["_modules"] = {name: child for name, child in root._modules.items() if name not in layers}
     root.num_stages, root.stage_id, root.parts = len(parts) - 1, stage, list(parts)
@@ -213,11 +217,10 @@ def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None
 
 
 def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:
-    """Set the module's grid, and the stages with which it shares each tie.
+    """Set the module's grid, and the stages with which it shares each tied layer.
 
-    Only the trained attributes of a tie count, because DeepSpeed sums their gradients. `model_parallel` corrects the
-    norm by which gradients are clipped without ZeRO, where DeepSpeed counts unmarked parameters on the first stage
-    only.
+    Only the trained attributes of a tied layer count, because DeepSpeed sums their gradients. `model_parallel` corrects
+    the norm by which gradients are clipped without ZeRO: DeepSpeed counts unmarked parameters on the first stage only.
     """
     take_stage(root, grid)
     root.tied_comms = {}
@@ -238,7 +241,7 @@ def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid
 
 
 def take_stage(root: PipelineModule, grid: StageGrid) -> None:
-    """Install a grid of ours, whatever the layers; shut down the groups that DeepSpeed's constructor made."""
+    """Give the module our grid, whatever its layers are; shut down the groups that DeepSpeed's constructor made."""
     before = root._grid
     if before is not None and not isinstance(before, StageGrid):
         own = [before.ds_model_proc_group, before.dp_proc_group, before.pp_proc_group, before.slice_proc_group]
@@ -251,8 +254,8 @@ def take_stage(root: PipelineModule, grid: StageGrid) -> None:
 class StageExperts(Conversion):
     """AutoEP's conversion of the layers of a pipeline.
 
-    template: template of all layers, converted, with all experts. owners: process that has the first value of a
-    parameter, by the parameter's id; process 0 if not listed.
+    template: the template of all layers, converted, with all experts.
+    owners: the process that has the first value of a parameter, by the parameter's id; process 0 if not listed.
     """
 
     def __init__(
@@ -263,10 +266,12 @@ class StageExperts(Conversion):
         listed: bool,
         first: Mapping[str, int],
     ) -> None:
-        """Take a module with all layers over: it has DeepSpeed's layers from now on, and its values.
+        """Take over a module with all layers: from now on it has DeepSpeed's layers, with the values of the former
+        ones.
 
-        source: its template. listed: whether the caller has lists of its parameters. first: process that has the first
-        value of each layer. UnsupportedError, naming the part, for a module whose stages cannot be changed.
+        source: the module's template. listed: whether the caller has lists of its parameters. first: the process that
+        has the first value of each layer. Raises UnsupportedError, naming the part, for a module whose stages cannot be
+        changed.
         """
         super().__init__(model, config)
         native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)
@@ -276,7 +281,7 @@ class StageExperts(Conversion):
                 "false, or build the layer without deepspeed.moe"
             )
         self._source = source
-        self._named: Any = getattr(model, "config", None)  # of a model of transformers: AutoEP reads it
+        self._named: Any = getattr(model, "config", None)  # a model of transformers has it, and AutoEP reads it
         empty = {layer_of(name) for name, held in model.named_parameters() if is_stand_in(held)}
         with experts.refused_by_deepspeed():
             self.template = self._converted(1, 0)
@@ -290,15 +295,15 @@ class StageExperts(Conversion):
                 "layer of their own"
             )
         for name, number in model.fwd_map.items():
-            model.forward_funcs[number] = model._modules[name]  # a layer may be one of experts altogether
+            model.forward_funcs[number] = model._modules[name]  # the layer itself may have been replaced
         for held in model.parameters():
-            held.ds_pipe_replicated = False  # as DeepSpeed marks what it builds; ties are not known yet
+            held.ds_pipe_replicated = False  # as DeepSpeed marks parameters that it builds; ties are not known yet
         self.owners = {
             id(held): first[layer_of(name)] for name, held in model.named_parameters() if layer_of(name) in first
         }
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """Return all layers with the experts of one expert index, under DeepSpeed's names, on the meta device."""
+        """Return all layers with only the experts of one expert index, under DeepSpeed's names, on the meta device."""
         return self._converted(size, index).whole
 
     def _converted(self, size: int, index: int) -> PipelineTemplate:
@@ -310,7 +315,9 @@ class StageExperts(Conversion):
 
 
 def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
-    """Free the memory of the new experts `made` if their layer had none. Called for one layer after the other."""
+    """Free the memory of the new experts `made` if their layer had no memory before. Called once for each layer in
+    turn.
+    """
     name = next(name for name, part in model.named_modules() if part is made)
     if layer_of(name) in layers:
         for held in made.parameters():
@@ -323,9 +330,9 @@ Lists = Sequence[list[nn.Parameter]]
 
 
 def start_stages(model: Any, named: int | None) -> int:
-    """Return the number of stages to start with: `named` from `dynatrain.layout`, else the module's own number.
+    """Return the number of stages to start with: `named` from `dynatrain.layout`, or else the module's own number.
 
-    Raises ConfigError if the module was built in another number of stages.
+    Raises ConfigError if the module was built with another number of stages.
     """
     built = int(model.num_stages) if is_pipeline(model) else 1
     if built > 1 and named not in (None, built):
@@ -337,13 +344,14 @@ def start_stages(model: Any, named: int | None) -> int:
 
 
 def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:
-    """Give a module that was built in stages all its layers; return the process that has each parameter's first value.
+    """Give a module that was built in stages all its layers. Return the process that has each parameter's first value.
 
-    The result is by the parameter's id; it is empty for any other module, which is left as it is. lists: lists of
-    parameters that the caller has, such as those of an optimizer's groups; each process has listed its own stage's, and
-    they get those of all stages, in place. `parts` stays as the user's module had it.
+    The result is keyed by the parameter's id. It is empty for any other module, which is left as it is. lists: the
+    caller's lists of parameters, such as those of an optimizer's groups; each process has listed only its own stage's
+    parameters, and those of all stages are added in place. The module's `parts` stay as the user built them.
 
-    ConfigError if processes have different numbers of lists; UnsupportedError for a module that cannot be put together.
+    Raises ConfigError if processes have different numbers of lists, and UnsupportedError for a module that cannot be
+    merged.
     """
     if not is_pipeline(model) or model.num_stages == 1:
         return {}
@@ -370,7 +378,7 @@ def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]
 
 
 def _complete(model: PipelineModule) -> None:
-    """Build the layers of other stages, without values, and release the groups that share ties."""
+    """Build the layers of other stages without values, and release the groups that connect tied layers."""
     dtype = next((held.dtype for held in model.parameters() if held.is_floating_point()), None)
     tied = dict(model.tied_modules.items())
     specs = []
@@ -391,7 +399,7 @@ def _complete(model: PipelineModule) -> None:
 
 
 def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module:
-    """Build a layer of another stage in the type of this stage's layers, without advancing the process's random
+    """Build a layer of another stage, in the type of this stage's layers, without advancing the process's random
     streams.
     """
     with seeded(f"layer {number}"):
@@ -405,7 +413,9 @@ def _same(layer: nn.Module) -> nn.Module:
 
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
-    """Extend each list to the parameters that any process has in the list of that number, in the module's order."""
+    """Extend each list by the parameters that any process has in the list with the same number, in the module's
+    order.
+    """
     for member, record in sorted(records.items()):
         if len(record["lists"]) != len(records[0]["lists"]):
             raise ConfigError(
@@ -429,10 +439,10 @@ def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> Non
 
 
 def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
-    """Copy the owner's value into each buffer that differs between processes, such as one that a constructor draws at
-    random.
+    """Copy the owner's value into each buffer that differs between processes, such as one drawn at random in a
+    constructor.
 
-    Afterwards all buffers are on the device, where DeepSpeed has put those of the process's own stage.
+    Afterwards all buffers are on the device, where DeepSpeed has put the buffers of the process's own stage.
     """
     for name, held in model.named_buffers():
         marks = [record["buffers"][name] for record in records.values()]
@@ -449,6 +459,6 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
 
 
 def _mark(held: torch.Tensor) -> list[str]:
-    """Return shape, type and digest of a buffer."""
+    """Return the shape, the type and a digest of a buffer."""
     flat = held.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return [str(tuple(held.shape)), str(held.dtype), hashlib.blake2b(flat.numpy().tobytes()).hexdigest()]

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism: layers that trade heads for sequence, and the state of DeepSpeed's engine about it.
+"""Ulysses sequence parallelism: layers that exchange heads for sequence, and the related state of DeepSpeed's engine.
 
 Each sequence rank has its part of the same samples. ZeRO cuts and reduces over data x sequence, so such ranks hold what
 data ranks hold. An attention layer exchanges with the group in its `spg`; in a group of one rank that is a copy.
@@ -75,7 +75,7 @@ def enter(engine: Any, world: World, layout: Layout) -> None:
 
 
 def leave(engine: Any) -> None:
-    """Let go of the group, on a member that holds no rank."""
+    """Release the sequence group, on a member that holds no rank."""
     for _, layer in spread_layers(engine.module):
         layer.spg = None
     engine.__dict__.pop("seq_parallel_group", None)

@@ -1,1 +1,1 @@
-"""Differences between versions of torch and DeepSpeed, and small means to patch either; imports no other adapter."""
+"""Differences between versions of torch and DeepSpeed, and helpers that patch either. Imports no other adapter."""

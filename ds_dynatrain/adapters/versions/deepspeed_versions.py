@@ -25,7 +25,7 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.version import __version__
 
 Names = Mapping[str, str]
-"""A module, or "module:class" -> names in it, separated by spaces."""
+"""Names in a module or class, separated by spaces; the keys are "module" or "module:class"."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
         needs_elements=(1, 2, 3),
     ),
 }
-"""By (major, minor), the one that is developed with first."""
+"""Supported series by (major, minor); the first is the one mainly developed with."""
 
 
 def versions_tested() -> str:
@@ -178,7 +178,7 @@ def versions_tested() -> str:
 
 
 def series_of(version: str) -> Series:
-    """Return the series of a version of DeepSpeed; ImportError, naming the tested versions, for one that is not
+    """Return the series of a version of DeepSpeed; raises ImportError, naming the tested versions, for one that is not
     accepted.
     """
     parsed = Version(version)

@@ -14,7 +14,7 @@ from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""DeepSpeed's keys of which two give the third."""
+"""DeepSpeed's keys for batch sizes; any two of them determine the third."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class ModelMap:
     def of(module: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> ModelMap:
         """Read names and shapes while the module is whole.
 
-        A parameter that several modules share has its first name and is one logical tensor. UnsupportedError, naming
-        the parameter or group, for one that a switch cannot carry.
+        A parameter that several modules share has its first name and is one logical tensor. Raises UnsupportedError,
+        naming the parameter or group, for one that a switch cannot carry.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         known = {id(parameter): parameter for parameter in module.parameters()}
@@ -114,7 +114,7 @@ class ModelMap:
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """The parameters by their tensors' names."""
+        """The parameters, by the names of their tensors."""
         return {tensor.name: held for tensor, held in zip(self.tensors, self.parameters, strict=True)}
 
     @property

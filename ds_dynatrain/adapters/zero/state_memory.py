@@ -37,7 +37,10 @@ class ElementTypes:
 
 
 class MemoryPlace(NamedTuple):
-    """A device. pinned: whether it is host memory that an accelerator copies from and to by itself."""
+    """A device, and the kind of its memory.
+
+    pinned: whether it is host memory that an accelerator copies from and to by itself.
+    """
 
     device: torch.device
     pinned: bool = False

@@ -26,7 +26,7 @@ _ASKED = "_dynatrain_asked"
 
 
 class GatherWatch:
-    """A watch on the `GatheredParameters` blocks over some parameters, at whatever stage.
+    """A watch on the `GatheredParameters` blocks that contain some of these parameters, at any stage.
 
     open: ids of the open blocks.
     """
@@ -68,7 +68,7 @@ class GatherWatch:
 
 
 class GradientWatch:
-    """Hooks on the trainable parameters, for the life of an engine: a set insertion per parameter and backward.
+    """Hooks on the trainable parameters that record which parameters got a gradient.
 
     seen: numbers of the parameters that got a gradient since the last call of `missing`.
     """
