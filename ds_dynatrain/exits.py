@@ -15,7 +15,7 @@ REFUSED, UNREADABLE, INTERRUPTED = 1, 2, 130
 
 @contextmanager
 def saying(command: str) -> Iterator[None]:
-    """Report an error in the block as one line on stderr, and exit with the matching exit code."""
+    """Report an error of this context as one line on stderr, and exit with the matching exit code."""
     try:
         yield
     except (DynatrainError, OSError) as error:

@@ -2,15 +2,15 @@
 
 | file | role |
 |---|---|
-| `arrow` | Arrow IPC files, by pyarrow: tables, and data files except their values |
-| `extents` `manifest` | runs that lie in one piece in a file, element types by name; the table that says where |
-| `writing` | what a rank writes, and its files; copies of it, for a save in the background |
-| `reading` | a rank's buffers, filled from the byte ranges of its own pieces; whole tensors, proven |
-| `files` | regular files only, and no more of them in memory than is allowed; names; hidden until whole |
-| `record` `folder` | `checkpoint.json`; hidden until whole, `latest` last |
-| **others/** | checkpoints of other tools, as tensors at offsets in their files, and ours in their formats |
+| `arrow` | Arrow IPC files, made with pyarrow: tables, and data files except for their values |
+| `extents` `manifest` | parts of tensors that are contiguous in a file; the table of their positions |
+| `writing` | what each rank writes, and its files; copies in host memory for a save in the background |
+| `reading` | fills a rank's buffers from the byte ranges of its pieces; reads whole tensors and checks digests |
+| `files` | safe access to untrusted files and names; files and folders that appear when complete |
+| `record` `folder` | `checkpoint.json`; a folder of checkpoints, each of which appears when complete |
+| **others/** | reads checkpoints of other tools, and converts ours to their formats |
 
-Geometry, digests and bytes: no engine, no DeepSpeed, no messages between processes. docs/dev/format.md has the format.
+This package uses no engine, no DeepSpeed, and no messages between processes. docs/dev/format.md describes the format.
 
 May import `transfer` and `version`; start with `manifest`.
 """

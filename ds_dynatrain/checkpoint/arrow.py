@@ -1,4 +1,4 @@
-"""Arrow IPC files, through pyarrow: tables, and data files except their values.
+"""Arrow IPC files, made and read with pyarrow: tables, and data files except for their values.
 
 Values are written directly from their memory to the file; pyarrow only determines their position. No other module
 imports pyarrow, and this module is imported only when a checkpoint is read or written.
@@ -170,7 +170,10 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
 
 
 def _values(column: Any, kind: str) -> list[Any]:
-    """Return a column as a list of Python values; equal texts share one object."""
+    """Return a column as a list of Python values, in which equal texts are one object.
+
+    kind: the type of the column, as in `table_bytes`.
+    """
     if kind == "text":
         coded = column.dictionary_encode()
         texts = coded.dictionary.to_pylist()

@@ -1,4 +1,4 @@
-"""Extents: elements that are contiguous in a file: `count` runs of `length` elements, `step` apart in a tensor.
+"""Extents: parts of a tensor that are contiguous in a file, as runs of equal length at equal distances in the tensor.
 
 A part cut by ZeRO is an extent with one run; a block of rows and columns cut by the tensor axis is an extent with one
 run per row. In the file the runs follow one another without gaps. Element types have torch's names.
@@ -65,8 +65,8 @@ def placed(
 ) -> Iterator[tuple[int, Extent, tuple[torch.Tensor, ...]]]:
     """Yield the fewest extents that cover pieces, in order, as (tensor number, extent, matrices).
 
-    sides: pieces with equal runs in different buffers. buffers: the memory of each side. matrices: for each side, the
-    local memory of the extent, with one row per run.
+    The matrices are the memory of the extent in each side's buffers, with one row per run. sides: one or more
+    descriptions of the same pieces, in different buffers. buffers: the buffers of each side.
     """
     split = [split_by_tensor(line, side) for side in sides]
     numbers, first = split[0][0], split[0][1]
@@ -122,7 +122,8 @@ def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tens
 def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> int:
     """Return the contribution of a chunk to the digest of a tensor of `numel` elements.
 
-    extent: the extent that contains the chunk. at: the chunk's extent, as yielded by `chunks`.
+    extent: the extent of the tensor that contains the chunk. at: the chunk's position in it, as `chunks` yields it.
+    values: the values of the chunk.
     """
     row, column = divmod(at.start, extent.length)
     first = extent.start + row * extent.step + column

@@ -1,4 +1,4 @@
-"""Untrusted files: only regular files are opened, and the number of bytes read is limited.
+"""Safe access to untrusted files: only regular files are opened, and the number of bytes read is limited.
 
 A pipe could block forever, and a link to a device has no end. Names of tensors and state kinds come from untrusted
 files as well, and are checked before they become paths. A tensor has the name of a parameter of a torch module,
@@ -34,12 +34,12 @@ MOST_OF_NAME = 200
 
 
 def silent(nbytes: int) -> None:
-    """Ignore progress: the default `Progress`."""
+    """Do nothing; this is the default progress function."""
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the checkpoint's path to errors of the block, and advice to errors of damage."""
+    """Add the checkpoint's path to CheckpointErrors of this context, and advice to errors about damage."""
     try:
         yield
     except CheckpointError as error:
@@ -77,7 +77,7 @@ def read_small(path: Path, most: int = MOST_BYTES, links: bool = False) -> bytes
 
 
 def read_note(path: Path) -> str:
-    """Return the name that a file contains; raise CheckpointDamaged if the file is not text."""
+    """Return the name that a small text file such as `latest` contains. Raises CheckpointDamaged if it is not text."""
     try:
         return read_small(path, MOST_OF_NOTE, links=True).decode().strip()
     except UnicodeDecodeError as error:
@@ -147,9 +147,11 @@ def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
 
 @contextmanager
 def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
-    """Give the block a hidden path beside `path`; rename it to `path` after the block, or remove it on error.
+    """Make a file or folder appear at `path` only when it is complete.
 
-    parents: whether to create missing parent folders, and remove them on error. Raise CheckpointError if `path` exists.
+    Yield a hidden path beside `path`, at which the caller writes; it is renamed to `path` after the context, or removed
+    on error. parents: whether to create missing parent folders, and remove them on error. Raises CheckpointError if
+    `path` exists.
     """
     if os.path.lexists(path):
         raise CheckpointError(f"{path} is there already; give another name, or remove it")

@@ -38,9 +38,9 @@ def check_tag(tag: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder during the block; create the folder if needed.
+    """Hold the lock of a folder of checkpoints during this context; create the folder if needed.
 
-    Raise CheckpointError if another job holds the lock.
+    Raises CheckpointError if another job holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -74,10 +74,10 @@ def begin(folder: Path, tag: str) -> Path:
 
 
 def seal(path: Path, record: TrainingRecord, rows: Iterable[ManifestRow], sums: Mapping[str, str]) -> None:
-    """Write the manifest and the record into a hidden folder that already has all other files.
+    """Write the manifest and the record of a checkpoint into its hidden folder, which already has all other files.
 
-    sums: checksums of the small files. Raise CheckpointDamaged if rows do not tile their tensors, or do not match the
-    files in the folder.
+    rows: the rows of the manifest. sums: checksums of the small files, by name. Raises CheckpointDamaged if rows do not
+    cover each element of their tensors exactly once, or do not match the files in the folder.
     """
     manifest = Manifest.of(rows)
     manifest.check(path)
@@ -125,7 +125,7 @@ def remove(folder: Path, tag: str) -> None:
 
 
 def tags(folder: Path) -> list[str]:
-    """Return the tags of our checkpoints in the folder, newest first."""
+    """Return the tags of the checkpoints in a folder, newest first. Other tools' checkpoints are ignored."""
     if not folder.is_dir():
         return []
     found = [each for each in folder.iterdir() if not each.name.startswith(".") and (each / RECORD).is_file()]
@@ -137,7 +137,7 @@ def _age(path: Path) -> tuple[int, str]:
 
 
 def latest(folder: Path) -> str:
-    """Return the tag that `latest` names; raise CheckpointError if there is no such file."""
+    """Return the tag that the file `latest` names. Raises CheckpointError if there is no such file or it is invalid."""
     try:
         tag = read_note(folder / LATEST)
     except CheckpointDamaged as error:

@@ -45,9 +45,15 @@ MOST_ELEMENTS = 1 << 56
 
 @dataclass(frozen=True)
 class ManifestRow:
-    """An extent of one state kind of a tensor, and its position in a file.
+    """An extent (see `extents`) of one state kind of a tensor, and its position in a file.
 
-    offset: first byte in the file. digest: the extent's contribution to the digest of the tensor.
+    tensor, kind: the name of the tensor, and the state kind.
+    dtype: the name of the element type.
+    shape: the shape of the whole tensor.
+    extent: the elements of the tensor.
+    file: the name of the file; empty for weights that are not stored.
+    offset: the first byte in the file.
+    digest: the extent's contribution to the digest of the tensor.
     """
 
     tensor: str
@@ -78,7 +84,11 @@ class ManifestRow:
 class ElementRuns:
     """The positions of all elements of one tensor and state kind, as consecutive runs.
 
-    file: index into `files`, or -1 if the run is not stored. position: first byte in the file.
+    start, stop: the first element and the end of each run.
+    file: the index of each run's file in `files`; -1 if the run is not stored.
+    position: the first byte of each run in its file.
+    files: the names of the files.
+    dtype: the name of the element type.
     """
 
     start: Ints
@@ -91,7 +101,7 @@ class ElementRuns:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """The rows of a checkpoint, by tensor and kind."""
+    """The table of a checkpoint's extents. rows: the rows by (tensor name, state kind)."""
 
     rows: Mapping[tuple[str, str], tuple[ManifestRow, ...]]
 
@@ -108,7 +118,7 @@ class Manifest:
             yield from held
 
     def digest(self, tensor: str, kind: str) -> int:
-        """Return the digest of a whole tensor."""
+        """Return the digest of one state kind of a whole tensor."""
         return sum(row.digest for row in self.rows[tensor, kind]) & WORD
 
     def check(self, folder: Path | None) -> None:
@@ -140,7 +150,10 @@ class Manifest:
                 yield f"{row} and {after} are in one place"
 
     def runs(self, tensor: str, kind: str) -> ElementRuns:
-        """Return the runs of a tensor and kind; raise CheckpointDamaged unless its rows tile it. Call `check` first."""
+        """Return the positions of all elements of a tensor and state kind. Call `check` first.
+
+        Raises CheckpointDamaged unless the rows cover each element exactly once.
+        """
         held = self.rows[tensor, kind]
         files = tuple(sorted({row.file for row in held if row.file}))
         number = {name: index for index, name in enumerate(files)}
@@ -170,7 +183,7 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes) -> Manifest:
-        """Parse the result of `to_bytes`, without `check`; raise CheckpointDamaged for any other content."""
+        """Parse the result of `to_bytes`, without calling `check`. Raises CheckpointDamaged for any other content."""
         from ds_dynatrain.checkpoint import arrow
 
         found = arrow.read_table(data, COLUMNS)
@@ -179,7 +192,10 @@ class Manifest:
 
 
 def _wrong_row(row: ManifestRow, first: ManifestRow) -> str:
-    """Return what is inconsistent about a row by itself, or an empty text."""
+    """Return what is wrong with a row, regardless of files, or an empty text.
+
+    first: the first row of the same tensor and kind, with which type and shape must agree.
+    """
     extent, numel = row.extent, row.numel
     if (row.shape, row.dtype) != (first.shape, first.dtype):
         return f"of {row.dtype} {row.shape}, and another row says {first.dtype} {first.shape}"
@@ -199,7 +215,10 @@ def _wrong_row(row: ManifestRow, first: ManifestRow) -> str:
 
 
 def _wrong_place(row: ManifestRow, folder: Path, sizes: dict[str, int]) -> str:
-    """Return what is wrong with the file and position of a row, or an empty text."""
+    """Return what is wrong with the file and position of a row, or an empty text.
+
+    sizes: the sizes of the files seen so far, to which this call may add one.
+    """
     if not row.file:
         return "" if row.kind == WEIGHT else "no file has it"
     if not FILE_NAME.fullmatch(row.file):

@@ -43,7 +43,7 @@ STAGE_BYTES = 4 << 20
 DIRECT_BYTES = 64 << 10
 """Length in bytes from which a run is read by itself, directly into its buffer."""
 GAP_BYTES = 4096
-"""Largest gap in bytes between two short runs that are read together; the system reads the whole page anyway."""
+"""Largest gap in bytes between two short runs that are read together; the system reads whole pages anyway."""
 CALL_BYTES = 1 << 30
 MOST_OPEN = 128
 """Most open files at once; checkpoints of other tools may have a file per tensor."""
@@ -54,10 +54,13 @@ _BUFFER = BufferId("tensor", 0)
 
 
 class ReadRequest(NamedTuple):
-    """Runs to read, which all have the element type `dtype` in the files.
+    """Runs of elements to read from files, which all have one element type there.
 
     columns: for each run, the index of its file, its first byte there, its number of elements, the index of its target
-    buffer, and its offset there.
+        buffer, and its offset there.
+    files: the names of the files.
+    buffers: the names of the target buffers.
+    dtype: the element type in the files.
     """
 
     columns: Ints
@@ -70,8 +73,12 @@ class ReadRequest(NamedTuple):
 class Reader:
     """A reader of an open checkpoint.
 
-    budget_bytes: memory for values that cannot be read in place. bytes_read: number of bytes read so far. links:
-    whether files may be symbolic links, as in the caches of download tools; our own checkpoints never contain links.
+    folder: the folder of the checkpoint.
+    manifest: the positions of all values.
+    budget_bytes: memory for values that cannot be read in place.
+    bytes_read: number of bytes read so far.
+    links: whether files may be symbolic links, as in the caches of download tools; our own checkpoints never contain
+        links.
     """
 
     folder: Path
@@ -100,8 +107,8 @@ class Reader:
     ) -> None:
         """Fill the buffers of a rank with all state kinds that are in the checkpoint; leave other buffers unchanged.
 
-        A weight is read or, if the checkpoint does not store it or has it in another type, cast from its master. kept:
-        weights to leave unchanged.
+        A weight that the checkpoint does not store is cast from its master. buffers: the rank's flat buffers, by (state
+        kind, buffer name). kept: weights to leave unchanged.
         """
         kinds = {kind for kind, _ in buffers}
         for kind in sorted(kinds & {kind for _, kind in self.manifest.rows} - {WEIGHT}):
@@ -122,7 +129,10 @@ class Reader:
         self._read(self._requests(vps, MASTER, missing)[0], weights)
 
     def _requests(self, vps: VirtualParameterSpace, kind: str, pieces: Pieces) -> tuple[list[ReadRequest], Pieces]:
-        """Return (the requests to read pieces of a kind, the pieces to cast from masters instead)."""
+        """Return (requests that read pieces of a state kind, pieces that must be cast from masters instead).
+
+        Raises CheckpointDamaged if the checkpoint does not contain the kind of a tensor.
+        """
         numbers, parts = split_by_tensor(vps.line, pieces)
         found: dict[torch.dtype, list[Ints]] = {}
         files: dict[str, int] = {}
@@ -216,7 +226,7 @@ class Reader:
         return found.view(named(row.dtype)) if row.nbytes else torch.empty(0, dtype=named(row.dtype))
 
     def is_sound(self, row: ManifestRow) -> bool:
-        """Return whether the digest of a stored extent is the one recorded when it was written. Read in chunks."""
+        """Read a stored extent, and return whether its digest is the one that was recorded when it was written."""
         return self.digest(row) == row.digest
 
     def digest(self, row: ManifestRow, dtype: torch.dtype | None = None) -> int:
@@ -283,9 +293,9 @@ def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype |
 def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the values of one state kind of a tensor of our own checkpoint, like `whole`, after a check of the digest.
 
-    Raise CheckpointDamaged, naming tensor and kind, if the values are not what was saved. Digests are of values in the
-    saved type, so the values are read and checked in that type. A weight that is not stored is checked as the cast of
-    its master; if `dtype` is another type, it is cast from the checked values of the master.
+    Digests are those of the values in the saved type, so the values are read and checked in that type. A weight that is
+    not stored is checked as the cast of its master; if `dtype` is another type, it is cast from the checked values of
+    the master. Raises CheckpointDamaged, naming tensor and kind, if the values are not what was saved.
     """
     rows = reader.manifest.rows.get((tensor.name, kind), ())
     cast = [row.extent for row in rows if not row.file]

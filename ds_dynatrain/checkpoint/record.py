@@ -34,20 +34,27 @@ Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 Shape = Annotated[list[Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]], Field(max_length=64)]
 Group = Annotated[int, Field(ge=-1, lt=1 << 31)]
 Tensor = Annotated[tuple[str, Shape, Group, bool], Strict(False)]
-"""Name, shape, group, and whether it belongs to an expert."""
+"""A tensor's name, shape, group, and whether it belongs to an expert."""
 
 
 @validated(frozen=True, config=ConfigDict(strict=True))
 class TrainingRecord:
     """The state of a whole job except its tensors, in JSON types with validated ranges.
 
-    step: number of optimizer steps done. generation, seed: those of the job that saved, from which new ranks derive
-    random streams. kinds: the state kinds in the checkpoint. tensors: the logical tensors in registration order. carry:
-    the shared state outside tensors, encoded. rests: for each rank, the rank whose file has the rest of its state.
-    sums: checksums of the small files by name. sizes: bytes of the data files by name. converted_from: the original
-    format of a converted checkpoint, or empty. A converted checkpoint may lack parts of the carry, rests and random
-    streams; a job that loads it keeps its own. The groups of its tensors are valid only if it has hyper-parameters of
-    groups.
+    step: number of optimizer steps done.
+    layout: the layout in which the checkpoint was saved, by axis name.
+    generation, seed: the world's number and the seed of the job that saved, from which new ranks derive random streams.
+    kinds: the state kinds in the checkpoint.
+    tensors: the logical tensors in registration order.
+    carry: the encoded extra state that all ranks share.
+    rests: for each rank, the rank whose file contains its extra state ("rest").
+    sums: checksums of the small files, by name.
+    sizes: bytes of the data files, by name.
+    written_by: name and version of the writer.
+    converted_from: the original format of a converted checkpoint, or empty.
+
+    A converted checkpoint may lack parts of the extra state and random streams; a job that loads it keeps its own. The
+    groups of its tensors are valid only if it has hyper-parameters of groups.
     """
 
     step: Size
@@ -79,7 +86,7 @@ def rank_file(rank: int) -> str:
 
 
 def sum_of(data: bytes) -> str:
-    """Return the checksum of a small file, which detects damage."""
+    """Return the checksum of a small file's content, with which damage is detected."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -90,9 +97,9 @@ def to_bytes(record: TrainingRecord) -> bytes:
 
 
 def from_bytes(data: bytes) -> TrainingRecord:
-    """Parse the result of `to_bytes`.
+    """Parse the content of `checkpoint.json`, which `to_bytes` made.
 
-    Raise CheckpointError for an unsupported version, and CheckpointDamaged for any other or changed content.
+    Raises CheckpointError for an unsupported version, and CheckpointDamaged for invalid or changed content.
     """
     content = parsed(data, RECORD)
     if content.get("format") != FORMAT:
@@ -164,7 +171,7 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """An opened checkpoint, whose tensors have not been read yet."""
+    """An opened checkpoint: its folder, its record and its manifest. Its tensors have not been read."""
 
     path: Path
     record: TrainingRecord
@@ -200,7 +207,10 @@ class Saved:
         check_agreement(self.record.logical_tensors(), {*self.record.kinds, WEIGHT}, self.manifest)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Return the content of the file with the own state of a rank that saved."""
+        """Return the content of the file with a rank's own state, such as its random streams.
+
+        rank: a rank of the world that saved. Raises CheckpointDamaged if the file is not as it was saved.
+        """
         name = rank_file(rank)
         return parsed(_checked(self.path, self.record, name), name)
 

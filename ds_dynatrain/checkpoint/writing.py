@@ -1,9 +1,9 @@
 """Writing of a rank's share of a checkpoint: one file per element type, with one record batch per extent.
 
-Each element is written by one rank, which follows from the layout. A partitioned kind is written by the ranks that hold
-its parts; a replicated kind is divided evenly over its holders. Weights that equal their masters cast to another type
-are not stored; this is checked value by value when saving. Values are written from their own memory; those that are not
-contiguous, or not in host memory, go through a small chunk. Digests are computed while writing.
+The layout determines which rank writes an element. A partitioned state kind is written by the ranks that hold its
+parts; a replicated kind is divided evenly among its holders. Weights that equal their masters cast to another type are
+not stored; this is checked value by value when saving. Values are written directly from their memory; values that are
+not contiguous, or not in host memory, are copied to a small chunk first. Digests are computed while writing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,14 @@ Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Share:
-    """An extent of a tensor that this member writes.
+    """An extent of a tensor (see `extents`) that this member writes.
 
-    matrix: the values, one row per run. master: for a weight, the values of its master, if this rank has them.
+    tensor: the name of the tensor.
+    kind: the state kind.
+    shape: the shape of the whole tensor.
+    extent: the position of the values in the tensor.
+    matrix: the values, one row per run.
+    master: for a weight, the values of its master, if this rank has them.
     """
 
     tensor: str
@@ -94,7 +99,11 @@ def _shares(
     sides: tuple[Pieces, ...],
     memory: tuple[dict[BufferId, torch.Tensor], ...],
 ) -> Iterator[Share]:
-    """Yield the fewest shares that cover the pieces in `sides[0]`; `sides[1]`, if given, are those of their masters."""
+    """Yield the fewest shares that cover the pieces in `sides[0]`.
+
+    sides: the pieces to write and, for weights, optionally the same pieces of their masters. memory: the buffers of
+    each of the two.
+    """
     for number, extent, matrices in placed(vps.line, sides, memory):
         yield Share(vps.tensors[number].name, kind, vps.tensors[number].shape, extent, *matrices)
 
@@ -142,9 +151,9 @@ def _padded(values: torch.Tensor) -> int:
 def write_shares(
     folder: Path, number: int, shares: Iterable[Share], chunk_bytes: int = CHUNK_BYTES
 ) -> list[ManifestRow]:
-    """Write the files of member `number` and flush them to disk; return their rows of the manifest.
+    """Write the data files of member `number`, flush them to disk, and return the manifest rows of the shares.
 
-    Raise OSError if the system cannot write, for example because the disk is full.
+    Raises OSError if the system cannot write, for example because the disk is full.
     """
     by_type: dict[torch.dtype, list[Share]] = {}
     rows: list[ManifestRow] = []
@@ -164,10 +173,11 @@ def write_shares(
 def data_file(
     folder: Path, number: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES, large: bool = True
 ) -> Iterator[Callable[[Share], ManifestRow]]:
-    """Open one file of a member; it is complete and flushed to disk after the block.
+    """Open one data file of a member in this context, after which the file is complete and flushed to disk.
 
-    The block gets a function that writes a share of type `dtype` as the next batch and returns its row of the manifest.
-    large: whether to flush the file to disk during the block as well. Raise OSError if the system cannot write.
+    Yield a function that writes a share of type `dtype` to the file and returns its manifest row. number: the member's
+    number. large: whether to flush the file to disk during the context as well. Raises OSError if the system cannot
+    write.
     """
     from ds_dynatrain.checkpoint.arrow import ArrowOutline
 
@@ -210,9 +220,9 @@ def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -
 
 @contextmanager
 def _flushed(file: int) -> Iterator[None]:
-    """Flush a file to disk in a thread during the block, so that the final flush is short.
+    """Flush an open file to disk repeatedly in a thread during this context, so that the final flush is short.
 
-    Raise OSError at the end if a flush failed; the system reports such a failure only once.
+    Raises OSError at the end if a flush failed, because the system reports such a failure only once.
     """
     over = threading.Event()
 

@@ -1,13 +1,13 @@
-"""The command `ds-dynatrain`. Heavy imports happen inside the commands: `--help` answers at once.
+"""The command `ds-dynatrain`. Heavy imports happen inside the commands, so that `--help` answers at once.
 
 | file | what it does |
 |---|---|
-| `main` | the commands and their options, but for those of extensions |
-| `doctor` | versions, names, accelerator, compiler, launch variables |
-| `configuration` | a configuration file against the support table and DeepSpeed's own reading |
-| `show` | the doctor's report, as tables or JSON |
-| `checkpoints`, `conversion` | contents and soundness of checkpoints; other tools' formats, there and back |
-| `jobs` | a coordinator as a command; the status of an elastic job |
+| `main` | defines the commands and their options, except those of extensions |
+| `doctor` | checks versions, names, accelerator, compiler and launch variables |
+| `configuration` | checks a configuration file with the support table and with DeepSpeed itself |
+| `show` | prints the doctor's report as tables or JSON |
+| `checkpoints`, `conversion` | show and check the contents of checkpoints; convert to and from other tools' formats |
+| `jobs` | runs a coordinator, shows the status of an elastic job, tells a node to leave |
 
 May import `balance`, `buddies`, `comparison` and `exact`; start with `main`.
 """

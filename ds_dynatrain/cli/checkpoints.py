@@ -23,8 +23,10 @@ def found(path: Path) -> Saved:
 
 
 def summary(saved: Saved) -> dict[str, Any]:
-    """Return a checkpoint's own record, by state kind, as plain JSON. bytes: those stored; elements: of all tensors of
-    a kind."""
+    """Return what a checkpoint's record and manifest say, as plain JSON.
+
+    Numbers of tensors, elements, stored bytes and pieces are given by state kind.
+    """
     record = saved.record
     kinds: dict[str, dict[str, Any]] = {}
     for row in saved.manifest:
@@ -49,7 +51,7 @@ def summary(saved: Saved) -> dict[str, Any]:
 
 
 def show(said: dict[str, Any]) -> None:
-    """Print the result of `summary` as a table."""
+    """Print the result of `summary`: a heading, a table of the state kinds, and the total size."""
     console = stdout_console()
     layout = " ".join(f"{name}={size}" for name, size in said["layout"].items() if size != 1 or name == "data")
     how = f"converted from {said['converted_from']}" if said["converted_from"] else f"saved in {layout}"
@@ -66,8 +68,10 @@ def show(said: dict[str, Any]) -> None:
 
 
 def damage(saved: Saved) -> Iterator[str]:
-    """Read a whole checkpoint and yield a line for each difference from what was saved, with a progress bar on the
-    terminal."""
+    """Read a whole checkpoint, and yield a line for each part that is not as it was saved.
+
+    A progress bar is shown on the terminal.
+    """
     stored = [row for row in saved.manifest if row.file]
     for rank in range(saved.record.world.world_size):
         try:

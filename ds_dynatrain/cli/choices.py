@@ -1,4 +1,4 @@
-"""Options that take one of a few words. Nothing is imported here, so that --help is quick."""
+"""The permitted words of some command options. No library is imported here, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Format(str, Enum):
-    """Format to which a checkpoint is converted."""
+    """The formats to which a checkpoint can be converted."""
 
     SAFETENSORS = "safetensors"
     DEEPSPEED = "deepspeed-universal"
@@ -15,7 +15,7 @@ class Format(str, Enum):
 
 
 class WeightType(str, Enum):
-    """Type to which all weights are converted."""
+    """The element types to which all weights can be converted."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

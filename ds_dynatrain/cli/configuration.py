@@ -1,4 +1,4 @@
-"""Report on a configuration file: the support table's verdict on its keys, and whether a job with it would start."""
+"""Examination of a configuration file: a verdict on each of its keys, and whether a job would start with it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 class JobReport:
     """The report on a configuration: whether a job with it would start, and how its keys are judged.
 
-    layout: the first one, if the block and `zero_optimization` name a valid one. findings: the verdicts, key by key.
-    problems: anything else that would stop the job. stages: for each ZeRO stage, why it is refused ("" if it is not).
-    notes: further things to know. extensions: their keys in the block. is_filled_in: whether Trainer or Accelerate has
-    to fill in some keys.
+    path: the path of the file.
+    layout: the layout in which the job would start; None if the configuration names no valid one.
+    findings: the verdict on each key.
+    problems: anything else that would stop the job.
+    stages: for each ZeRO stage, the reason why a switch to it is refused; empty if it is not.
+    notes: other things that the user should know.
+    extensions: the keys of the extensions that the `dynatrain` block turns on.
+    is_filled_in: whether Trainer or Accelerate has to fill in some keys.
     """
 
     path: str
@@ -44,15 +48,15 @@ class JobReport:
 
     @property
     def would_start(self) -> bool:
-        """Whether `initialize` would accept the configuration."""
+        """Whether a job with this configuration would start."""
         return not self.problems and all(finding.refusal is None for finding in self.findings)
 
 
 def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobReport:
-    """Return the report on a configuration file; raise ConfigError if the file is unreadable.
+    """Return the report on a configuration file. Raises ConfigError if the file cannot be read.
 
-    processes: number of processes in the launch; None to take it from the environment or the block. has_deepspeed:
-    whether DeepSpeed is installed and can check the configuration as well.
+    processes: number of processes in the launch; None to take it from the environment or from the `dynatrain` block.
+    has_deepspeed: whether DeepSpeed is installed, so that it can check the configuration too.
     """
     if not path.is_file():
         raise ConfigError(f"configuration {str(path)!r}: no such file; give the path of DeepSpeed's JSON file")
@@ -85,9 +89,10 @@ def _split(whole: Mapping[str, Any], report: JobReport) -> tuple[dict[str, Any],
 
 
 def _without_auto(own: dict[str, Any], report: JobReport) -> dict[str, Any]:
-    """Return the configuration without the keys that Hugging Face's Trainer and Accelerate fill in, and note them.
+    """Return the configuration without the keys that Hugging Face's Trainer and Accelerate fill in ("auto").
 
-    A bare `initialize` refuses these keys. A global batch that is filled in counts as 1 sample a rank from here on.
+    A bare `initialize` refuses these keys, so they are added to the report as a note. If no batch size is left, a
+    micro-batch of 1 sample is assumed.
     """
     filled = [finding.key for finding in report.findings if finding.value == AUTO and finding.refusal is not None]
     report.findings = [finding for finding in report.findings if finding.key not in filled]
@@ -112,7 +117,7 @@ def _without_auto(own: dict[str, Any], report: JobReport) -> dict[str, Any]:
 def _look_at_layouts(
     own: dict[str, Any], block: DynatrainConfig, processes: int | None, has_deepspeed: bool, report: JobReport
 ) -> None:
-    """Determine the first layout, and the stages to which it can switch."""
+    """Add to the report the layout in which the job would start, and the ZeRO stages to which it could switch."""
     wanted = block.layout
     launch = processes or int(os.environ.get("WORLD_SIZE") or 0) or (wanted.data if wanted is not None else 1)
     zero = own.get("zero_optimization")
@@ -141,7 +146,10 @@ def _look_at_layouts(
 
 
 def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
-    """Raise SwitchRefused for a layout that the configuration's optimizer cannot be in."""
+    """Raise SwitchRefused if the optimizer that the configuration names does not support a layout.
+
+    present: the current layout; None to check `layout` as the first one.
+    """
     import torch
 
     from ds_dynatrain.adapters.zero.optimizers import MUON, refuse_optimizer_layout
@@ -158,8 +166,11 @@ def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | 
 
 
 def _ask_deepspeed(own: dict[str, Any], block: DynatrainConfig | None, layout: Layout, report: JobReport) -> None:
-    """Check the limits of the installed DeepSpeed series, the arithmetic of the batch, and DeepSpeed's own reading of
-    the values."""
+    """Check a configuration with the installed DeepSpeed, and add problems and notes to the report.
+
+    The checks cover the limits of the installed release series, the extensions, the batch sizes, and whether DeepSpeed
+    itself accepts the values.
+    """
     from torch import nn
 
     from ds_dynatrain.adapters.versions.deepspeed_versions import refuse_for_series

@@ -1,4 +1,4 @@
-"""Conversion of our checkpoints to other tools' formats and back, with a progress bar on the terminal."""
+"""Conversion between this package's checkpoints and other tools' formats, with a progress bar on the terminal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from ds_dynatrain.cli.choices import Format, WeightType
 from ds_dynatrain.errors import CheckpointError
 
 MOST_NAMED = 10
-"""The most names of left-out parts to print."""
+"""Largest number of left-out parts to name."""
 
 
 def convert(path: Path, out: Path, to: Format, dtype: WeightType | None, trust_pickle: bool) -> Iterator[str]:
-    """Convert the checkpoint at `path`; yield lines that say what was written.
+    """Convert the checkpoint at `path`, and yield lines of text that say what was written.
 
-    Raise the errors of `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
+    dtype: the type to which weights are converted; None to keep their types. trust_pickle: whether to unpickle content
+    that is neither tensors nor plain values. Raises the errors of `to_safetensors`, `to_universal`, `to_dcp`, `told_at`
+    and `take`.
     """
     with naming(path):
         if to is Format.OURS:
@@ -73,7 +75,10 @@ def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -
 
 @contextmanager
 def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar during the block, which gets a function that advances the bar by a number of bytes."""
+    """Show a progress bar in this context; yield a function that advances it by a number of bytes.
+
+    total: number of bytes in all; None if unknown.
+    """
     with Progress(*COLUMNS, transient=True) as bar:
         task = bar.add_task("writing", total=total)
 
@@ -84,7 +89,7 @@ def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None:
-    """Return about how many bytes will be written; None if that is unknown."""
+    """Estimate how many bytes the conversion will write; return None if that is unknown."""
     tensors = saved.record.logical_tensors()
     if to is Format.SAFETENSORS:
         return None if dtype is None else sum(tensor.numel for tensor in tensors) * dtype.itemsize
@@ -92,7 +97,7 @@ def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None
 
 
 def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the shared carry and the module's buffers of rank 0."""
+    """Return the checkpoint's shared extra state ("carry") and the module's buffers as rank 0 has them."""
     from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of
 
     with Reader(saved.path, saved.manifest) as reader:

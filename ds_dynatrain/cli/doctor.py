@@ -1,4 +1,4 @@
-"""Conditions for a job on this machine: versions, DeepSpeed's names, accelerator, compiler, launch variables."""
+"""Checks whether this machine can run a job: versions, DeepSpeed's names, accelerator, compiler, launch variables."""
 
 from __future__ import annotations
 
@@ -32,24 +32,28 @@ LOOPBACK = "::ffff:127.0.0.1"
 """This machine's address as torch's stores see a local process; /etc/hosts has no line for it."""
 LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
 STATUS = "CPU processes over gloo; on GPUs a fixed launch was tried on one shared card, elastic ones on none"
-"""The first thing to know about the package; the box at the top of README.md uses these words."""
+"""The package's status; the box at the top of README.md uses the same words."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Conditions on this machine; a job can start if none is bad."""
+    """The results of examining this machine.
+
+    checks: the results; a job can start unless one is bad.
+    variables: the environment variables in `VARIABLES` that are set.
+    """
 
     checks: tuple[Check, ...]
     variables: dict[str, str]
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the conditions that prevent a start."""
+        """Names of the checks whose results prevent a start."""
         return tuple(check.name for check in self.checks if check.is_well is False)
 
     @property
     def is_well(self) -> bool:
-        """Whether no condition prevents a start."""
+        """Whether no check's result prevents a start."""
         return not self.failed
 
     @property
@@ -59,7 +63,7 @@ class Environment:
 
 
 def examine_environment() -> Environment:
-    """Examine this process; takes seconds, because it imports torch and DeepSpeed if they are installed."""
+    """Examine this machine and this process's environment. Takes seconds, because it imports torch and DeepSpeed."""
     status = Check("status", "alpha", note=STATUS)
     checks = (status, *_versions(), *_deepspeed(), _compiler(), *_digests(), _name_server(), *_broken_off())
     return Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
@@ -105,7 +109,7 @@ def _version(package: str) -> str | None:
 
 
 def _deepspeed() -> Iterator[Check]:
-    """Check DeepSpeed's private names and the accelerator; anything DeepSpeed prints on import goes to stderr."""
+    """Check DeepSpeed's private names and the accelerator. Anything that DeepSpeed prints on import goes to stderr."""
     with redirect_stdout(sys.stderr):
         try:
             import torch
@@ -126,7 +130,7 @@ def _deepspeed() -> Iterator[Check]:
 
 
 def _compiler() -> Check:
-    """Check for the compiler of torch's extensions."""
+    """Check for a C++ compiler and ninja, with which DeepSpeed compiles operators."""
     wanted = os.environ.get("CXX", "c++")
     found = shutil.which(wanted)
     ninja = shutil.which("ninja") or _version("ninja")
@@ -137,7 +141,7 @@ def _compiler() -> Check:
 
 
 def _digests() -> Iterator[Check]:
-    """Check whether digests are compiled in this installation, or computed in numpy."""
+    """Check whether this installation computes digests with compiled code or with numpy."""
     if _version("torch") is None:
         return
     from ds_dynatrain.transfer import is_compiled
@@ -150,8 +154,10 @@ def _digests() -> Iterator[Check]:
 
 
 def _name_server() -> Check:
-    """Time a reverse look-up that finds no name: torch's stores do one at each connection, and serve nobody
-    meanwhile."""
+    """Time reverse look-ups of an address without a name.
+
+    Torch's stores do such a look-up at each connection, and serve no other client meanwhile.
+    """
     longest = 0.0
     for _ in range(LOOK_UPS):
         begin = time.monotonic()
@@ -164,9 +170,10 @@ def _name_server() -> Check:
 
 
 def _broken_off() -> Iterator[Check]:
-    """Find locks of compilations that were broken off: torch waits for their end silently and without a limit.
+    """Find lock files of interrupted compilations, for whose end torch would wait silently and without a limit.
 
-    Since torch 2.14 the kernel holds the locks, and releases those of a dead process; the files stay for good.
+    Not needed since torch 2.14: there the kernel holds the locks and releases those of a dead process, and the files
+    remain without effect.
     """
     if _version("torch") is None:
         return
@@ -189,9 +196,10 @@ def _broken_off() -> Iterator[Check]:
 
 
 def _is_left(lock: Path) -> bool:
-    """Return whether no process of this machine has a lock open, as its holder does while it compiles.
+    """Return whether a lock file was left behind: no process on this machine has it open.
 
-    False if that is unknown: for another user's lock, or without /proc. FileNotFoundError if the lock is gone.
+    The holder of a lock keeps the file open while it compiles. Return False if this cannot be determined: for another
+    user's lock, or without /proc. Raises FileNotFoundError if the file is gone.
     """
     made = lock.stat()
     if os.geteuid() not in (0, made.st_uid) or not Path("/proc/self/fd").is_dir():

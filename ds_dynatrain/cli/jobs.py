@@ -1,4 +1,4 @@
-"""Commands on elastic jobs: run a coordinator, show the status as a table or as JSON, tell a node to leave."""
+"""Commands for elastic jobs: run a coordinator, show the status as a table or as JSON, tell a node to leave."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ds_dynatrain.errors import ConfigError, ElasticError
 Answer = TypeVar("Answer")
 
 WHOLE = ("rank", "member", "phase", "step")
-"""Columns that are never folded, so that a node's name can be copied for `leave`."""
+"""Columns whose text is never wrapped, so that a node's name can be copied for `leave`."""
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """Parse MIN:MAX or N, as in torchrun's --nnodes; ConfigError for anything else."""
+    """Parse MIN:MAX or N, as in torchrun's --nnodes; return (MIN, MAX). Raises ConfigError for anything else."""
     least, _, most = text.partition(":")
     numbers = (least, most or least)
     if not all(number.isascii() and number.isdigit() for number in numbers):
@@ -49,8 +49,14 @@ def run_coordinator(
     http: str | None = None,
     http_token_file: Path | None = None,
 ) -> None:
-    """Serve one job until it has finished, and show it at `http`. ConfigError or ElasticError if it cannot begin, or if
-    another coordinator has taken its place in the file `announce`."""
+    """Serve one job as its coordinator until the job has finished.
+
+    address: the address to listen at. job: the name of the job. token_file: the file with the job's token. store_port:
+    the port of the store for process groups; 0 for a free one. announce: a file in which to announce the coordinator's
+    address, if any. http: the address at which to show the job, if any; http_token_file: the file with the token for
+    it. Raises ConfigError or ElasticError if the coordinator cannot start, or if another one has replaced it in the
+    file `announce`.
+    """
     from ds_dynatrain.elastic.hosting import CoordinatorHost  # imports torch
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -71,14 +77,19 @@ def run_coordinator(
 
 
 def status(address: str, token_file: Path | None) -> Status:
-    """Return the status of a job. ConfigError for a bad address or token, ElasticError if no coordinator answers or
-    admits this process."""
+    """Ask the coordinator at an address for the status of its job.
+
+    Raises ConfigError for a bad address or token, and ElasticError if no coordinator answers or it refuses this
+    process.
+    """
     return _asked(address, token_file, ask_status)
 
 
 def leave(address: str, node: str, token_file: Path | None) -> tuple[str, ...]:
-    """Tell the workers of a node to go; return the ones that were told. ConfigError for an impossible name,
-    ElasticError as in `status`."""
+    """Tell the workers of a node to leave the job; return the workers that were told.
+
+    Raises ConfigError for a name that no node can have, and otherwise the errors of `status`.
+    """
     try:
         return _asked(address, token_file, lambda where, token: ask_to_leave(where, node, token))
     except ValidationError as error:
@@ -100,7 +111,7 @@ def _asked(address: str, token_file: Path | None, question: Callable[[Endpoint, 
 
 
 def show_status(status: Status) -> None:
-    """Print a status for a reader: the job, its members, the last changes."""
+    """Print the status of a job: its state, its members, and the last changes."""
     console = stdout_console()
     state = _state(status)
     name = f"job {status.job!r}" if status.job else "a job without a name"
@@ -139,7 +150,7 @@ def _state(status: Status) -> str:
 
 
 def _members(status: Status) -> Table:
-    """Return a table with a row per member, without columns that are empty for all members."""
+    """Return a table with one row per member; columns that are empty for all members are left out."""
     columns: dict[str, list[str]] = {
         "rank": ["" if one.rank is None else str(one.rank) for one in status.members],
         "member": [escape(one.member) for one in status.members],

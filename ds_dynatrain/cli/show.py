@@ -24,7 +24,10 @@ _MARKS = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
 
 
 def report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
-    """Print the report for a reader, the verdict last."""
+    """Print the report as text: first the machine, then any configuration, and the verdict last.
+
+    job: the report on a configuration, if any. rounding: whether the machine can run exact jobs, if that was examined.
+    """
     console = stdout_console()
     console.print(_machine(environment))
     if rounding is not None:
@@ -44,7 +47,7 @@ def report(environment: Environment, job: JobReport | None, rounding: ExactMachi
 
 
 def json_report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
-    """Print the report as one JSON object; its keys are documented in docs/doctor.md."""
+    """Print the report as one JSON object. Its keys are documented in docs/doctor.md; arguments are as for `report`."""
     said: dict[str, Any] = {
         "would_start": environment.is_well and (job is None or job.would_start),
         "environment": _rows(environment.checks),
@@ -72,7 +75,7 @@ def json_report(environment: Environment, job: JobReport | None, rounding: Exact
 
 
 def whole_table() -> None:
-    """Print every row of the support table, as in the docs."""
+    """Print every row of the support tables as Markdown, as in the documentation."""
     print("\n\n".join(f"## {name}\n\n{markdown(name)}" for name in all_tables()))
 
 
@@ -118,7 +121,7 @@ def _print_job(console: Console, job: JobReport) -> None:
 
 
 def _print_long(console: Console, title: str, colour: str, rows: Iterable[tuple[Finding, Mapping[str, Any]]]) -> None:
-    """Print keys with their reasons, one below the other; nothing if there are none."""
+    """Print a title, and below it each key with its reason; print nothing if there are no keys."""
     for place, (finding, key) in enumerate(rows):
         if place == 0:
             console.print(f"[{colour}]{title}[/]" if colour else title)
@@ -129,7 +132,7 @@ def _print_long(console: Console, title: str, colour: str, rows: Iterable[tuple[
 
 
 def _key(finding: Finding) -> dict[str, Any]:
-    """Return one key for the JSON report."""
+    """Return the verdict on one key, as plain JSON."""
     why, instead = "", ""
     if finding.refusal is not None:
         why, instead = finding.refusal.why, finding.refusal.instead

@@ -1,4 +1,4 @@
-"""The figures as charts, drawn by matplotlib, which the extra `demo` installs."""
+"""Charts of the figures of a comparison, drawn by matplotlib, which the extra `demo` installs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ STYLE: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 10, "svg.font
 
 
 def phases(found: Mapping[str, Measure], name: str) -> str:
-    """Return the stacked phases of each way as SVG: the whole on the left, its start enlarged on the right."""
+    """Return an SVG chart with a bar of stacked phases for each way to carry out a change.
+
+    The left half shows all of it, the right half an enlarged part from 0 to the longest live switch. name: a prefix for
+    identifiers, unique in the page.
+    """
     measures = [each for each in found.values() if each.is_done]
     titles = [WAYS[each.way].title for each in measures]
     figure = Figure((11, 1.1 + 0.42 * len(measures)), layout="constrained")
@@ -42,7 +46,10 @@ def phases(found: Mapping[str, Measure], name: str) -> str:
 
 
 def growth(found: Comparison, change: str, name: str) -> str:
-    """Return how long training stands still against the size of the model, as SVG with a line for each way."""
+    """Return an SVG chart of the time for which training stands still against model size, for one change.
+
+    The chart has a line for each way to carry out the change. name: a prefix for identifiers, unique in the page.
+    """
     figure = Figure((7, 4), layout="constrained")
     axes = figure.subplots()
     sizes = [found.of(*case) for case in found.cases() if case[1] == change]
@@ -61,7 +68,10 @@ def growth(found: Comparison, change: str, name: str) -> str:
 
 
 def losses(found: Mapping[str, Measure], before: int, name: str) -> str:
-    """Return the loss curves of all ways through the change, as SVG. before: the step after which it came."""
+    """Return an SVG chart of the training loss before and after the change, with a curve for each way.
+
+    before: the step after which the change came. name: a prefix for identifiers, unique in the page.
+    """
     figure = Figure((9, 3.6), layout="constrained")
     axes = figure.subplots()
     measures = {way: each for way, each in found.items() if each.is_done}
@@ -77,7 +87,7 @@ def losses(found: Mapping[str, Measure], before: int, name: str) -> str:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """Return an element to embed in a page: without a prolog, with identifiers that begin with `name`."""
+    """Return a figure as an SVG element to embed in a page, without a prolog, whose identifiers begin with `name`."""
     text = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))

@@ -1,4 +1,4 @@
-"""The command `ds-dynatrain compare`: measure changes, and write the figures in several forms."""
+"""The command `ds-dynatrain compare`, which measures changes and writes the figures in several formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JSON, TABLES, SHORT, PAGE, PICTURE = "compare.json", "compare.md", "short.md", "
 
 
 class Size(str, Enum):
-    """Model to train: the names in `job.SHAPES`."""
+    """Names of the models that can be trained, as in `job.SHAPES`."""
 
     TINY = "tiny"
     SMALL = "8M"
@@ -29,7 +29,7 @@ class Size(str, Enum):
 
 
 class WayName(str, Enum):
-    """Way to carry a change out: the names in `job.WAYS`."""
+    """Names of the ways to carry out a change, as in `job.WAYS`."""
 
     LIVE = "live"
     GLOO = "live-gloo"
@@ -100,7 +100,11 @@ def measured(
     scratch: Path | None,
     out: Path,
 ) -> Comparison:
-    """Measure the changes, print a line for each way, and keep the figures so far as JSON in the folder."""
+    """Measure all combinations of sizes, changes and ways, and return the figures.
+
+    Print progress, and write the figures so far to the folder `out` as JSON after each measurement. scratch: the folder
+    for checkpoints; None for a temporary one. limit_seconds: time limit of one launch.
+    """
     from ds_dynatrain.comparison.comparison import compare as compared
 
     command = " ".join(["ds-dynatrain", *sys.argv[1:]])
@@ -116,7 +120,7 @@ def measured(
 
 
 def _read(path: Path) -> Comparison:
-    """Return the figures of an earlier run; ConfigError if the file has none."""
+    """Read the figures of an earlier run from its JSON file. Raises ConfigError if the file has none."""
     try:
         return Comparison.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -124,7 +128,7 @@ def _read(path: Path) -> Comparison:
 
 
 def write(found: Comparison, folder: Path) -> None:
-    """Write figures as JSON, as Markdown, as the page, and the largest case alone as a picture."""
+    """Write the figures to a folder: JSON, two Markdown files, an HTML page, and an SVG chart of the largest model."""
     from ds_dynatrain.comparison import charts, tables
     from ds_dynatrain.comparison.report_page import page
 

@@ -1,6 +1,7 @@
-"""The measurement itself: every way of every change at every size, one after the other, in ranks under torchrun.
+"""Measurement of every size, change and way in turn, in ranks that torchrun starts.
 
-The ranks end with this process, whatever ends it. A measure is made from their notes.
+Each measure is computed from the notes that the ranks write. The launches are ended whenever this process stops
+waiting for them.
 """
 
 from __future__ import annotations
@@ -33,20 +34,26 @@ ENVIRONMENT: Mapping[str, str] = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "DS_LOG_LEVEL": "error",
 }
-"""Environment of the ranks, unless the user sets these: several ranks share the cores, and only CPU members can switch.
+"""Environment variables of the ranks; those that the user has set take precedence.
+
+Several ranks share the cores, and the comparison runs on the CPU.
 """
 END_SECONDS = 10.0
 WARM = 2
-"""Number of first steps in a layout that do not count as steady."""
+"""Number of steps at the start of a layout that do not count as steady."""
 
 
 class LaunchError(DynatrainError):
-    """A launch that ended with an error, or not in time. The message is the first rank's own, if it had one."""
+    """Raised if a launch ended with an error or not in time. The message is the first error that a rank recorded."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A finished launch: when it began and ended (the machine's clock), and its ranks' notes by member."""
+    """A finished launch of ranks.
+
+    at, end: when it began and ended, by the machine's clock.
+    notes: the notes of its ranks, by member.
+    """
 
     at: float
     end: float
@@ -54,14 +61,20 @@ class Launched:
 
 
 def launch(task: Task, notes: Path, limit_seconds: float) -> Launched:
-    """Run a task in its ranks, which write notes into a new folder; LaunchError with the reason if it fails."""
+    """Launch the ranks of a task, and return their notes. Raises LaunchError with the reason if the launch fails.
+
+    notes: the folder for the notes, which must not exist yet.
+    """
     command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={task.processes}", "-m"]
     command += ["ds_dynatrain.comparison.worker", str(notes), json.dumps(to_record(task))]
     return _launched(command, notes, limit_seconds, f"{task.way.name}, {task.part}, {task.processes} ranks")
 
 
 def _launched(module: Sequence[str], notes: Path, limit_seconds: float, what: str) -> Launched:
-    """Run a module that writes notes. module: its name and arguments. what: its description for error messages."""
+    """Run a Python module that writes notes, and return them. Raises LaunchError with the reason if it fails.
+
+    module: its name and arguments. notes: the folder for the notes. what: a description of the run for error messages.
+    """
     notes.mkdir(parents=True)
     begin, output = time.monotonic(), notes / "output"
     with output.open("w", encoding="utf-8") as file:
@@ -88,7 +101,7 @@ def _launched(module: Sequence[str], notes: Path, limit_seconds: float, what: st
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launch and all processes that it started, if any are left."""
+    """End a launch and all processes of its session that are still running."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -100,7 +113,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """The launches of one way: one that lives through the change (old is new), or two, and perhaps a converter."""
+    """The launches that carried out one change.
+
+    old, new: the launches before and after the change; the same object if the processes run on through the change.
+    converter: the run of the converter in between, if any.
+    """
 
     task: Task
     old: Launched
@@ -109,12 +126,12 @@ class Run:
 
     @property
     def launches(self) -> list[Launched]:
-        """The launches in which training went on, each once."""
+        """The one or two launches that trained, without the converter."""
         return [self.old] if self.old is self.new else [self.old, self.new]
 
 
 def measure(run: Run) -> Measure:
-    """Return the measure of a finished run; KeyError, naming the missing note, if a rank did not write it."""
+    """Compute the measure of a finished run. Raises KeyError with the name of a note that a rank did not write."""
     first, last, task = run.old.notes[0], run.new.notes[0], run.task
     phases, total = _phases(run, first, last)
     phases["rest"] = total - sum(phases.values())
@@ -153,7 +170,7 @@ def measure(run: Run) -> Measure:
 
 
 def _phases(run: Run, first: Notes, last: Notes) -> tuple[dict[str, float], float]:
-    """Return (seconds by phase, the total)."""
+    """Return (seconds of each phase, total seconds). first, last: rank 0's notes before and after the change."""
     new_step = last.stamps["end"] - last.stamps["resume"] - last.apart
     if run.old is run.new:
         phases = {name: seconds for name, seconds in last.phases.items() if name != "import"}
@@ -166,7 +183,7 @@ def _phases(run: Run, first: Notes, last: Notes) -> tuple[dict[str, float], floa
 
 
 def _ahead(rank: Notes) -> float:
-    """Return the seconds by which the steps between the request and the change took longer than plain ones."""
+    """Return how many seconds longer than plain steps the steps between the request and the change took in total."""
     plain, asked = _median_step(rank, WARM + 1, BEFORE - LEAD), range(BEFORE - LEAD + 1, BEFORE + 1)
     return max(0.0, sum(rank.steps[number].seconds - plain for number in asked))
 
@@ -176,7 +193,7 @@ def _median_step(rank: Notes, first: int, last: int) -> float:
 
 
 def _losses(run: Run) -> dict[int, float]:
-    """Return the loss of each step: the mean over ranks, which have equal shares of the batch."""
+    """Return the loss of each step, which is the mean over ranks because all have equal shares of the batch."""
     found: dict[int, list[float]] = {}
     for rank in (rank for launched in run.launches for rank in launched.notes.values()):
         for number, step in rank.steps.items():
@@ -193,11 +210,11 @@ def compare(
     scratch: Path | None,
     say: Callable[[str], None],
 ) -> Iterator[Comparison]:
-    """Measure all ways of all changes at all sizes; yield all measures so far after each way.
+    """Measure every way to carry out every change at every size; after each, yield all measures so far.
 
-    A way that fails becomes a measure with the reason; other errors are raised. limit_seconds: of one launch. scratch:
-    where checkpoints are written, on the disk to measure; a temporary folder by default. say: called with a line before
-    and after each way.
+    If a launch fails, its measure contains the reason; other errors are raised. command: the user's command, which is
+    recorded. limit_seconds: time limit of one launch. scratch: a folder for checkpoints, on the disk to measure; None
+    for the system's temporary folder. say: called with a line of text before and after each measurement.
     """
     found = Comparison(machine(), command, BEFORE, ())
     for size, change, way in ((size, change, way) for size in sizes for change in changes for way in ways):
@@ -210,7 +227,7 @@ def compare(
 
 
 def machine() -> str:
-    """Return in words the machine on which the figures are taken, its versions, and how busy it is."""
+    """Return a description of this machine: processor, cores, versions of the software, and present load."""
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), platform.machine())
     versions = f"torch {version('torch').partition('+')[0]}, DeepSpeed {version('deepspeed')}"
@@ -243,7 +260,7 @@ def _run(way: Way, size: str, change: ComparedChange, folder: Path, limit_second
 
 
 def _line(found: Measure) -> str:
-    """Return a measure as one line."""
+    """Return one line of text about a measure."""
     if not found.is_done:
         return f"    not possible: {found.reason.splitlines()[0]}"
     pause = "" if found.pause is None else f", pause {1e3 * found.pause:.0f} ms"

@@ -1,6 +1,7 @@
-"""DeepSpeed's converter to its universal format, with a note of the memory that it took.
+"""A run of DeepSpeed's converter to its universal format that records the memory that it took.
 
-Usage: python -m ds_dynatrain.comparison.converter FOLDER NOTES, where FOLDER has the checkpoint and gets the new form.
+Usage: python -m ds_dynatrain.comparison.converter FOLDER NOTES. FOLDER contains the checkpoint and receives its
+universal form; the measurements are written to NOTES.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ds_dynatrain.comparison.notes import Notes
 
 
 def main(folder: Path, notes: Path) -> int:
-    """Run the converter, and return its exit status.
+    """Run the converter on the checkpoint in `folder`, write its peak memory to `notes`, and return its exit status.
 
     `--inject_missing_state` is needed because a plain model's checkpoint lacks entries that the converter asks for.
     """

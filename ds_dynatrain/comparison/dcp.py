@@ -1,6 +1,6 @@
 """Ranks of plain torch: FSDP2 (fp32 shards, computing in bf16), saved and loaded by `torch.distributed.checkpoint`.
 
-It shards as ZeRO-3 does and has no other stage, so of a change it only follows the number of ranks.
+FSDP2 always shards as ZeRO stage 3 does, so only the number of ranks changes here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DcpTrainer(workload.Trainer):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.LEARNING_RATE)
 
     def train(self, tokens: Tensor) -> Tensor:
-        """Make one optimizer step, and return the loss."""
+        """Train one micro-batch, which is a whole optimizer step, and return its loss."""
         loss: Tensor = self.model(tokens)
         loss.backward()
         self.optimizer.step()
@@ -47,23 +47,23 @@ class DcpTrainer(workload.Trainer):
         return loss
 
     def state(self) -> Iterator[Tensor]:
-        """Yield all weights, which are the masters, and all moments, whole; a collective of all ranks."""
+        """Yield every weight (here the master itself) and its moments as whole tensors. All ranks must call this."""
         for parameter in self.model.parameters():
             for value in (parameter, *(self.optimizer.state[parameter][name] for name in MOMENTS)):
                 yield value.full_tensor()
 
     def _saved(self) -> dict[str, Any]:
-        """Return the state to save, by reference."""
+        """Return the state to save; its tensors are those of the model and the optimizer, not copies."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "done": self.done}
 
     def save(self) -> None:
-        """Save all state, and wait until all ranks have."""
+        """Save all state, and wait until all ranks have saved theirs."""
         save(self._saved(), checkpoint_id=self.task.folder)
         td.barrier()
 
     def load(self) -> None:
-        """Load the saved state, in a world of any size."""
+        """Load the state that `save` wrote; the number of ranks may differ."""
         state = self._saved()
         load(state, checkpoint_id=self.task.folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -71,6 +71,6 @@ class DcpTrainer(workload.Trainer):
 
 
 def run(task: Task, notes: Notes) -> None:
-    """Run the old job or the new one."""
+    """Run the job before or after the restart, as the task says."""
     workload.restarted(task, notes, DcpTrainer)
     td.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The subject of a comparison: models by size, changes, and the ways to carry one out."""
+"""Definition of a comparison: models by size, changes of layout, and the ways to carry out a change."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from ds_dynatrain.errors import ConfigError
 
 BATCH, LENGTH = 12, 16
-"""Samples of a global batch, in any world, and the length of a sample in bytes of text."""
+"""Number of samples in a global batch, with any number of ranks, and length of a sample in bytes of text."""
 SHAPES: Mapping[str, tuple[int, int, int]] = {
     "tiny": (2, 64, 2),
     "8M": (6, 336, 6),
     "30M": (9, 512, 8),
     "125M": (10, 1024, 16),
 }
-"""(layers, width, heads) of each model by name."""
+"""The models by name: number of layers, width, number of attention heads."""
 
 
 @dataclass(frozen=True)
 class ComparedLayout:
-    """A layout of data parallelism alone, which every way can have."""
+    """A layout with data parallelism only, which every framework in the comparison supports."""
 
     data: int
     zero_stage: int
@@ -42,7 +42,7 @@ class ComparedChange:
 
     @staticmethod
     def parse(text: str) -> ComparedChange:
-        """Read "data=4,zero_stage=1:data=3,zero_stage=2"; ConfigError for anything else."""
+        """Parse text such as "data=4,zero_stage=1:data=3,zero_stage=2". Raises ConfigError if it is no valid change."""
         try:
             sides = []
             for part in text.split(":"):
@@ -62,11 +62,15 @@ class ComparedChange:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to carry out a change. name: short, for options and files. title: for readers.
+    """A way to carry out a change.
 
-    program: the module that ranks run. is_restarted: whether the old processes end and new ones begin. is_live: whether
-    it is one of our switches that needs no disk. converts: whether DeepSpeed's converter runs in between. block: part
-    of the `dynatrain` block.
+    name: a short name for options and files.
+    title: the name that tables and charts show.
+    program: the module that the ranks run.
+    is_restarted: whether the old processes end and new ones start.
+    is_live: whether it is a switch of this package that needs no disk.
+    converts: whether DeepSpeed's converter runs between the two jobs.
+    block: entries to add to the `dynatrain` block.
     """
 
     name: str
@@ -79,7 +83,7 @@ class Way:
 
     @property
     def is_late(self) -> bool:
-        """Whether masters and moments follow during the first step."""
+        """Whether masters and moments are moved after the pause, during the first step."""
         return "late" in self.block
 
 
@@ -98,20 +102,21 @@ WAYS: Mapping[str, Way] = {
 }
 """All ways by name, in the order in which they are shown."""
 SAVED, UNIVERSAL = "saved", "universal"
-"""Folders of the two forms of DeepSpeed's checkpoint, inside the folder of a task."""
+"""Folders, inside a task's folder, of DeepSpeed's own checkpoint and of its universal form."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of AdamW's state in torch and DeepSpeed."""
+"""Names of AdamW's moments in torch and DeepSpeed."""
 YARD = "deepspeed"
-"""The way with which the live ones are compared."""
+"""The reference with which live switches are compared: DeepSpeed's universal checkpoint and a restart."""
 BEFORE, AFTER, LEAD = 8, 6, 2
-"""Steps before and after the change; steps before it at which it is requested, where a way can do that."""
+"""Number of steps before the change, number of steps after it, and how many steps ahead a live switch is requested."""
 
 
 @dataclass(frozen=True)
 class Task:
     """The work of one launch of ranks.
 
-    part: "whole" for processes that live through the change, else "old" or "new". folder: for checkpoints.
+    part: "whole" if the same processes run before and after the change, else "old" or "new".
+    folder: the folder for checkpoints.
     """
 
     way: Way

@@ -1,4 +1,4 @@
-"""Notes of a rank that is being measured: phases, steps, digests, memory; and how another process reads them."""
+"""Measurements of one rank (phases, steps, digests, memory), and the files through which other processes read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from ds_dynatrain.records import from_record, to_record
 
 @dataclass
 class Step:
-    """A step in which a rank took part: its seconds, and the losses and sample numbers of its micro-batches."""
+    """One rank's part in a training step.
+
+    seconds: time spent training.
+    losses: the loss of each micro-batch.
+    samples: the sample numbers of all micro-batches.
+    """
 
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
@@ -23,9 +28,13 @@ class Step:
 
 @dataclass(frozen=True)
 class SwitchNote:
-    """A switch as measured by one rank, in seconds and bytes.
+    """A switch as measured by one rank.
 
-    failed: the reason if it failed. wait: seconds for which the first step waited for late state.
+    failed: why the switch failed, or an empty string.
+    pause: seconds for which training paused.
+    wait: seconds for which the first step then waited for state that moves after the pause.
+    certificate: seconds of the pause that the certificate took.
+    sent: bytes sent between members, all members together.
     """
 
     failed: str
@@ -39,10 +48,17 @@ class SwitchNote:
 class Notes:
     """The measurements of one rank. Times are from the machine's clock, which is the same in all processes.
 
-    stamps: the times at which named points were reached. phases: seconds of each phase. apart: seconds of the first
-    step that only the comparison needed. waited: seconds for which the first step waited for phases of a switch. steps:
-    the steps by number. digests: digests of the whole state, "before" and "after". peak: most memory in bytes. resumed:
-    the step from which training went on. error: the error that ended the rank.
+    stamps: the time at which each named point was reached.
+    phases: duration of each phase in seconds.
+    apart: seconds of the first step that only the measurement itself needed.
+    waited: seconds for which the first step waited for phases of the switch.
+    steps: the steps in which the rank took part, by number.
+    switches: the switches in which the rank took part.
+    digests: digests of the whole state "before" and "after" the change.
+    peak: peak memory of the process in bytes.
+    parameters: number of parameters of the model.
+    resumed: number of steps done when training resumed after the change.
+    error: the error that ended the rank, or an empty string.
     """
 
     stamps: dict[str, float] = field(default_factory=dict)
@@ -58,34 +74,34 @@ class Notes:
     error: str = ""
 
     def write(self, folder: Path, member: int) -> None:
-        """Write the notes to the file of this member."""
+        """Write the notes to the file of this member in `folder`."""
         (folder / f"{member}.json").write_text(json.dumps(to_record(self)), encoding="utf-8")
 
     @staticmethod
     def all_of(folder: Path) -> dict[int, Notes]:
-        """Read the notes of all ranks; return them by member."""
+        """Read the notes that all members wrote to `folder`, and return them by member."""
         files = {int(file.stem): file for file in folder.glob("*.json")}
         return {member: from_record(Notes, json.loads(files[member].read_text("utf-8"))) for member in sorted(files)}
 
     def stamp(self, name: str) -> None:
-        """Record the current time under the name of a point."""
+        """Record the current time under a name."""
         self.stamps[name] = time.monotonic()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the duration of this context as a phase."""
+        """Record the duration of this context as that of a phase."""
         begin = time.monotonic()
         yield
         self.phases[name] = time.monotonic() - begin
 
     def begin(self) -> None:
-        """Note that the change begins: training stands still from here."""
+        """Record that the change begins and training stands still from here on."""
         self.forget_memory()
         self.stamp("begin")
 
     @contextmanager
     def first_step(self) -> Iterator[None]:
-        """Note the start, the end and the memory of the first step after the change, which is this context."""
+        """Record the start, end and peak memory of this context, which must be the first step after the change."""
         self.stamp("resume")
         self.forget_memory()
         with self.phase("first step"):
@@ -94,11 +110,11 @@ class Notes:
         self.memory()
 
     def memory(self) -> None:
-        """Note the most memory that this process has had since `forget_memory`."""
+        """Record this process's peak memory since `forget_memory` if it is higher than the recorded one."""
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         peaks = [1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
         self.peak = max([self.peak, *peaks])
 
     def forget_memory(self) -> None:
-        """Reset the high-water mark to the present memory of the process."""
+        """Reset the kernel's peak memory of this process to its present memory."""
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -1,4 +1,4 @@
-"""Ranks that change the layout live, by a checkpoint without a restart, or by a checkpoint and a restart."""
+"""Ranks with this package's engine, which change the layout live, or by a checkpoint with or without a restart."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ PHASES = {
     "commit": "proof",
     "late": "move",
 }
-"""Names of a switch's phases in the comparison."""
+"""The comparison's phase to which each phase of a switch is added."""
 IN_STEP = ("late", "commit")
-"""Phases of a late switch for which the first step waits."""
+"""Phases for which the first step waits in a switch that moves some state after the pause."""
 
 
 class DynatrainTrainer(DeepSpeedTrainer):
-    """An engine in a layout, and the loader of its batches."""
+    """A trainer with an engine of this package and a loader for its batches.
+
+    side: the layout to start in.
+    """
 
     def __init__(self, task: Task, notes: Notes, side: ComparedLayout) -> None:
         super().__init__(task, notes)
@@ -51,14 +54,17 @@ class DynatrainTrainer(DeepSpeedTrainer):
         self._batches: Iterator[Any] = iter(self.engine.loader(self.samples, num_workers=0, shuffle=False))
 
     def step(self) -> bool:
-        """Train a micro-batch; return False if there is none, because this member is idle until the end."""
+        """Train one micro-batch; return False if there is none because this member stays idle until the end."""
         batch = self.next()
         if batch is not None:
             self.train_batch(batch)
         return batch is not None
 
     def next(self) -> Any:
-        """Return the next batch; a switch takes effect here. None on a member that is idle until the scripts end."""
+        """Return the next micro-batch, or None on a member that stays idle until the end.
+
+        A requested switch takes effect during this call.
+        """
         try:
             return next(self._batches, None)
         except SystemExit as end:
@@ -67,20 +73,20 @@ class DynatrainTrainer(DeepSpeedTrainer):
             return None
 
     def train_batch(self, batch: Any) -> None:
-        """Train a micro-batch that `next` has returned."""
+        """Train a micro-batch that `next` returned."""
         self.noted(batch[0], batch[1].tolist())
 
     def save(self) -> None:
-        """Save all state into the folder of the task."""
+        """Save all state to the task's folder."""
         self.engine.save(self.task.folder, TAG)
 
     def load(self) -> None:
-        """Load the saved state, in any layout."""
+        """Load the state that `save` wrote; the layout may differ."""
         self.engine.load(self.task.folder, TAG)
 
 
 def run(task: Task, notes: Notes) -> None:
-    """Run the task in the way that it names."""
+    """Run the task, carrying out the change in the way that it names."""
     if task.way.is_restarted:
         side = task.change.source if task.part == "old" else task.change.target
         restarted(task, notes, partial(DynatrainTrainer, side=side))
@@ -122,7 +128,10 @@ def _live(task: Task, notes: Notes) -> None:
 
 
 def _here(task: Task, notes: Notes) -> None:
-    """Run "here": all processes stay alive, and those that are idle on one side of the change wait."""
+    """Carry out the change by a checkpoint without a restart: the same processes build a new engine and load it.
+
+    Processes that are idle before or after the change wait.
+    """
     trainer = DynatrainTrainer(task, notes, task.change.source)
     if trainer.engine.idle:
         notes.forget_memory()

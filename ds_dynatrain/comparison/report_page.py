@@ -1,4 +1,4 @@
-"""The figures as one self-contained HTML page: no script, no further files, nothing from a network."""
+"""One self-contained HTML page with the figures of a comparison: no script, no other files, nothing from a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAD = (
 
 
 def page(found: Comparison) -> str:
-    """Return the whole document; ImportError without matplotlib."""
+    """Return the whole HTML document, with all tables and charts."""
     html, cases = MarkdownIt("commonmark", {"html": False}).enable("table").render, found.cases()
     body = html(f"# The same change, live and by checkpoint\n\n{tables.NOT_COUNTED}\n\n{_best(found)}")
     for number, change in enumerate(dict.fromkeys(change for _, change in cases)):
@@ -44,7 +44,7 @@ def page(found: Comparison) -> str:
 
 
 def _best(found: Comparison) -> str:
-    """Return a sentence on how far the goal is reached, over all cases."""
+    """Return a sentence with the best ratios of all cases; an empty string if there are none."""
     all_of = [each for case in found.cases() for each in ratios(found.of(*case))]
     if not all_of:
         return ""

@@ -17,21 +17,31 @@ PHASES = (
     *("drain", "plan", "move", "proof", "save", "convert"),
     *("start", "import", "initialize", "load", "first step", "rest"),
 )
-"""Phases in the order in which they are shown. rest: time outside all others, mostly waiting for other ranks."""
+"""Phases in the order in which they are shown. "rest" is the time in no other phase, mostly waiting for other ranks."""
 BAR = 100.0
-"""The value that the ratio of a live way is to reach."""
+"""The goal: the ratio (see `ratios`) that a live switch should reach."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One measurement of one way of one change. Times in seconds, as rank 0 sees them; sizes in bytes.
+    """One measurement of a layout change that was carried out in one way.
 
-    total: from the end of the last old step to the end of the first new one. steady: a later step of the new layout.
-    pause, certificate: of a live switch, the longest among members that continue. wait: how long the first step waited
-    for late state. ahead: by how much the steps took longer during which a switch was prepared. moved: between members.
-    peak: of one process, the largest. steps_lost, samples_lost, samples_repeated: counted in the first new step.
-    is_equal: whether all masters and moments are bit for bit as before. losses: by step. reason: why the way failed;
-    then the rest is empty.
+    Times are in seconds, as rank 0 sees them, and sizes are in bytes, unless stated otherwise.
+
+    total: time from the end of the last old step to the end of the first new step.
+    steady: median duration of the later steps in the new layout.
+    pause, certificate: a live switch's pause, and the part of it spent on the certificate; the largest values among the
+        members that continue. None if there was no switch.
+    wait: how long the first step waited for state that arrives after the pause; the largest value, as for `pause`.
+    ahead: how much longer the steps took between the request and the change than plain steps; None without a switch.
+    moved: bytes sent between members in the switch, all members together.
+    written: bytes of the checkpoint files.
+    peak: largest memory of any process.
+    steps_lost: number of steps that have to be trained again.
+    samples_lost, samples_repeated: samples missing from the first new step, and samples in it that were trained before.
+    is_equal: whether all masters and moments are bit for bit as before.
+    losses: mean loss of each step, by step number.
+    reason: why the change failed, or an empty string.
     """
 
     way: str
@@ -57,12 +67,15 @@ class Measure:
 
     @property
     def is_done(self) -> bool:
-        """Whether the way succeeded."""
+        """Whether the change succeeded."""
         return not self.reason
 
     @property
     def still(self) -> float:
-        """Seconds for which training stood still: pause and wait of a live switch, else the total without one step."""
+        """Seconds for which training stood still.
+
+        For a switch this is the pause plus the wait; otherwise it is the total less one steady step.
+        """
         return self.total - self.steady if self.pause is None else self.pause + self.wait
 
 
@@ -70,8 +83,9 @@ class Measure:
 class Comparison:
     """The measures of a run, and the conditions under which it ran.
 
-    machine: a description of the machine. command: the command that started the run. before: the step after which the
-    change came.
+    machine: a description of the machine.
+    command: the command that started the run.
+    before: number of steps before the change.
     """
 
     machine: str
@@ -80,11 +94,14 @@ class Comparison:
     measures: tuple[Measure, ...]
 
     def cases(self) -> list[tuple[str, str]]:
-        """Return the pairs (size, change) in the order of measuring."""
+        """Return the pairs (model size, change) in the order in which they were measured."""
         return list(dict.fromkeys((each.size, each.change) for each in self.measures))
 
     def of(self, size: str, change: str) -> dict[str, Measure]:
-        """Return the measures of a case by way, in the order of `WAYS`; the middle one of repeated measures."""
+        """Return the measures of one model size and one change, by name of the way, in the order of `WAYS`.
+
+        If a way was measured several times, the successful measure whose total is closest to the median is returned.
+        """
         found: dict[str, Measure] = {}
         for way in WAYS:
             mine = [each for each in self.measures if (each.way, each.size, each.change) == (way, size, change)]
@@ -97,12 +114,12 @@ class Comparison:
         return found
 
     def to_json(self) -> str:
-        """Return the whole comparison as the text of a file."""
+        """Return the whole comparison as JSON text, which `from_json` reads."""
         return json.dumps({"format": FORMAT, **to_record(self)}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Comparison:
-        """Read the text of `to_json`; ConfigError for any other text."""
+        """Read text that `to_json` wrote. Raises ConfigError for any other text."""
         try:
             read: dict[str, Any] = json.loads(text)
             if read.pop("format") != FORMAT:
@@ -118,11 +135,12 @@ class Comparison:
 
 
 def ratios(found: Mapping[str, Measure]) -> list[tuple[Way, float, float]]:
-    """Return (live way, ratio with the certificate, ratio without it) for a case.
+    """Compare each live switch with the reference, DeepSpeed's universal checkpoint and a restart (`YARD`).
 
-    A ratio is (total of the yard - one steady step) ÷ the time that a live switch stands still. Without the certificate
-    the wait of a late switch is left out, as it contains the certificate. Empty unless the yard and a live way
-    succeeded.
+    found: the measures of one case, by name of the way. Return (way, ratio with the certificate, ratio without it) for
+    each live way that succeeded. A ratio is the time for which training stands still in the reference, divided by that
+    of the live switch. If state moves after the pause, the ratio without the certificate counts the pause alone,
+    because the certificate is then part of the first step's wait. The list is empty if the reference failed.
     """
     yard, said = found.get(YARD), []
     for name, each in found.items():

@@ -16,13 +16,13 @@ from ds_dynatrain.comparison.notes import Notes
 
 
 class DeepSpeedTrainer(workload.Trainer):
-    """A DeepSpeed engine in training, stock or ours."""
+    """Base class of trainers with a DeepSpeed engine, either stock or of this package."""
 
     engine: Any
 
     @property
     def done(self) -> int:  # type: ignore[override]
-        """Number of optimizer steps."""
+        """Number of optimizer steps taken."""
         return int(self.engine.global_steps)
 
     def train(self, tokens: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class DeepSpeedTrainer(workload.Trainer):
         return loss
 
     def state(self) -> Iterator[Tensor]:
-        """Yield all masters and moments, whole, by DeepSpeed's own functions."""
+        """Yield every master and moment as a whole tensor, using DeepSpeed's own functions."""
         for parameter in self.engine.module.parameters():
             yield deepspeed.utils.safe_get_full_fp32_param(parameter)
             for name in MOMENTS:
@@ -41,7 +41,7 @@ class DeepSpeedTrainer(workload.Trainer):
 
 
 class StockTrainer(DeepSpeedTrainer):
-    """An engine of stock DeepSpeed."""
+    """A trainer with an engine of stock DeepSpeed."""
 
     def __init__(self, task: Task, notes: Notes) -> None:
         super().__init__(task, notes)
@@ -53,7 +53,7 @@ class StockTrainer(DeepSpeedTrainer):
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
     def save(self) -> None:
-        """Save DeepSpeed's checkpoint, and wait until all ranks have."""
+        """Save DeepSpeed's own checkpoint, and wait until all ranks have saved theirs."""
         self.engine.save_checkpoint(str(Path(self.task.folder) / SAVED), tag="step")
         td.barrier()
 
@@ -63,6 +63,6 @@ class StockTrainer(DeepSpeedTrainer):
 
 
 def run(task: Task, notes: Notes) -> None:
-    """Run the old job or the new one."""
+    """Run the job before or after the restart, as the task says."""
     workload.restarted(task, notes, StockTrainer)
     td.destroy_process_group()

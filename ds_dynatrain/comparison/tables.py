@@ -1,4 +1,4 @@
-"""The figures as Markdown tables."""
+"""Markdown tables of the figures of a comparison."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ NOT_COUNTED = (
 
 
 def document(found: Comparison) -> str:
-    """Return all tables, case by case, with an explanation of the figures."""
+    """Return a Markdown document with the tables of all cases, and an explanation of the figures."""
     cases = [of_case(found, case, "####") for case in found.cases()]
     return "\n\n".join([origin(found), NOT_COUNTED, *cases]) + "\n"
 
 
 def origin(found: Comparison) -> str:
-    """Return where the figures come from."""
+    """Return a line that names the machine and the command with which the figures were measured."""
     return f"Measured on: {found.machine}. By: `{found.command}`."
 
 
 def of_case(found: Comparison, case: tuple[str, str], mark: str) -> str:
-    """Return the tables of one case below a heading, with a sentence on each live way and each that failed.
+    """Return a heading and the tables of one case, with a sentence about each live switch and about each failure.
 
-    mark: the heading's level.
+    case: the pair (model size, change). mark: the Markdown mark of the heading, for example "##".
     """
     measures = found.of(*case)
     live = [each.still for name, each in measures.items() if each.is_done and WAYS[name].is_live]
@@ -55,7 +55,7 @@ def of_case(found: Comparison, case: tuple[str, str], mark: str) -> str:
 
 
 def short(found: Comparison) -> str:
-    """Return one table for a README: a row for each way, a column for each case."""
+    """Return one table for a README with a row for each way to carry out a change and a column for each case."""
     cases = {case: found.of(*case) for case in found.cases()}
     names = {each.way for each in found.measures}
     head = (f"{_title(size, measures)}, {change}" for (size, change), measures in cases.items())
@@ -68,7 +68,7 @@ def short(found: Comparison) -> str:
 
 
 def verdicts(measures: Mapping[str, Measure]) -> list[str]:
-    """Return a sentence for each live way: (total - one steady step) ÷ pause, compared with its bar."""
+    """Return a sentence for each live switch that states its ratios (see `ratios`), and whether they reach the goal."""
     said = []
     for way, whole, apart in ratios(measures):
         first, second = "with the certificate", "without the certificate"
@@ -83,24 +83,27 @@ def verdicts(measures: Mapping[str, Measure]) -> list[str]:
 
 
 def parameters(measures: Mapping[str, Measure]) -> int:
-    """Return the number of parameters of a case's model; 0 if no way has succeeded."""
+    """Return the number of parameters of the model that was measured; 0 if no measurement succeeded."""
     return max(each.parameters for each in measures.values())
 
 
 def _title(size: str, measures: Mapping[str, Measure]) -> str:
-    """Return the name of a model by its number of parameters."""
+    """Return a model's number of parameters in words; the name of its size if no measurement succeeded."""
     count = parameters(measures)
     return f"{count / 1e6:.1f}M parameters" if count else size
 
 
 def _table(head: Row, lines: Iterable[Row]) -> str:
-    """Return a Markdown table, with numbers aligned to the right."""
+    """Return a Markdown table in which all columns but the first are aligned to the right."""
     marks = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
 
 
 def _row(each: Measure, best: float) -> Row:
-    """Return the row of one way. best: the shortest time of a live one, 0.0 if there is none."""
+    """Return the table row of one measure.
+
+    best: the shortest time for which training stood still in a live switch; 0.0 if none succeeded.
+    """
     way, still = WAYS[each.way], each.still
     if not each.is_done:
         return (way.title, "not possible", *[""] * (len(HEAD) - 2))

@@ -1,6 +1,6 @@
 """One rank of a comparison: `python -m ds_dynatrain.comparison.worker FOLDER TASK`, started by torchrun.
 
-Its first line of code ends the phase "start"; nothing heavy is imported before that.
+The phase "start" ends when `main` begins; nothing heavy is imported before that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ds_dynatrain.records import from_record
 
 
 def main(folder: Path, task: Task) -> None:
-    """Run the task, and write notes, also of an error."""
+    """Run the task, and write this rank's notes to `folder`, even if the task fails."""
     begin, notes = time.monotonic(), Notes()
     notes.stamps["started"] = begin
     try:

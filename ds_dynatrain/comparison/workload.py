@@ -1,4 +1,4 @@
-"""The training that is compared: a GPT over bytes, text for it, and how a rank trains before and after a restart."""
+"""The training job that all ways of changing a layout share: a GPT over bytes, its text, and the steps to train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEARNING_RATE = 5e-4
 
 
 class TransformerBlock(nn.Module):
-    """Attention to earlier places, then a feed-forward layer, each added to its input."""
+    """A transformer block: causal attention, then a feed-forward layer, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT over bytes; it returns the loss of guessing each next byte of a (batch, LENGTH + 1) tensor."""
+    """A GPT over bytes, which computes the loss of predicting each next byte of a (batch, LENGTH + 1) tensor."""
 
     def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the mean cross-entropy over all guessed bytes."""
+        """Return the mean cross-entropy over all predicted bytes."""
         x = self.byte(tokens[:, :-1]) + self.place.weight
         for block in self.blocks:
             x = block(x)
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Pieces of the source code of Python's standard library, each with its number."""
+    """Excerpts from the source code of Python's standard library, each with its sample number."""
 
     def __init__(self, count: int) -> None:
         text = bytearray()
@@ -73,13 +73,16 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return self._count
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return ((LENGTH + 1,) bytes, the number of the sample)."""
+        """Return (LENGTH + 1 bytes of text as integers, sample number)."""
         begin = index * self._stride
         return self._text[begin : begin + LENGTH + 1].long(), index
 
 
 class Trainer:
-    """Base of the trainers, one for each framework. done: number of optimizer steps."""
+    """Base class of the trainers, of which each framework has its own.
+
+    done: number of optimizer steps taken.
+    """
 
     done = 0
 
@@ -88,37 +91,40 @@ class Trainer:
         self.samples = Samples((BEFORE + AFTER + 1) * BATCH)
 
     def model_made(self) -> GPT:
-        """Return the model of the task, with the same weights in every process, and note its size."""
+        """Build the model of the task, with the same weights in every process, and record its number of parameters."""
         torch.manual_seed(0)
         model = GPT(*SHAPES[self.task.size])
         self.notes.parameters = sum(parameter.numel() for parameter in model.parameters())
         return model
 
     def train(self, tokens: Tensor) -> Tensor:
-        """Train a micro-batch, and return its loss."""
+        """Train one micro-batch, and return its loss."""
         raise NotImplementedError
 
     def state(self) -> Iterable[Tensor]:
-        """Yield all masters and moments, whole; a collective of the working ranks."""
+        """Yield every master and moment as a whole tensor. All working ranks must call this together."""
         raise NotImplementedError
 
     def save(self) -> None:
-        """Save all state into the folder of the task."""
+        """Save all state to the task's folder."""
         raise NotImplementedError
 
     def load(self) -> None:
-        """Load the saved state, in a world of any size."""
+        """Load the state that `save` wrote; the number of ranks may differ."""
         raise NotImplementedError
 
     def step(self) -> Any:
-        """Train this rank's part of the next global batch."""
+        """Train this rank's share of the next global batch."""
         each = BATCH // td.get_world_size()
         begin = self.done * BATCH + td.get_rank() * each
         numbers = list(range(begin, begin + each))
         self.noted(torch.stack([self.samples[number][0] for number in numbers]), numbers)
 
     def noted(self, tokens: Tensor, numbers: list[int]) -> None:
-        """Train a micro-batch of these samples, and note its seconds, loss and samples."""
+        """Train a micro-batch, and record its duration, loss and samples in the notes of the current step.
+
+        numbers: the sample numbers of the micro-batch.
+        """
         step, begin = self.notes.steps.setdefault(self.done + 1, Step()), time.monotonic()
         loss = self.train(tokens)
         step.seconds += time.monotonic() - begin
@@ -126,7 +132,10 @@ class Trainer:
         step.samples += numbers
 
     def digest(self, when: str) -> None:
-        """Note one digest of all state, which does not depend on how it is sharded."""
+        """Record one digest of all state, which does not depend on how the state is sharded.
+
+        when: the name under which to record it, "before" or "after" the change.
+        """
         found = hashlib.sha256()
         for value in self.state():
             found.update(value.detach().contiguous().numpy().data)
@@ -134,7 +143,10 @@ class Trainer:
 
 
 def restarted(task: Task, notes: Notes, kind: Callable[[Task, Notes], Trainer]) -> None:
-    """Run the old job, which saves and ends, or the new one, which loads and continues."""
+    """Run one of the two jobs of a change with a restart: the old one saves and ends, the new one loads and continues.
+
+    kind: makes the trainer.
+    """
     if task.part == "old":
         trainer = kind(task, notes)
         for _ in range(BEFORE):
@@ -154,7 +166,10 @@ def restarted(task: Task, notes: Notes, kind: Callable[[Task, Notes], Trainer]) 
 
 
 def go_on(trainer: Trainer, first: Callable[[], Any]) -> None:
-    """Train on after the change. first: makes the first step, or a micro-batch of it."""
+    """Continue training after the change, and take the measurements of its first step.
+
+    first: trains the first step, or the first micro-batch of it.
+    """
     notes = trainer.notes
     notes.stamp("ready")
     notes.resumed = trainer.done
@@ -170,7 +185,10 @@ def go_on(trainer: Trainer, first: Callable[[], Any]) -> None:
 
 
 def config(stage: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: bf16, and AdamW of torch, since DeepSpeed's own needs a compiler."""
+    """Return DeepSpeed's configuration: bf16, and torch's AdamW, because DeepSpeed's own needs a compiler.
+
+    stage: the ZeRO stage.
+    """
     return {
         "train_batch_size": BATCH,
         "steps_per_print": 10**9,

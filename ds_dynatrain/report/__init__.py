@@ -1,6 +1,6 @@
-"""Reports of switches: an event for each, as a log line, as a line of JSON and as a table.
+"""Reports of switches: each switch has an event, which is shown as a log line, as a line of JSON and in a table.
 
-Needs neither torch nor DeepSpeed, so that reports can be read anywhere.
+This package needs neither torch nor DeepSpeed, so that reports can be read anywhere.
 
 May import `records`; start with `event`.
 """

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 class Check:
     """One line of the report of `ds-dynatrain doctor`, about this machine.
 
-    is_well: whether a job can run with this value; None where any value will do. note: what to do about it, or what the
-    value is for.
+    name: the property that was checked.
+    value: the value that was found.
+    is_well: whether a job can run with this value; None if any value will do.
+    note: what to do about the value, or what it is for.
     """
 
     name: str

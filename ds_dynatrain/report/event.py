@@ -1,4 +1,4 @@
-"""The event that every switch ends with, whatever its outcome, as a line of text and as a line of JSON."""
+"""The event with which every switch ends, whatever its outcome, as a line of text and as a line of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logger of the package, `ds_dynatrain`: what it shows by default, and its lines about switches and long waits."""
+"""The package's logger, `ds_dynatrain`: its default handler, and functions that log switches and long waits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger("ds_dynatrain")
 
 
 class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Handler that writes the package's log to stderr while `logging` is not configured.
+    """A handler that writes the package's log to stderr unless `logging` has been configured.
 
-    Warnings appear on every process, information on the first process of each node only.
+    Warnings appear on every process, information only on the first process of each node.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,10 @@ def show_by_default() -> None:
 
 @contextmanager
 def telling_if_long(what: str | Callable[[], str]) -> Iterator[None]:
-    """Log what a blocking call waits for, once, if the block lasts longer than `LONG_SECONDS`."""
+    """Log once what this context waits for if it lasts longer than `LONG_SECONDS`.
+
+    what: a description of it, or a function that returns one.
+    """
 
     def tell() -> None:
         logger.info("has waited %g s for %s", LONG_SECONDS, what if isinstance(what, str) else what())
@@ -62,17 +65,17 @@ def telling_if_long(what: str | Callable[[], str]) -> Iterator[None]:
 
 
 def log_event(event: SwitchEvent) -> None:
-    """Log one event: a committed switch as information (a warning if it has warnings), any other end as a warning."""
+    """Log a switch: as information if it was committed without warnings, else as a warning."""
     quiet = event.outcome == "committed" and not event.warnings
     logger.log(logging.INFO if quiet else logging.WARNING, "%s", event.line())
 
 
 def log_gain(event: SwitchEvent) -> None:
-    """Log how much faster steps became after a switch that was made to save time, as a later window has measured."""
+    """Log how much faster steps became after a switch that was meant to save time, once that has been measured."""
     gains = 100 * (event.measured_gain or 0.0), 100 * (event.predicted_gain or 0.0)
     logger.info("switch %d: steps take %.1f %% less since, predicted %.1f %%", event.generation, *gains)
 
 
 def log_recompile(event: SwitchEvent) -> None:
-    """Log how long the first step after a switch took to compile again."""
+    """Log how long recompilation took in the first step after a switch."""
     logger.info("switch %d: compiled again in %.0f ms, after the pause", event.generation, event.recompile_ms or 0.0)

@@ -1,16 +1,18 @@
-"""A switch as rows of DeepSpeed's monitors: TensorBoard, W&B, csv."""
+"""Rows about switches for DeepSpeed's monitors: TensorBoard, W&B, csv."""
 
 from __future__ import annotations
 
 from ds_dynatrain.report.event import SwitchEvent
 
 Row = tuple[str, float, int]
-"""A name, a value, and the number of samples at which it is drawn, as in DeepSpeed's own rows."""
+"""A name, a value, and the number of samples trained so far (the x-axis), as in DeepSpeed's own rows."""
 
 
 def rows(event: SwitchEvent, samples: int) -> list[Row]:
-    """Return the rows of a switch; one that was not committed changes no size. samples: those trained before the
-    switch."""
+    """Return the rows of a switch; one that was not committed has only its outcome and its pause.
+
+    samples: number of samples trained before the switch.
+    """
     is_committed = event.outcome == "committed"
     values: dict[str, float] = {"committed": float(is_committed), "pause_ms": event.pause_ms}
     if is_committed:

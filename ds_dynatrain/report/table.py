@@ -1,4 +1,4 @@
-"""Events as a table for a terminal, narrow enough for one of 80 columns."""
+"""A table of switches for a terminal, which fits into 80 columns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _NUMBERS = ("pause,\nproof ms", "sent,\nleast MB", "peak\nMB")
 
 
 def table(events: Iterable[SwitchEvent]) -> Table:
-    """Return one row an event, for `rich.print`.
+    """Return a table with one row per switch, to print with `rich.print`.
 
-    The columns: the step at which it took effect; the layouts before and after; the members that train since; the
-    pause, and below it the certificate's share; bytes sent, and below it the fewest that would do; the most memory
-    that a member held; the outcome. What was not committed is explained below the table.
+    The columns are: the step at which the switch took effect; the layouts before and after; the members that train
+    after it; the pause and, below it, the part that the certificate took; bytes sent and, below them, the fewest
+    possible; the most memory that a member held; the outcome. The reasons of switches that were not committed stand
+    below the table.
     """
     made = Table(title="Switches", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     made.title_justify = made.caption_justify = "left"
@@ -37,7 +38,7 @@ def table(events: Iterable[SwitchEvent]) -> Table:
 
 
 def _row(event: SwitchEvent) -> tuple[str, ...]:
-    """Return the cells of one event."""
+    """Return the table cells of one switch."""
     return (
         str(event.step),
         f"{event.source.describe()}\n-> {event.target.describe()}",

@@ -1,4 +1,7 @@
-"""Events in a file: one line of JSON each, appended, so that a run has one file however often its rank 0 changes."""
+"""Reading and writing of event files, to which each event is appended as one line of JSON.
+
+A run has one file, however often its rank 0 changes.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,28 @@ from typing import Any
 from ds_dynatrain.report.event import SwitchEvent
 
 _LATER = {"recompile": "recompile_ms", "gain": "measured_gain"}
-"""Fields of an event that become known only after it was written, by the kind of the line that adds them."""
+"""Fields of a switch that become known only after its event was written, by the "event" of the line that adds them."""
 
 
 @dataclass(frozen=True)
 class EventWriter:
-    """Writer that appends events to the file at `path`, and makes its folder.
+    """A writer that appends events to the file at `path`, and creates its folder if needed.
 
-    No file stays open between two events. The present rank 0 writes; the next one goes on in the same file.
+    The file is closed after each event. The current rank 0 writes; the next rank 0 continues the same file.
     """
 
     path: Path
 
     def write(self, event: SwitchEvent) -> None:
-        """Append one event; it is in the file when this returns. Raises `OSError` if that fails."""
+        """Append one event to the file. Raises `OSError` if that fails."""
         self.write_line(event.to_json())
 
     def write_recompile(self, event: SwitchEvent) -> None:
-        """Append an event's time of recompilation, known only after the next step: `{"event": "recompile", ...}`."""
+        """Append a line `{"event": "recompile", ...}` with a switch's recompilation time, known after the next step."""
         self._write_later("recompile", event)
 
     def write_gain(self, event: SwitchEvent) -> None:
-        """Append an event's measured gain, known only after a later window: `{"event": "gain", ...}`."""
+        """Append a line `{"event": "gain", ...}` with a switch's measured gain, known only after a later window."""
         self._write_later("gain", event)
 
     def _write_later(self, kind: str, event: SwitchEvent) -> None:
@@ -39,16 +42,17 @@ class EventWriter:
         self.write_line(json.dumps(record, separators=(",", ":")))
 
     def write_line(self, line: str) -> None:
-        """Append one line; extensions pass JSON with an "event" of their own."""
+        """Append one line of JSON; the lines of extensions have an "event" of their own."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 
 def read_events(path: str | Path) -> list[SwitchEvent]:
-    """Return the events of a file in the order in which they were written; raises `ValueError` with the bad line.
+    """Return the switches in a file in the order in which they were written.
 
-    Lines that add later values go into their events; lines of extensions are skipped.
+    Values that later lines add are put into their switches, and lines of extensions are skipped. Raises `ValueError`
+    with the number of a line that is not valid.
     """
     events: list[SwitchEvent] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
@@ -65,7 +69,10 @@ def read_events(path: str | Path) -> list[SwitchEvent]:
 
 
 def _add_later(name: str, record: dict[str, Any], events: list[SwitchEvent]) -> None:
-    """Add a later value to the last event of its generation."""
+    """Set the field `name` of the last event with the record's generation to the value in the record.
+
+    Raises `ValueError` if there is no such event.
+    """
     for place in reversed(range(len(events))):
         if events[place].generation == record.get("generation"):
             changes: dict[str, Any] = {name: record.get(name)}

@@ -1,4 +1,4 @@
-"""A row of the support table: a key of DeepSpeed's configuration or a usage, and its verdict."""
+"""Rows of the support table, each of which gives a verdict on a key of DeepSpeed's configuration or on a usage."""
 
 from __future__ import annotations
 
@@ -90,17 +90,22 @@ class Row:
         return any(_same(value, other) or _text(value) == _text(other) != "" for other in self.values)
 
     def error(self, subject: str = "") -> UnsupportedError:
-        """Return the error for a refusal at the start. subject: the user's object that it is about, if not the key."""
+        """Return the exception for a refusal at the start.
+
+        subject: the user's object that is refused, if it is not the key.
+        """
         return UnsupportedError(f"{subject or self.key}: {self.why}; {self.instead}")
 
     def refused(self, subject: str = "") -> SwitchRefused:
-        """Return the error for a refusal of a switch; arguments as in `error`."""
+        """Return the exception for a refusal of a switch; the arguments are as in `error`."""
         return SwitchRefused(f"{subject or self.key}: {self.why}", self.instead)
 
 
 def works(section: str, keys: str, why: str = "", proof: str = "", **more: Any) -> tuple[Row, ...]:
-    """Return rows of keys that work, with a note if there is one. keys: separated by spaces; section: "" for the
-    top."""
+    """Return rows for keys that work, each with the same note.
+
+    section: the section of the keys; "" for the top level. keys: the keys, separated by spaces. why: the note.
+    """
     verdict = Verdict.NOTE if why else Verdict.WORKS
     return tuple(Row(_path(section, key), verdict, why, proof=proof, **more) for key in keys.split())
 

@@ -34,7 +34,7 @@ def all_tables() -> dict[str, tuple[Row, ...]]:
 
 
 def usage(name: str) -> Row:
-    """Return the row of what users do around DeepSpeed's configuration; KeyError if there is none."""
+    """Return the row about a usage of DeepSpeed outside its configuration. Raises KeyError if there is none."""
     return _USAGE[name]
 
 

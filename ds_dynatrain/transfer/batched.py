@@ -47,9 +47,10 @@ class DeviceLink(Protocol):
 class Batching:
     """The settings that decide which moves go in batches. All fields except `members` are equal on all members.
 
-    members: the peers with which this member exchanges batches; both members of a pair list each other. kinds: the
-    state kinds that are on accelerators both before and after the switch. most_peers: largest number of peers of any
-    member. budget_bytes: limit on staging memory.
+    members: the peers with which this member exchanges batches; both members of a pair list each other.
+    kinds: the state kinds that are on accelerators both before and after the switch.
+    most_peers: the largest number of peers that any member has.
+    budget_bytes: limit on staging memory.
     """
 
     members: frozenset[int]
@@ -65,7 +66,12 @@ class Batching:
 
 @dataclass(frozen=True)
 class Bundles:
-    """The batches with one peer: `outgoing` and `incoming` list the messages of each batch."""
+    """The messages that this member exchanges with one peer, grouped into batches.
+
+    peer: the other member.
+    sends, receives: the messages in both directions, before grouping.
+    outgoing, incoming: the messages of each batch in both directions.
+    """
 
     peer: int
     sends: MessageOutline
@@ -75,7 +81,7 @@ class Bundles:
 
     @staticmethod
     def of(exchange: Exchange, most: int) -> Bundles:
-        """Divide an exchange into bundles of at most `most` bytes; both members get the same bundles."""
+        """Divide an exchange into bundles of at most `most` bytes per direction; both members get the same bundles."""
         sends = MessageOutline.of(MoveRegions.of(exchange.sends, "source"), most, most)
         receives = MessageOutline.of(MoveRegions.of(exchange.receives, "target"), most, most)
         return Bundles(exchange.peer, sends, receives, bundled(sends.parcels, most), bundled(receives.parcels, most))
@@ -92,9 +98,11 @@ class Bundles:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of one member.
+    """The batches of one member.
 
-    exchanges: the batches with each peer. count: number of batches. staging_bytes: device memory for packed messages.
+    exchanges: the messages with each peer, grouped into batches.
+    count: number of batches.
+    staging_bytes: device memory for the packed messages of a batch.
     """
 
     exchanges: tuple[Bundles, ...] = ()
@@ -126,7 +134,10 @@ def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], .
 class BatchedMoves:
     """The execution of a member's batches, with at least one peer.
 
-    lent, into: the regions from which the member sends, and into which it receives.
+    source, target: the member's buffers before and after the switch.
+    transport: the transport over which members tell each other that they are ready.
+    link: the library that moves the bytes.
+    lent, into: the regions from which the member sends, and those into which it receives.
     """
 
     batches: Batches
@@ -150,7 +161,7 @@ class BatchedMoves:
                 self._hellos.append(begin(torch.zeros(1, dtype=torch.uint8), each.peer, READY))
 
     def run(self, deadline: float) -> None:
-        """Wait until each peer is ready, and run all batches. Errors are those of `Handle` and `DeviceLink.run`."""
+        """Wait until all peers are ready, and run all batches. Raises the errors of `Handle.wait` and of the link."""
         for hello in self._hellos:
             hello.wait(deadline)
         peers = [each.peer for each in self.batches.exchanges]
@@ -163,7 +174,7 @@ class BatchedMoves:
             self._exchange(number)
 
     def _exchange(self, number: int) -> None:
-        """Queue one batch. The device runs batches in order, so the staging of the previous batch can be reused."""
+        """Queue one batch. The device runs batches in order, so all batches can use the same staging memory."""
         sends, receives, landing, at = list[Message](), list[Message](), [], 0
         for each, lent, into in zip(self.batches.exchanges, self.lent, self.into, strict=True):
             outgoing, incoming = each.batch(number)

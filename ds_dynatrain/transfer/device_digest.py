@@ -1,4 +1,4 @@
-"""Digests of values on an accelerator: one kernel launch for all runs of a state kind, reading each byte once.
+"""Digests of values on an accelerator: one kernel launch handles all runs of a state kind, and reads each byte once.
 
 A program of the kernel handles one slice of the positions in a block (see `digests` for the formula) and iterates over
 the blocks of its run: it sums value * factor, and multiplies by the slice's weights once at the end. Weights are thus
@@ -37,7 +37,9 @@ _MASK = (1 << 64) - 1
 class DeviceRuns(NamedTuple):
     """Runs of bytes on a device, one per row.
 
-    address: address of the first byte. begin: offset of the first byte in its logical tensor. length: number of bytes.
+    address: address of the first byte.
+    begin: offset of the first byte in its logical tensor.
+    length: number of bytes.
     tensor: number of the tensor.
     """
 
@@ -48,7 +50,12 @@ class DeviceRuns(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The work of each kernel program: its run, its slice of a block, its first block and its number of blocks."""
+    """The work of each kernel program.
+
+    run: the number of the run that it reads.
+    slice: the slice of each block that it reads.
+    first, number: the first block and the number of blocks.
+    """
 
     run: Int64s
     slice: Int64s
@@ -57,10 +64,10 @@ class Programs(NamedTuple):
 
 
 def programs(runs: DeviceRuns) -> Programs:
-    """Return programs that together read every byte of the runs once.
+    """Divide runs among kernel programs that together read every byte once.
 
-    A run is cut into spans of at most WALK blocks, and a span into the slices in which it has bytes: all slices, unless
-    the span lies within one block.
+    A run is cut into spans of at most WALK blocks. A span within one block gets a program for each slice in which it
+    has bytes; a longer one gets a program for every slice.
     """
     end = runs.begin + runs.length
     first, last = runs.begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
@@ -78,10 +85,14 @@ def programs(runs: DeviceRuns) -> Programs:
 class DeviceTable:
     """Runs in the buffers of one device, and the kernel programs for them, valid for any addresses of the buffers.
 
-    columns: the columns of `DeviceRuns` as rows of int64, with addresses relative to the buffers. source: the buffer of
-    each run. programs: the columns of `Programs` as rows of int32. These three lie on the host or the device,
-    whichever is faster. ends: (buffers, low bits of addresses in them), each pair once. width: read width that offsets
-    and lengths allow, before the buffers' addresses are known.
+    device: the device of the buffers.
+    columns: the fields of `DeviceRuns` as rows of int64, with addresses relative to the buffers.
+    source: the buffer number of each run.
+    programs: the fields of `Programs` as rows of int32.
+    ends: the different pairs (buffer number, remainder of a run's relative address by WORD_BYTES), as two arrays.
+    width: the bytes per read that offsets and lengths permit, before the buffers' addresses are known.
+
+    The tensors `columns`, `source` and `programs` are on the host or on the device, whichever is faster.
     """
 
     device: torch.device
@@ -146,9 +157,9 @@ def weights(device: torch.device) -> torch.Tensor:
 
 
 def by_arithmetic(data: torch.Tensor, begin: int) -> int:
-    """Return the digest of bytes, computed by torch's int64 arithmetic.
+    """Return the digest of bytes on any device, computed by torch's int64 arithmetic.
 
-    data: uint8, 1-D. begin: offset of the first byte in its tensor.
+    data: the bytes, as a 1-D uint8 tensor. begin: offset of the first byte in its logical tensor.
     """
     low, high = (torch.from_numpy(table.view(np.int64).copy()).to(data.device) for table in tables())
     end, total, step = begin + data.numel(), 0, DEVICE_BLOCKS * BLOCK_BYTES

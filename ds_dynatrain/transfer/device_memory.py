@@ -29,7 +29,11 @@ MOST_PITCH = (1 << 31) - 1
 
 
 class Shared(NamedTuple):
-    """A reference to memory for other processes: the handle of an allocation, and an offset into it in bytes."""
+    """A reference with which other processes can find memory.
+
+    handle: the handle of an allocation.
+    offset: the offset into the allocation, in bytes.
+    """
 
     handle: bytes
     offset: int
@@ -74,7 +78,7 @@ class DeviceMemory:
         self._driver = driver
 
     def share(self, tensor: torch.Tensor) -> Shared:
-        """Return a reference with which other processes can read a tensor; raise TransferError if there is none."""
+        """Return a reference with which other processes can read a tensor. Raises TransferError if there is none."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         address = ctypes.c_uint64(tensor.data_ptr())
         with torch.cuda.device(tensor.device):
@@ -93,13 +97,14 @@ class DeviceMemory:
         return address.value
 
     def close(self, opened: int) -> None:
-        """Close an allocation that `open` returned."""
+        """Unmap an allocation. opened: the address that `open` returned."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(opened))
 
     def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
-        """Queue a copy of `matrix`, relative to an address in an open allocation, to `place` in `into` (uint8).
+        """Queue a copy from an open allocation into a local uint8 tensor.
 
-        Both matrices must have the same shape.
+        address: an address in the allocation. matrix: the bytes to read, relative to it. place: the bytes of `into` to
+        fill, in a matrix of the same shape.
         """
         source, target = address + matrix.begin, into.data_ptr() + place.begin
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -129,7 +134,7 @@ class DeviceMemory:
 
 @cache
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return the access to other processes' memory on devices like `device`, or None if there is none.
+    """Return an object that gives access to other processes' memory on devices like `device`; None if there is none.
 
     Accelerators other than CUDA can provide it: the function `device_memory()` of their torch module must return an
     object with the methods of `DeviceMemory`.

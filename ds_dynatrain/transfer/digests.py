@@ -45,10 +45,11 @@ _MASK = (1 << 64) - 1
 
 
 def digest(values: torch.Tensor, start: int = 0) -> int:
-    """Return the digest, in [0, 2^64), of elements start ... start + len(values) - 1 of one logical tensor.
+    """Return the digest, in [0, 2^64), of consecutive elements of one logical tensor.
 
-    `values` is 1-D and contiguous, of any dtype. The number is the same on every device. Digests of disjoint parts of a
-    tensor add up modulo 2^64 to the digest of the whole.
+    values: the elements, 1-D and contiguous, of any type and on any device; the digest does not depend on the device.
+    start: the index of the first element in the tensor. Digests of disjoint parts of a tensor add up modulo 2^64 to the
+    digest of the whole.
     """
     check_flat(values)
     if values.device.type != "cpu":
@@ -83,7 +84,7 @@ def bytes_of(values: torch.Tensor) -> Bytes:
 
 
 class Form(NamedTuple):
-    """The element size in bytes and the device of a buffer, which are known before the buffer exists."""
+    """The element size in bytes and the device of a buffer; these are known before the buffer exists."""
 
     itemsize: int
     device: torch.device
@@ -100,9 +101,9 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Runs on one device that are digested one after another; runs at equal steps are combined where possible.
+    """Series of runs on one device that are digested one after another, without the accelerator's kernel.
 
-    table: for each run, its tensor, its buffer, and the fields of `HostRuns`.
+    table: one column per series: the numbers of its tensor and its buffer, and the fields of `HostRuns`.
     """
 
     table: Int64s
@@ -132,8 +133,11 @@ class Rows:
 class ReadyDigest:
     """A digest computation prepared for some buffers of one state kind.
 
-    reach: smallest size of each buffer, in elements. tensors: number of tensors with a digest. nbytes: memory in use on
-    all devices.
+    buffers, forms: the name and the form of each buffer.
+    reach: the smallest possible size of each buffer, in elements.
+    tensors: number of tensors with a digest.
+    parts: the prepared computation for each device.
+    nbytes: memory that the prepared tables use on all devices.
     """
 
     buffers: tuple[BufferId, ...]
@@ -145,7 +149,7 @@ class ReadyDigest:
 
     @staticmethod
     def of(pieces: Pieces, forms: Sequence[Form], bases: Int64s) -> ReadyDigest:
-        """Prepare the digests of `pieces`. forms: one per buffer of `pieces`. bases: as in `digest_pieces`."""
+        """Prepare the digests of pieces. forms: the form of each buffer of `pieces`. bases: as in `digest_pieces`."""
         reach, columns = _reach(pieces, bases), _cut_at_tensors(pieces, bases)
         parts, nbytes, buffers_on = list[Rows | DeviceTable](), 0, dict[torch.device, list[int]]()
         for number, form in enumerate(forms):
@@ -158,7 +162,7 @@ class ReadyDigest:
         return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(parts), nbytes)
 
     def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:
-        """Return one digest per tensor; raise TransferError if the buffers do not match the prepared ones."""
+        """Return the digest of each tensor. Raises TransferError if the buffers are not as they were prepared for."""
         data, sums = [], np.zeros(self.tensors, dtype=np.uint64)
         for name, form, reach in zip(self.buffers, self.forms, self.reach, strict=True):
             values = _named(buffers, name)
@@ -179,12 +183,12 @@ class ReadyDigest:
 
 
 def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], bases: Int64s) -> UInt64s:
-    """Return the digests of many tensors of one state kind, from the runs that one rank holds: uint64, one per tensor.
+    """Return the digests of many tensors of one state kind, computed from the pieces that one rank holds.
 
-    `buffers` has the 1-D buffers that the pieces name. Tensor i has the coordinates bases[i] to bases[i + 1]; `bases`
-    is sorted and one longer than there are tensors. A run may span any number of tensors. Elements that no run covers
-    add nothing, so the results of ranks that hold disjoint parts are summed (uint64 addition) to the digests of the
-    whole tensors. TransferError if a run leaves its buffer or the line.
+    The result has one uint64 per tensor. buffers: the 1-D buffers that the pieces name. bases: sorted coordinates;
+    tensor i has the coordinates bases[i] to bases[i + 1]. A piece may span any number of tensors. Elements that no
+    piece covers add nothing, so if ranks hold disjoint parts, the sum (modulo 2^64) of their results is the digest of
+    the whole tensors. Raises TransferError if a piece exceeds its buffer or the range of coordinates.
     """
     return ReadyDigest.of(pieces, Form.all_of(buffers, pieces.buffers), bases).digests(buffers)
 
@@ -198,7 +202,7 @@ def _named(buffers: Mapping[BufferId, torch.Tensor], name: BufferId) -> torch.Te
 def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
     """Return how many elements each buffer must have to contain the pieces.
 
-    Raise TransferError for a piece outside the coordinate line, or with a negative offset.
+    Raises TransferError for a piece outside the range of coordinates, or with a negative offset.
     """
     reach = np.zeros(len(pieces.buffers), dtype=np.int64)
     if len(pieces):
@@ -228,7 +232,10 @@ def _table(columns: Int64s, sizes: Int64s, device: torch.device) -> DeviceTable:
 
 
 def _rows(columns: Int64s, sizes: Int64s, device: torch.device) -> Rows:
-    """Combine runs at equal steps into rows; without compiled code, only if spreading them out is worthwhile."""
+    """Combine runs at equal steps into series; without compiled code, only runs that lie close together.
+
+    columns: the result of `_cut_at_tensors`. sizes: the element size of each buffer.
+    """
     tensor, begin, count, source, at = columns
     first, number = np.arange(len(tensor)), np.ones(len(tensor), dtype=np.int64)
     if device.type == "cpu":

@@ -24,8 +24,11 @@ TAG = 1
 class TransferStats:
     """Bytes that a member moved in a switch, and the duration of each phase.
 
-    bytes_local: bytes copied within the member. bytes_in_place: bytes that did not have to move. staging_peak: most
-    staging bytes in use at once.
+    bytes_sent: bytes that reach other members in any way.
+    bytes_local: bytes copied within the member.
+    bytes_in_place: bytes that did not have to move.
+    staging_peak: most bytes of staging memory in use at once.
+    seconds_local, seconds_exchange, seconds_derived: duration of local copies, of exchanges with others, and of casts.
     """
 
     bytes_sent: int
@@ -45,18 +48,20 @@ def execute(
     deadline_seconds: float,
     link: DeviceLink | None = None,
 ) -> TransferStats:
-    """Fill the target buffers of a member.
+    """Fill the target buffers of a member as its plan says.
 
-    This runs local moves, reads from other accelerators, batches between accelerators, the plan's exchanges in order,
-    and finally derived moves. Exchanges are started as far ahead as the budget allows, and finished in order. The first
-    unfinished exchange of a member is also the first one of its peer, so members cannot deadlock.
+    The call runs local moves, reads from other accelerators, batches between accelerators, the plan's exchanges in
+    order, and finally derived moves (casts within target buffers). Exchanges are started as far ahead as the memory
+    budget allows, and finished in order. The first unfinished exchange of a member is also the first one of its peer,
+    so members cannot deadlock.
 
-    deadline_seconds: limit for the whole call. link: needed if the plan has batches. All members must have prepared
-    their plans for the same budget. A target buffer may share memory with a source buffer only where elements keep
-    their addresses; any other overlap is refused, so source buffers are unchanged until the derived moves. Elements
-    that no move writes (padding) are left unchanged.
+    source, target: the buffers before and after the switch, by state kind and buffer name. deadline_seconds: limit for
+    the whole call. link: needed if the plan has batches. All members must have prepared their plans for the same
+    budget. A target buffer may share memory with a source buffer only where elements keep their addresses; any other
+    overlap is refused, so source buffers are unchanged until the derived moves. Elements that no move writes (padding)
+    are left unchanged.
 
-    Raise TransferError before the first byte moves if the buffers do not fit the plan, TransferError if a connection
+    Raises TransferError before the first byte moves if the buffers do not fit the plan, TransferError if a connection
     fails, and MemberMissing when the deadline passes. After an error the target buffers and the transport are unusable.
     """
     begin = time.monotonic()
@@ -116,9 +121,10 @@ def execute(
 
 
 def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
-    """Carry out exchanges in order; when one is finished, start the next one.
+    """Carry out exchanges in order, of which up to `at_once` are under way at a time.
 
-    Receives are started before sends, so that buffers are ready for the peers' data.
+    streams: for each exchange, the stream of received messages and the stream of sent ones. Receives are started before
+    sends, so that buffers are ready for the peers' data.
     """
     for number, (incoming, outgoing) in enumerate(streams):
         while not (incoming.is_done and outgoing.is_done):

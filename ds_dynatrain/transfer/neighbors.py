@@ -1,4 +1,4 @@
-"""Neighbors: members on one machine that read each other's memory. Without the kernel's permission there are none.
+"""Neighbors: members on one machine that read each other's memory, as far as the kernel permits it.
 
 Linux's process_vm_readv transfers bytes with a single copy and no message. The kernel permits it to processes that may
 debug the other one: those of the same user and, where Yama restricts debugging to descendants, those that
@@ -38,16 +38,17 @@ ANYBODY, NOBODY = -1, 0
 """Values that permit all processes of the same user, or none, to read. From <linux/prctl.h>."""
 SEND, RECEIVE = "send", "receive"
 OFFER, TAKEN = 1, 2
-"""Kinds of packets: the sender offers a message; the receiver has read all of it."""
+"""Kinds of packets: OFFER says that the sender offers a message, TAKEN that the receiver has read all of it."""
 PACKET = struct.Struct("<BxxxIQQQ")
 """Format of a packet: its kind, the tag and number of the message, and the address and length in bytes of an offer."""
 Key = tuple[int, int]
 """Tag and number of a message."""
 Share = Callable[[str, Any], Mapping[int, Any]]
-"""`share(what, record)`: send this member's record (plain JSON) to all members, and return all records by member."""
+"""Function `share(what, record)` that sends this member's record (plain JSON) to all members, and returns all records
+by member."""
 
 PEER = struct.Struct("=iII")
-"""`struct ucred`: process, user, group."""
+"""Format of C structure `ucred`: the IDs of process, user and group."""
 PROBE_BYTES = 16
 BACKLOG = 4096
 STOP_SECONDS = 0.05
@@ -61,10 +62,10 @@ class _Region(ctypes.Structure):
 
 
 def machine() -> str:
-    """Return a name that is equal in processes that may be able to read each other's memory.
+    """Return a name that is the same in all processes that might be able to read each other's memory.
 
-    These share the kernel boot and the namespaces of processes and networks. The name is empty if the system does not
-    support reading other processes.
+    Such processes run on the same boot of the kernel, in the same process and network namespaces. The name is empty if
+    the system does not support reading the memory of other processes.
     """
     if sys.platform != "linux":
         return ""
@@ -77,17 +78,19 @@ def machine() -> str:
 
 
 def permit_readers(who: int = ANYBODY) -> None:
-    """Let other processes of this user read this process's memory where Yama would forbid it; ignore failures.
+    """Let other processes of this user read this process's memory even where Yama would forbid it; ignore failures.
 
-    The permission is per process, and closing `Neighbors` revokes it, so call this again afterwards if needed.
+    who: `ANYBODY`, or `NOBODY` to revoke the permission. `Neighbors.close` revokes it for the whole process, so call
+    this again afterwards if it is still needed.
     """
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(who & (1 << 64) - 1), 0, 0, 0)
 
 
 def read_memory(process: int, address: int, into: torch.Tensor) -> None:
-    """Fill a contiguous uint8 tensor in host memory with the bytes of another process from `address` on.
+    """Fill a contiguous uint8 tensor in host memory with bytes of another process.
 
-    Raise TransferError if the kernel does not permit it, or if there is no such process or memory.
+    process: the ID of the process. address: the address of the first byte there. Raises TransferError if the kernel
+    does not permit it, or if there is no such process or memory.
     """
     library, done, length = ctypes.CDLL(None, use_errno=True), 0, into.numel()
     library.process_vm_readv.restype = ctypes.c_ssize_t
@@ -105,7 +108,11 @@ def read_memory(process: int, address: int, into: torch.Tensor) -> None:
 class NeighborMessage:
     """A message to or from a neighbor.
 
-    data: the bytes to send, or the memory to fill. host: a copy of `data` in host memory, or `data` itself.
+    line: the connection to the neighbor.
+    what: "send" or "receive".
+    data: the bytes to send, or the memory to fill.
+    host: the memory that is read or filled: `data` itself, or host memory if `data` is on an accelerator.
+    is_done: whether all bytes have been read.
     """
 
     neighbors: Neighbors
@@ -128,8 +135,14 @@ class NeighborMessage:
 class NeighborLine:
     """The connection to one neighbor.
 
-    offers: addresses and lengths of offered messages that have not been read yet. sent, wanted: messages that the
-    neighbor has not read yet, and messages awaited from it.
+    member: the neighbor's member number.
+    process: the ID of its process.
+    outbox: packets that could not be sent yet.
+    numbers: number of messages begun so far, by direction and tag.
+    offers: address and length of each message that the neighbor offers and this member has not read yet.
+    sent: messages to the neighbor that it has not read yet.
+    wanted: messages awaited from the neighbor.
+    is_over: whether the neighbor has closed the connection.
     """
 
     member: int
@@ -143,7 +156,7 @@ class NeighborLine:
     is_over: bool = False
 
     def begin(self, message: NeighborMessage, tag: int) -> NeighborMessage:
-        """Offer the next message with a tag to the neighbor, or begin to wait for the neighbor's next one."""
+        """Offer a message with the given tag to the neighbor, or begin to wait for the neighbor's next one."""
         if not message.host.numel():
             message.is_done = True
             return message
@@ -168,7 +181,7 @@ class NeighborLine:
             self.outbox.clear()
 
     def listen(self) -> None:
-        """Process the packets that have arrived, and set `is_over` if the neighbor has closed the connection."""
+        """Process all packets that have arrived; set `is_over` if the neighbor has closed the connection."""
         try:
             while True:
                 packet = self.socket.recv(PACKET.size)
@@ -184,7 +197,8 @@ class NeighborLine:
     def settle(self) -> None:
         """Read all messages that are both offered and awaited, in the order of the offers.
 
-        Raise TransferError if lengths differ, or if the neighbor's memory can no longer be read.
+        Raises TransferError if the offered length is not the awaited one, or if the neighbor's memory can no longer be
+        read.
         """
         for key in [key for key in self.offers if key in self.wanted]:
             (address, length), message = self.offers.pop(key), self.wanted.pop(key)
@@ -220,8 +234,10 @@ class NeighborLine:
 class Neighbors:
     """The members on this machine that can read this member's memory, and whose memory this member can read.
 
-    Build it with `meet`, and `close` it after use. lenders: the neighbors for which the same holds for accelerator
-    memory.
+    Build it with `meet`, and `close` it after use.
+
+    lines: the connection to each neighbor.
+    lenders: the neighbors that can also read this member's accelerator memory, and the other way round.
     """
 
     def __init__(self, lines: Mapping[int, NeighborLine], lenders: frozenset[int] = frozenset()) -> None:
@@ -242,7 +258,8 @@ class Neighbors:
     ) -> Neighbors:
         """Find and connect to this member's neighbors. All members must call it.
 
-        stop: called while waiting for others; it may raise. device: this member's accelerator, if any. Raise
+        member: this member's number. share: sends a record to all members and returns theirs. stop: called while
+        waiting for others; it may raise an error to end the wait. device: this member's accelerator, if any. Raises
         MemberMissing if a neighbor does not connect within `seconds`, and any error of `share`.
         """
         deadline = time.monotonic() + seconds
@@ -290,20 +307,21 @@ class Neighbors:
         return frozenset(self._lines)
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Offer a tensor's bytes to a neighbor; bytes on an accelerator are copied to the host first."""
+        """Offer a tensor's bytes to a neighbor. Bytes on an accelerator are copied to host memory first."""
         line, data = self._line(member), bytes_of(tensor).to("cpu")
         return line.begin(NeighborMessage(self, line, SEND, data, data), tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Begin to receive the next message with that tag from a neighbor."""
+        """Begin to receive a neighbor's next message with the given tag into a tensor."""
         line, data = self._line(member), bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
         return line.begin(NeighborMessage(self, line, RECEIVE, data, host), tag)
 
     def advance(self, line: NeighborLine, what: str, since: float, deadline: float) -> None:
-        """Wait for a packet from any neighbor, and process it.
+        """Wait for packets from any neighbor, and process them.
 
-        Raise MemberMissing when the deadline passes, and TransferError if the neighbor of `line` has disconnected.
+        line: the connection whose message is awaited. what: that message in words. since: when the wait began. Raises
+        MemberMissing when the deadline passes, and TransferError if the neighbor of `line` has disconnected.
         """
         if line.is_over:
             raise TransferError(f"{what} with member {line.member} failed: its connection has ended")
@@ -352,7 +370,7 @@ class RoutedTransport:
 
 
 def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether a member is on this machine and the kernel lets this process read its memory."""
+    """Return whether a member is on this machine and its memory can be read, which is tested by reading its probe."""
     if not here["machine"] or card["machine"] != here["machine"]:
         return False
     address, expected = card["probe"]

@@ -1,7 +1,8 @@
 """Pulls: moves in which the receiver reads the sender's buffers directly from the sender's accelerator memory.
 
 Both members know from the plan which buffers are read. Over the ordinary transport, the sender tells the receiver where
-the buffers are, and the receiver tells the sender when it has read them. Both know the lengths of these messages.
+the buffers are, and the receiver tells the sender when it has read them. The plan also determines the lengths of these
+messages.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ RECORD = struct.Struct(f"={HANDLE_BYTES}sqq")
 class Sharing:
     """The settings that decide which moves are pulls. Both members of each pair must have the same settings.
 
-    memory: access to other processes' memory. members: the members with which this member shares memory, in both
-    directions. kinds: the state kinds whose source buffers are on accelerators on every member.
+    memory: access to other processes' accelerator memory.
+    members: the members with which this member shares memory, in both directions.
+    kinds: the state kinds whose source buffers are on accelerators on every member.
     """
 
     memory: DeviceMemory
@@ -44,8 +46,10 @@ class Sharing:
 class Pull:
     """The pulls between this member and a peer, in both directions.
 
-    lent: regions of this member that the peer reads. theirs, mine: regions of the peer that this member reads, and
-    regions that it fills with them. copies: `theirs` and `mine` as pairs of matrices.
+    peer: the other member.
+    lent: regions of this member that the peer reads.
+    theirs, mine: regions of the peer that this member reads, and its own regions that it fills with them.
+    copies: the pairs of `theirs` and `mine`, grouped into pairs of matrices.
     """
 
     peer: int
@@ -56,7 +60,7 @@ class Pull:
 
     @staticmethod
     def of(exchange: Exchange) -> Pull:
-        """Build a pull from an exchange."""
+        """Build the pulls that replace an exchange of messages."""
         theirs, mine = MoveRegions.of(exchange.receives, "source"), MoveRegions.of(exchange.receives, "target")
         both = pairs((theirs.which, theirs.begin), (mine.which, mine.begin), theirs.length)
         return Pull(exchange.peer, MoveRegions.of(exchange.sends, "source"), theirs, mine, both)
@@ -66,6 +70,10 @@ class Pull:
 class Pulling:
     """The execution of a member's pulls.
 
+    memory: access to other processes' accelerator memory.
+    pulls: the pulls with each peer.
+    source, target: this member's buffers before and after the switch.
+    transport: the transport for the messages.
     lent, into: the regions that other members read, and the regions that this member fills.
     """
 
@@ -98,9 +106,9 @@ class Pulling:
             self._places.append((table, self.transport.receive(table, pull.peer, WHERE)))
 
     def run(self, deadline: float) -> None:
-        """Read from all peers, and tell them when this member is done.
+        """Read from all peers, tell them when it is done, and wait until they have read from this member.
 
-        Raise TransferError if a peer's buffer is too short, and the errors of `Handle`.
+        Raises TransferError if a peer's buffer is too short, and the errors of `Handle.wait`.
         """
         with ExitStack() as opened:
             begins = dict[bytes, int]()  # address by allocation; each is opened once
@@ -125,7 +133,10 @@ class Pulling:
 
 
 def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> bytes:
-    """Return the location of a buffer for other members, as bytes."""
+    """Return the location of a buffer in the format that other members expect.
+
+    Raises TransferError if the buffer is in host memory.
+    """
     if held.device.type == "cpu":
         raise TransferError(
             f"{key[0]} in {tuple(key[1])} lies on {held.device}, and others look for it on an accelerator"
@@ -134,7 +145,10 @@ def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> bytes:
 
 
 def _where(pull: Pull, table: torch.Tensor) -> list[tuple[bytes, int]]:
-    """Return the handle and offset of each buffer to read; raise TransferError if a buffer is too short."""
+    """Return the allocation handle and offset of each buffer to read. Raises TransferError if a buffer is too short.
+
+    table: the peer's message with the locations.
+    """
     records, where = dict(zip(sorted(pull.theirs.keys), RECORD.iter_unpack(table.numpy().tobytes()), strict=True)), []
     for key, needed in zip(pull.theirs.keys, pull.theirs.reach.tolist(), strict=True):
         handle, offset, length = records[key]

@@ -28,13 +28,18 @@ CHUNK_BYTES = 4 * 1024 * 1024
 class ReadyPlan:
     """A member's plan with all the details that `execute` needs.
 
-    on_host: whether all buffers of all members are in host memory. local: regions that local moves read and write.
-    copies: `local` as pairs of matrices. exchanges: (peer, sends, receives), of which `at_once` may run at the same
-    time. derived: regions that casts read and write, all of them in target buffers. casts: `derived` as pairs of
-    matrices, in elements. staging: memory for packed messages, already touched; a slot is as long as the longest
-    message. bytes_sent: bytes that reach other members in any way. sharing, pulls: the settings for reads of
-    accelerator memory, and this member's reads. batching, batches: the settings for moves through the collectives
-    library, and this member's batches. Moves in pulls and batches are not in `exchanges`.
+    plan: the member's plan.
+    on_host: whether all buffers of all members are in host memory.
+    local: regions that local moves read, and regions that they write.
+    copies: the local moves as pairs of matrices of bytes.
+    exchanges: (peer, sent messages, received messages), without the moves in pulls and batches.
+    at_once: number of exchanges that may run at the same time.
+    derived: regions that casts read, and regions that they write; all of them are in target buffers.
+    casts: the casts as pairs of matrices of elements.
+    staging: memory for packed messages, already touched.
+    bytes_sent: bytes that reach other members in any way.
+    sharing, pulls: the settings for reads of accelerator memory, and this member's reads.
+    batching, batches: the settings for moves through the collectives library, and this member's batches.
     """
 
     plan: MemberPlan
@@ -62,7 +67,8 @@ class ReadyPlan:
     ) -> ReadyPlan:
         """Prepare a plan for buffers whose addresses are not known yet.
 
-        budget_bytes: most bytes of staging memory. Raise TransferError if that is too little.
+        budget_bytes: most bytes of staging memory. The other arguments are as in the fields of this class. Raises
+        TransferError if the budget is too small.
         """
         if budget_bytes < MINIMUM_BUDGET_BYTES:
             raise TransferError(
@@ -112,15 +118,15 @@ class ReadyPlan:
 
 
 def copies(read: MoveRegions, written: MoveRegions, rows: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:
-    """Return the local moves selected by `rows`, as pairs of matrices (read, written)."""
+    """Group local moves into pairs of matrices (read, written). rows: the moves to include, by default all."""
     mine, others = (read.which[rows], read.begin[rows]), (written.which[rows], written.begin[rows])
     return pairs(mine, others, read.length[rows])
 
 
 def _casts(moves: Moves, read: MoveRegions, written: MoveRegions) -> list[tuple[Matrix, Matrix]]:
-    """Return the casts as pairs of matrices (read, written) of elements.
+    """Group casts into pairs of matrices (read, written) of elements.
 
-    Runs that are adjacent in both buffers are merged, whatever their coordinates.
+    Moves that are adjacent in both buffers are merged, even if they belong to different tensors.
     """
     length = moves.stop - moves.start
     joined = (np.diff(read.which) == 0) & (np.diff(written.which) == 0)

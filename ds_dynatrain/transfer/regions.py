@@ -30,8 +30,12 @@ Key = tuple[str, BufferId, int]
 class MoveRegions:
     """The bytes that each move reads (side "source") or writes (side "target"), in buffers given by name.
 
-    keys: the buffers. reach: smallest size of each buffer, in bytes. which, begin, length: for each move, the index
-    into `keys`, the first byte and the number of bytes.
+    moves: the moves.
+    side: "source" or "target".
+    keys: the buffers that the moves use.
+    reach: the smallest possible size of each buffer, in bytes.
+    which, begin, length: for each move, the index of its buffer in `keys`, its first byte there, and its number of
+        bytes.
     """
 
     moves: Moves
@@ -60,10 +64,10 @@ class MoveRegions:
         return MoveRegions(moves, side, tuple(keys), reach, which.reshape(-1), begin, length)
 
     def among(self, buffers: Buffers) -> Regions:
-        """Return the regions in the memory of `buffers`.
+        """Return the same regions in the memory of the given buffers.
 
-        Raise TransferError, naming kind and buffer, if a buffer is missing or too short, or has a wrong shape or item
-        size.
+        Raises TransferError, naming kind and buffer, if a buffer is missing or too short, or has a wrong shape or
+        element size.
         """
         data = []
         for number, (kind, name, itemsize) in enumerate(self.keys):
@@ -92,9 +96,11 @@ class MoveRegions:
 class Regions:
     """The bytes that each move reads or writes, in memory.
 
-    data: the buffers as bytes (uint8). which, begin, length: for each move, the index into `data`, the first byte and
-    the number of bytes. bases, sizes: the address and the length of each buffer. is_on_host: whether all buffers are in
-    host memory.
+    data: the buffers as bytes (uint8).
+    which, begin, length: for each move, the index of its buffer in `data`, its first byte there, and its number of
+        bytes.
+    bases, sizes: the address and the length in bytes of each buffer.
+    is_on_host: whether all buffers are in host memory.
     """
 
     data: tuple[torch.Tensor, ...]
@@ -119,11 +125,11 @@ class Regions:
         object.__setattr__(self, "_flat", flat)
 
     def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy matrices of bytes end to end into `staged`. On an accelerator the copies are only queued."""
+        """Copy matrices of bytes one after another into `staged`. On an accelerator the copies are only queued."""
         self.copy_to(_all_of(staged), _placed(found), is_queued=True)
 
     def unpack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy `staged`, where matrices lie end to end, into them. On an accelerator the copies are only queued."""
+        """Copy bytes from `staged`, packed as by `pack`, to matrices. On an accelerator the copies are only queued."""
         _all_of(staged).copy_to(self, ((place, matrix) for matrix, place in _placed(found)), is_queued=True)
 
     def wait(self) -> None:
@@ -132,7 +138,7 @@ class Regions:
             torch.accelerator.current_stream(device).synchronize()
 
     def copy_to(self, other: Regions, both: Iterable[tuple[Matrix, Matrix]], is_queued: bool = False) -> None:
-        """Copy matrices of bytes into matrices of `other`. They must not overlap.
+        """Copy matrices of bytes from these buffers into the buffers of `other`; the matrices must not overlap.
 
         both: pairs (matrix here, matrix in `other`). is_queued: whether to return before an accelerator has completed
         the copies.
@@ -144,7 +150,7 @@ class Regions:
                 copy_matrix(self.data[mine.which], mine, other.data[theirs.which], theirs, is_queued)
 
     def view(self, matrix: Matrix) -> torch.Tensor:
-        """Return a matrix with a single run as a view of its buffer."""
+        """Return the bytes of a matrix that has a single run, as a view of its buffer."""
         return self.data[matrix.which].narrow(0, matrix.begin, matrix.length)
 
     def rows(self, rows: Ints) -> Regions:
@@ -159,9 +165,10 @@ class Regions:
 def copy_matrix(
     origin: torch.Tensor, read: Matrix, into: torch.Tensor, written: Matrix, is_queued: bool = False
 ) -> None:
-    """Copy runs of elements from one 1-D tensor to another: in one call, or run by run if they step back or overlap.
+    """Copy a matrix of elements from one 1-D tensor to a matrix of equal shape in another, with a cast if types differ.
 
-    Casts round as in torch (to nearest, ties to even). is_queued: as in `Regions.copy_to`.
+    The matrix is copied in one call, or run by run if its runs overlap or step backwards. Casts round as in torch (to
+    nearest, ties to even). is_queued: as in `Regions.copy_to`.
     """
     number, length = read.number, read.length
     if number == 1 or min(read.step, written.step) >= length:  # torch has no negative strides
@@ -175,7 +182,7 @@ def copy_matrix(
 
 
 def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
-    """Raise TransferError if `written` regions overlap `read` regions, which would overwrite bytes still needed."""
+    """Raise TransferError if `written` regions overlap `read` regions, so that unread bytes could be overwritten."""
     memory = []
     for parts in (read, written):
         base, size = interval.join([(part.bases, part.sizes) for part in parts])

@@ -1,6 +1,7 @@
 """Series: runs of equal length at equal steps, which numpy can copy or digest in one call.
 
-If the tensor axis cuts a dim, each row of a matrix is a run of its own; handled one by one, each costs microseconds.
+If the tensor axis cuts a dimension, each row of a weight is a separate run, and handling runs one by one would cost
+microseconds for each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Matrix(NamedTuple):
-    """A series of `number` runs of `length` bytes in buffer `which`: run i begins at byte begin + i * step."""
+    """A series of `number` runs of `length` bytes in buffer number `which`; run i begins at byte begin + i * step."""
 
     which: int
     begin: int
@@ -30,7 +31,10 @@ class Matrix(NamedTuple):
 
 
 def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
-    """Group runs, in order, into few matrices; adjacent runs are merged."""
+    """Group runs, in order, into few matrices, and merge adjacent runs.
+
+    which, begin, length: the buffer, first byte and number of bytes of each run.
+    """
     first, count = series(which * (int(length.max(initial=0)) + 1) + length, begin)
     found = _matrices(which, begin, length, first, count)
     for at, each in enumerate(found):
@@ -42,7 +46,8 @@ def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
 def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> list[tuple[Matrix, Matrix]]:
     """Group pairs of runs, in order, into few pairs of matrices of equal shape.
 
-    mine, others: (which, begin) of the first and of the second run of each pair. length: length of both.
+    mine, others: the buffer and the first byte of the first run of each pair, and of the second. length: the number of
+    bytes of both runs of each pair.
     """
     (which, begin), (into, at) = mine, others
     same = (which * (int(into.max(initial=0)) + 1) + into) * (int(length.max(initial=0)) + 1) + length
@@ -52,7 +57,10 @@ def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> l
 
 
 def _matrices(which: Ints, begin: Ints, length: Ints, first: Ints, count: Ints) -> list[Matrix]:
-    """Return one matrix per series of `count` rows that begins at row `first`; the step of a single run is 0."""
+    """Return one matrix for each series of runs. The step of a series with a single run is 0.
+
+    first, count: the number of the first run of each series, and its number of runs.
+    """
     step = np.where(count > 1, np.append(begin[1:], 0)[first] - begin[first], 0)
     columns = np.stack((which[first], begin[first], step, count, length[first]), axis=1)
     return list(map(Matrix._make, columns.tolist()))

@@ -1,4 +1,4 @@
-"""Execution of the plans of a member and of the absent members that it stands in for, in parallel threads."""
+"""Execution of plans by a member that also stands in for absent members: it sends the state that it has of theirs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ TAGS = 256
 
 @dataclass(frozen=True)
 class ActingTransport:
-    """The transport of `member`: this process's own member, or an absent one that it stands in for.
+    """A transport for the messages of this process's own member, or of an absent one that it stands in for.
 
+    transport: the transport that carries the messages.
+    member: the member for which messages are sent.
     stand_ins: the member that stands in for each absent one; the same on all members.
     """
 
@@ -56,9 +58,9 @@ def execute_standing_in(
 ) -> None:
     """Execute the plans of a member and of the absent members that it stands in for, as `execute` does.
 
-    sources: the source buffers of each of these members; a member without source state has none. target: the target
-    buffers of the member itself. stand_ins: the member that stands in for each absent one; the same on all members. The
-    buffers of absent members are in host memory. Errors are those of `execute`.
+    sources: the source buffers of each of these members; the member itself may be left out if it has no state. target:
+    the target buffers of the member itself. stand_ins: the member that stands in for each absent one; the same on all
+    members. The buffers of absent members must be in host memory. Raises the errors of `execute`.
     """
     member, deadline = plan.own.member, time.monotonic() + deadline_seconds
 

@@ -1,4 +1,4 @@
-"""Messages between two members in one exchange: division of moves into messages, sending and receiving.
+"""Messages between two members in one exchange: how moves are divided into messages, sent and received.
 
 A large move is sent directly from buffer to buffer, in messages of at most `longest` bytes. Small moves are packed, in
 order, into messages of at most `chunk` bytes, which both members stage. The list of messages depends only on the
@@ -22,14 +22,18 @@ from ds_dynatrain.transfer.series import Matrix, matrices
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 SLOTS = 4
-"""Staged messages in flight per direction; enough to overlap packing, transport and unpacking."""
+"""Most staged messages in flight per direction; enough to overlap packing, transport and unpacking."""
 DIRECT_BYTES = 256 * 1024
 """Smallest move that is not packed, in bytes: from this size on, a separate message costs less than two copies."""
 
 
 @dataclass(frozen=True)
 class MoveBatch:
-    """The moves in one message: all of `rows` (with start 0), or bytes `start` to `stop` of a single row."""
+    """The moves that one message contains: several whole moves, or a range of bytes of a single one.
+
+    rows: the row numbers of the moves.
+    start, stop: the first byte and the end of the range in a single move; for several moves, 0 and their total bytes.
+    """
 
     rows: tuple[int, ...]
     start: int
@@ -42,7 +46,11 @@ class MoveBatch:
 
 
 def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch]:
-    """Return the messages for moves of the given lengths (in bytes), in sending order."""
+    """Divide moves into messages, and return the messages in sending order.
+
+    lengths: the length of each move in bytes. chunk: most bytes of a message of packed moves. longest: most bytes of a
+    message with part of a single large move.
+    """
     length = np.array([*lengths], dtype=np.int64)
     direct = length >= min(DIRECT_BYTES, chunk)
     found: list[tuple[int, MoveBatch]] = []
@@ -62,7 +70,11 @@ def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message, and the matrices that contain its bytes, in order."""
+    """A message, and the places in local buffers that contain its bytes.
+
+    nbytes: the length of the message.
+    matrices: the places in the order of the message, as series of runs of bytes.
+    """
 
     nbytes: int
     matrices: tuple[Matrix, ...]
@@ -77,7 +89,10 @@ class Parcel:
 class MessageOutline:
     """The messages of one direction of an exchange.
 
-    longest: bytes of the longest message. slots: most staging slots that this direction uses.
+    places: the regions that the moves read or write.
+    parcels: the messages in sending order.
+    longest: bytes of the longest message.
+    slots: most staging slots that this direction uses at once for packed messages.
     """
 
     places: MoveRegions
@@ -87,7 +102,10 @@ class MessageOutline:
 
     @staticmethod
     def of(places: MoveRegions, chunk: int, longest: int) -> MessageOutline:
-        """Divide moves into messages. Both members get the same messages; each decides which of its own are packed."""
+        """Divide moves into messages, as `messages` does, and find their bytes in local buffers.
+
+        Both members get the same messages, but a message may be packed on one member only.
+        """
         parcels, reach, slots = list[Parcel](), 0, 0
         for message in messages(places.length.tolist(), chunk, longest):
             rows, nbytes = [*message.rows], message.nbytes
@@ -102,10 +120,12 @@ class MessageOutline:
 
 
 class Staging:
-    """Reusable slots of staging memory, at most 2 * SLOTS for each running exchange.
+    """A pool of reusable slots of staging memory; a running exchange uses at most 2 * SLOTS of them.
 
-    chunk: size of a slot in bytes. is_pinned: whether slots are page-locked, which makes copies of an accelerator
-    asynchronous and four to seven times as fast. peak: most bytes in use at once.
+    chunk: the size of a slot in bytes.
+    is_pinned: whether slots are page-locked, which makes an accelerator's copies asynchronous and four to seven times
+        as fast.
+    peak: most bytes in use at once so far.
     """
 
     def __init__(self, chunk: int, is_pinned: bool = False) -> None:
@@ -113,7 +133,7 @@ class Staging:
         self._free, self._used, self.peak = list[torch.Tensor](), 0, 0
 
     def reserve(self, slots: int) -> None:
-        """Allocate slots, and touch their pages, until `slots` of them are free."""
+        """Allocate slots until `slots` of them are free, and touch their memory so that first use is fast."""
         while len(self._free) < slots:
             slot = self._slot()
             if not self.is_pinned:  # locked pages exist already
@@ -128,12 +148,12 @@ class Staging:
         return slot[:nbytes]
 
     def give(self, staged: torch.Tensor) -> None:
-        """Return to the pool a slot that `take` returned."""
+        """Put a slot that `take` returned back into the pool."""
         self._used -= staged.numel()
         self._free.append(staged.as_strided((self.chunk,), (1,)))
 
     def _slot(self) -> torch.Tensor:
-        """Allocate a slot; it is not pinned if the system or the accelerator does not support more pinned memory."""
+        """Allocate a slot, page-locked if requested; from the first failure to lock memory on, use ordinary memory."""
         if self.is_pinned:
             with suppress(RuntimeError):
                 return torch.empty(self.chunk, dtype=torch.uint8, pin_memory=True)
@@ -150,7 +170,7 @@ class _UnderWay:
 
 @dataclass
 class Stream:
-    """The messages to (`is_send`) or from one member.
+    """The messages that this member sends to another one (if `is_send`) or receives from it, in one exchange.
 
     `advance` starts messages while slots are free; `finish` waits for the oldest one. Two members that repeatedly
     advance both of their streams and then finish the oldest message of both cannot deadlock: the oldest message of a
@@ -191,7 +211,7 @@ class Stream:
             self._next += 1
 
     def finish(self, deadline: float) -> None:
-        """Wait for the oldest started message, and unpack a received one. If no message is started, do nothing."""
+        """Wait for the oldest started message, and unpack it if it was received. Do nothing if none is started."""
         if not self._under_way:
             return
         oldest = self._under_way.popleft()

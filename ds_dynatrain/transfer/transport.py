@@ -32,14 +32,14 @@ MINIMUM_WAIT_SECONDS = 0.001
 ROUNDING_SECONDS = 0.005
 """A failure within this time before the deadline counts as a timeout."""
 LOOK_SECONDS = 0.25
-"""Interval between two calls of `stop` during a wait."""
+"""Seconds between two calls of `stop` during a wait."""
 RELAY_TAG = 2
 RELAY_BYTES = 16 << 20
 """Tensors are relayed in parts of at most this size, so that all levels of the tree work at the same time."""
 
 
 class Handle(Protocol):
-    """A running send or receive."""
+    """A send or receive that was started, for which `wait` waits."""
 
     def wait(self, deadline: float) -> None:
         """Wait until the message is done; `deadline` is a `time.monotonic()` value.
@@ -49,25 +49,25 @@ class Handle(Protocol):
 
 
 class Transport(Protocol):
-    """Sends and receives 1-D contiguous tensors; members are named by their ids."""
+    """A transport that sends and receives 1-D contiguous tensors; the module's docstring states its contract."""
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Start to send the tensor's bytes to `member`."""
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Start to receive from `member` into the tensor."""
+        """Start to receive a message from `member` into the tensor."""
 
 
 class GroupTransport:
-    """Point-to-point messages over a process group with a gloo back-end for CPU tensors, registered or hand-made.
+    """Point-to-point messages over a process group that has a gloo back-end for CPU tensors.
 
-    `members[r]` is the member id of the group's rank r. Tensors on an accelerator travel through host memory. Gloo
-    closes all connections of a group when one wait times out, so one missing member ends the group: build another
-    without it.
+    members: the member number of each rank of the group. Tensors on an accelerator travel through host memory. Gloo
+    closes all connections of a group when one wait times out, so after a member is missing, build a new group without
+    it.
 
-    stop: called during every wait that lasts; it raises an error to end the wait. Given in jobs whose members may die
-    while others go on. A message that is being sent when its sockets are shut down is lost to gloo, which then waits
-    until the deadline.
+    stop: called repeatedly during long waits; it ends the wait by raising an error. It is needed in jobs that outlive
+    the death of members: if sockets are shut down while a message is being sent, gloo loses the message and waits until
+    the deadline.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class _GroupHandle:
 
 
 def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
-    """Make a call in a daemon thread, and return its future. The thread may be abandoned."""
+    """Make a call in a daemon thread, and return its future. The thread does not keep the process alive."""
     ended: futures.Future[T] = futures.Future()
 
     def run() -> None:
@@ -162,7 +162,10 @@ def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor as uint8, which every back-end can send."""
+    """Return a view of a tensor as bytes (uint8), which every back-end can send.
+
+    Raises TransferError unless the tensor is 1-D and contiguous.
+    """
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise TransferError(f"only 1-D contiguous tensors travel, got shape {tuple(tensor.shape)}: flatten first")
     return tensor.detach().view(torch.uint8)
@@ -171,10 +174,11 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def send_down(
     tree: Sequence[int], mine: int, tensors: Sequence[torch.Tensor], transport: Transport, deadline: float
 ) -> None:
-    """Broadcast `tensors` from the first member of `tree` to all others. Every member of `tree` calls this.
+    """Broadcast tensors from the first member of `tree` to all others in it. All members of `tree` must call this.
 
-    tree: the members; member i of the list sends to members 2i + 1 and 2i + 2. deadline: a `time.monotonic()` value.
-    Errors are those of `Handle.wait`.
+    tree: the members as a binary tree: the one at index i sends to those at 2i + 1 and 2i + 2. mine: this member.
+    tensors: the values to send or, on other members, tensors to fill. deadline: a `time.monotonic()` value. Raises the
+    errors of `Handle.wait`.
     """
     place = tree.index(mine)
     below = tree[2 * place + 1 : 2 * place + 3]

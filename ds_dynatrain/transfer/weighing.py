@@ -1,7 +1,7 @@
 """The weights of a digest, and the weighted sum over runs of bytes on the CPU.
 
-The sum is compiled (`weigh.c`) if that was built, and computed by numpy otherwise. Both give the same number; compiled
-code is two to five times as fast (`tools/bench_digest.py`).
+The sum is computed by compiled code (`weigh.c`) if it was built, and by numpy otherwise. Both give the same number;
+compiled code is two to five times as fast (`tools/bench_digest.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_UNITS = 16384
 """Units of 8 bytes per block: 2 tables + scratch + data = 512 KiB, the fastest that still leaves half of a 1 MiB L2."""
 BLOCK_BYTES = BLOCK_UNITS * UNIT_BYTES
 WORD_BYTES, SLICES = 4, 16
-"""On accelerators: bytes per read (half a unit), and the number of slices of a block, one per kernel program."""
+"""Bytes per read on accelerators (half a unit), and number of slices of a block; a kernel program reads one slice."""
 SPREAD_BYTES = 8 * BLOCK_BYTES
 """Size in bytes of the scratch memory in which numpy places runs at their distances in the tensor."""
 
@@ -50,7 +50,7 @@ class HostRuns(NamedTuple):
 
 
 def is_compiled() -> bool:
-    """Return whether the compiled sum was built."""
+    """Return whether the compiled implementation of the sum was built."""
     return weigh is not None
 
 
@@ -78,7 +78,8 @@ class InNumpy:
     def sum(self, data: Bytes, runs: HostRuns) -> int:
         """Return the weighted sum of runs, like `Compiled.sum`.
 
-        Several runs are placed at their distances in the tensor, with zeros between them, which add nothing.
+        Several runs are copied into one array at the distances that they have in the tensor. The zeros between them add
+        nothing.
         """
         first, stride, count, length, begin, step = runs
         if not count * length:

@@ -2,14 +2,14 @@
 
 | file | role |
 |---|---|
-| `torch_files` | files of `torch.save`, without their values and without running anything; the CRC32s in them |
-| `foreign` | what a checkpoint of any tool tells of a training, and how it is written as one of ours |
-| `zero_files` | a checkpoint folder of DeepSpeed's: which file has which buffer of which rank |
-| `zero_folder` | the same as rows of a manifest, by the arithmetic of the space; from the files alone |
-| `universal_folder` `dcp_folder` `safetensors` | DeepSpeed's universal format, torch's DCP, safetensors: both ways |
-| `recognize` | which tool's checkpoint lies at a path |
+| `torch_files` | reads the structure of `torch.save` files without values and without running code; checks CRC32s |
+| `foreign` | describes a checkpoint of any tool, and converts it to one of ours |
+| `zero_files` | finds the buffers of each rank in a DeepSpeed checkpoint folder |
+| `zero_folder` | describes these buffers as rows of a manifest, with or without the model |
+| `universal_folder` `dcp_folder` `safetensors` | read and write DeepSpeed's universal format, DCP, safetensors |
+| `recognize` | finds out which tool wrote the checkpoint at a path |
 
-Knows no engine and no DeepSpeed: the files say what they are.
+This package uses neither an engine nor DeepSpeed; it knows only what the files contain.
 
 May import what `checkpoint` may; start with `recognize`.
 """

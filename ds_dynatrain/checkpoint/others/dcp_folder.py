@@ -1,10 +1,10 @@
 """Folders of torch's distributed checkpoint (DCP): reading one, and writing one of our checkpoints as one.
 
-The file `.metadata` describes the content. It is a pickle, but is never executed: it yields only plain values and
-`Opaque` stand-ins for torch's records. A data file contains many small files of `torch.save`, one per piece of a
-tensor.
+The file `.metadata` describes the content. It is a pickle, but is never executed: reading it yields only plain values
+and `Opaque` objects that represent torch's records. A data file contains many small files of `torch.save`, one per
+piece of a tensor.
 
-| key | what is taken from it |
+| key | what is read from it |
 |---|---|
 | `model.NAME`, else all tensors | weights; masters are made of the trained ones |
 | `optim.state.NAME.exp_avg` `.step` | moments and steps |
@@ -70,7 +70,7 @@ STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
 DATA = "__0_0.distcp"
 """Torch's name of the first data file of rank 0."""
 Keys = tuple[str, ...]
-"""The levels of a key."""
+"""The levels of a key, outermost first."""
 
 
 STAND_INS = (
@@ -95,16 +95,16 @@ def is_dcp(path: Path) -> bool:
 
 
 def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a torch distributed checkpoint.
+    """Return a description of a torch distributed checkpoint; tensor values are not read.
 
-    trust_pickle: whether to unpickle values that are neither tensors nor plain; the metadata is never unpickled. Raise
-    CheckpointError for refused content, CheckpointDamaged if a part is missing or invalid.
+    trust_pickle: whether to unpickle values that are neither tensors nor plain; the metadata is never executed. Raises
+    CheckpointError for refused content, and CheckpointDamaged if a part is missing or invalid.
     """
     return _Folder.open(path, trust_pickle).foreign()
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that yields only stand-ins and plain values, and never looks up a class that the file chooses."""
+    """An unpickler that makes only plain values and `Opaque` objects, and never imports a class that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -122,8 +122,9 @@ class _Reader(pickle.Unpickler):
 class _Folder:
     """A checkpoint as described by its metadata.
 
-    keys: the levels of each key. shapes: the shape of each key, None if it is no tensor. places: for each key, its
-    pieces as (offset in the tensor, file, first byte, length).
+    keys: the levels of each key.
+    shapes: the shape of each key's tensor; None if its value is no tensor.
+    places: the pieces of each key's value, as (offset in the tensor, file, first byte, length in bytes).
     """
 
     path: Path
@@ -195,7 +196,7 @@ class _Folder:
         return Foreign(self.path, FORMAT, manifest, tensors, step, carry, left_out=tuple(left_out), archives=archives)
 
     def _weights(self) -> dict[str, str]:
-        """Return the key of each weight, by the name of the weight."""
+        """Return the key of each weight, by parameter name."""
         tops = {each[0] for each in self.keys.values() if len(each) > 1}
         if MODEL in tops:
             return {".".join(each[1:]): key for key, each in self.keys.items() if each[0] == MODEL and len(each) > 1}
@@ -216,10 +217,11 @@ class _Folder:
         return found
 
     def _groups(self, weights: Collection[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Return (hyper-parameters of the groups, group of each tensor).
+        """Return (hyper-parameters of each optimizer group, number of each tensor's group).
 
-        If the checkpoint has hyper-parameters per tensor, tensors with equal ones form a group. Otherwise it has
-        groups; raise CheckpointError if a group lists anything but names of weights.
+        weights: the names of all weights. If the checkpoint has hyper-parameters per tensor, tensors with equal ones
+        form a group. Otherwise it has groups. Raises CheckpointError if a group lists something that is no weight or is
+        in two groups.
         """
         said: dict[str, dict[str, Any]] = {}
         for key, each in self.keys.items():
@@ -291,9 +293,10 @@ class _Folder:
 
 
 def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the levels of a key for which the metadata has no path.
+    """Derive the levels of a key whose path the metadata does not give.
 
-    If the checkpoint has an optimizer, keys are those of torch's `get_state_dict`; otherwise a key is a plain name.
+    keys: all keys of the checkpoint. If some belong to an optimizer, keys are split as torch's `get_state_dict` joins
+    them; otherwise a key is a parameter name with a single level.
     """
     if not any(each.startswith(f"{OPTIM}.") for each in keys):
         return (key,)
@@ -305,7 +308,7 @@ def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def _levels(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the levels of a key in normal form: one entry per level, with `optim` as the name of the optimizer."""
+    """Bring the levels of a key into one form: `optim` as the name of the optimizer, and its levels separate."""
     top, *rest = path
     if top not in OPTIMS or not rest:
         return path
@@ -340,11 +343,12 @@ def to_dcp(
     dtype: torch.dtype | None = None,
     progress: Progress = silent,
 ) -> Path:
-    """Write weights, optimizer states and hyper-parameters into a new folder, which becomes visible when complete.
+    """Convert one of our checkpoints to torch's format, in the new folder `path`; return the folder.
 
-    carry: the decoded shared state of the checkpoint. dtype: the type of `model.*`; None for masters and unchanged
-    frozen weights. This needs memory for the largest tensor. Raise CheckpointError if the folder exists,
-    CheckpointDamaged if values are not what was saved.
+    The folder becomes visible when it is complete. carry: the decoded shared extra state of the checkpoint. dtype: the
+    type of the values of `model`; None to write masters, and frozen weights in their own type. progress: called with
+    the bytes of each tensor. The conversion needs memory for the largest tensor. Raises CheckpointError if the folder
+    exists, and CheckpointDamaged if values are not what was saved.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -397,7 +401,7 @@ def to_dcp(
 
 
 def _written(item: Any, value: Any, file: BinaryIO) -> Any:
-    """Append a tensor, or bytes that torch has serialized, to the file; return its place as torch notes it."""
+    """Append a tensor, or bytes that torch has serialized, to the file; return torch's record of its position."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
 
@@ -411,7 +415,7 @@ def _written(item: Any, value: Any, file: BinaryIO) -> Any:
 
 
 def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
-    """Put a value into nested tables: torch notes the levels of a name, which may have dots of its own."""
+    """Put a value into nested dictionaries, one per level of its key; a level may contain dots."""
     *tables, last = path
     for name in tables:
         state = state.setdefault(name, {})
@@ -419,7 +423,7 @@ def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
 
 
 def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[LogicalTensor, str, torch.dtype]]:
-    """Return tensor, state kind and type by name in the other checkpoint."""
+    """Return the tensors to write, as (tensor, state kind, element type) by key in the new checkpoint."""
     found: dict[Keys, tuple[LogicalTensor, str, torch.dtype]] = {}
     rows = saved.manifest.rows
     for tensor in saved.record.logical_tensors():
@@ -435,7 +439,7 @@ def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[Logical
 
 
 def _plain(saved: Saved, carry: Mapping[str, Any]) -> dict[Keys, Any]:
-    """Return scalars of each tensor, and hyper-parameters by tensor, as torch flattens them."""
+    """Return the optimizer's scalars and hyper-parameters of each tensor, by key in the new checkpoint."""
     found: dict[Keys, Any] = {}
     tensors = saved.record.logical_tensors()
     for name, table in carry.get("scalars", {}).items():

@@ -1,18 +1,20 @@
-"""Description of another tool's checkpoint: where each value is stored, and the state outside tensors that it has.
+"""Description of another tool's checkpoint: where each value is stored, and what state it has outside tensors.
 
-| key of `carry` | value |
+The state outside tensors is called the carry; it is a dictionary.
+
+| key of the carry | value |
 |---|---|
 | `groups` | hyper-parameters of each optimizer group, by name |
 | `scalars` | the optimizer's scalars: name -> number of the tensor, as text -> number |
-| `counters` `windows` | as in the carry of a training |
-| `scaler` | fields of the loss scale, by DeepSpeed's names |
-| `scheduler` `random-LTD` | their states |
+| `counters` `windows` | as in the carry of a running job |
+| `scaler` | the loss scaler's fields, by DeepSpeed's names |
+| `scheduler` `random-LTD` | the states of the learning rate schedule and of random-LTD |
 
 A job that loads the checkpoint keeps its own values for everything that the checkpoint lacks.
 
-`take` converts it to one of our checkpoints, tensor by tensor and atomically, like a save. This needs memory for the
-largest tensor in one state kind. If the checkpoint has only weights, masters are made from them, and the optimizer of a
-job that loads the result starts fresh.
+`take` converts such a checkpoint to one of ours, tensor by tensor and atomically, like a save. This needs memory for
+the largest tensor in one state kind. If the checkpoint has only weights, masters are made from them, and the optimizer
+of a job that loads the result starts fresh.
 """
 
 from __future__ import annotations
@@ -45,9 +47,15 @@ LOW = (torch.float32, torch.bfloat16, torch.float16)
 class Foreign:
     """The description of another tool's checkpoint.
 
-    format: the name of its format for messages. manifest: its rows refer to files below `path` and have no digests.
-    tensors: the logical tensors, ordered by group, frozen ones last. step: number of optimizer steps done. left_out:
-    names of content that is not converted. archives: zip files with CRC32s of all values.
+    path: its folder or file.
+    format: the name of its format for messages.
+    manifest: the position of each value; rows refer to files below `path` and have no digests.
+    tensors: the logical tensors, ordered by group, frozen ones last.
+    step: number of optimizer steps done.
+    carry: the state outside tensors, as in the table above.
+    buffers: the module's buffers by name.
+    left_out: names of content that is not converted.
+    archives: the zip files whose CRC32s cover all values.
     """
 
     path: Path
@@ -69,7 +77,7 @@ class Foreign:
 def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> ManifestRow:
     """Return the manifest row of a tensor that is stored as a whole.
 
-    Raise CheckpointError if its size differs, or if it is not stored in row-major order.
+    Raises CheckpointError if the stored tensor has another size or is not in row-major order.
     """
     if stored.numel != tensor.numel or not stored.is_dense:
         raise CheckpointError(
@@ -91,7 +99,7 @@ def cast_from_master(tensor: LogicalTensor, dtype: torch.dtype) -> ManifestRow:
 
 
 def in_order(tensors: Iterable[LogicalTensor]) -> tuple[LogicalTensor, ...]:
-    """Sort tensors by group, frozen ones last, otherwise as given."""
+    """Sort tensors by group, with frozen ones last; tensors of one group keep their order."""
     return tuple(sorted(tensors, key=lambda tensor: (not tensor.trainable, tensor.group)))
 
 
@@ -101,9 +109,10 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_of(folder: Path, value: Any) -> float:
-    """Return an optimizer's scalar, given as a number or a stored tensor.
+    """Return a scalar of an optimizer as a number.
 
-    Raise CheckpointDamaged if the tensor has several elements.
+    value: a number, or a stored tensor, which is read from its file in `folder`. Raises CheckpointDamaged if the tensor
+    does not have exactly one element.
     """
     if isinstance(value, Stored) and value.numel != 1:
         raise CheckpointDamaged(f"{folder / value.file} has a tensor of shape {value.shape} where a number is expected")
@@ -113,11 +122,12 @@ def number_of(folder: Path, value: Any) -> float:
 def take(
     foreign: Foreign, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress = silent
 ) -> Path:
-    """Write a described checkpoint to a folder of checkpoints as its latest one; return the path of the new checkpoint.
+    """Convert another tool's checkpoint into the latest checkpoint of a folder of ours; return the path of the result.
 
-    carry, rest: encoded. tensors: those that the rest announces. Raise CheckpointDamaged, naming tensor and kind, for a
-    description that cannot be true, and, naming file and member, for values with a wrong CRC32; CheckpointError if
-    there is a checkpoint of that step already. A failure leaves nothing behind.
+    carry: the encoded shared extra state. rest: the encoded extra state of rank 0. tensors: the tensors to which `rest`
+    refers. progress: called with the bytes of each tensor. Raises CheckpointDamaged, naming tensor and kind, for an
+    impossible description, or, naming file and member, for values with a wrong CRC32. Raises CheckpointError if the
+    folder already has a checkpoint of that step. A failure leaves nothing behind.
     """
     check_names([each.name for each in foreign.tensors], foreign.kinds)
     check_tensors(foreign.tensors)
@@ -152,12 +162,15 @@ def take(
 
 
 def bytes_of(foreign: Foreign) -> int:
-    """Return how many bytes `take` reports to `progress`."""
+    """Return the number of bytes that `take` reports to its `progress` in total."""
     return sum(tensor.numel * dtype.itemsize for tensor in foreign.tensors for _, dtype in _stored(foreign, tensor))
 
 
 def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress: Progress) -> Iterator[ManifestRow]:
-    """Write the data files; yield their rows of the manifest."""
+    """Check the CRC32s of a checkpoint, write our data files into the folder `hidden`, and yield their manifest rows.
+
+    tensors: additional tensors to write.
+    """
     files: dict[torch.dtype, Callable[[Share], ManifestRow]] = {}
     check_crcs(foreign.path, foreign.archives)
     with ExitStack() as stack:
@@ -179,7 +192,11 @@ def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress:
 def _rows_of(
     reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype, write: Callable[[Share], ManifestRow]
 ) -> list[ManifestRow]:
-    """Write one state kind of a tensor; return its manifest rows and, for a master, the row of its cast weights."""
+    """Write one state kind of a tensor, and return its manifest rows.
+
+    A master that the checkpoint lacks is made from the weight. For a master, the row of the weights that are cast from
+    it is returned as well.
+    """
     there = reader.manifest.rows
     values = whole(reader, tensor, kind if (tensor.name, kind) in there else WEIGHT, dtype).view(1, -1)
     share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
@@ -190,9 +207,10 @@ def _rows_of(
 
 
 def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield (state kind, element type) for each kind of a tensor to store: all kinds, except weights with masters.
+    """Yield (state kind, element type) for each state kind of a tensor that is to be stored.
 
-    If the checkpoint has no master of a trainable weight, the master is made from the weight.
+    A weight is not stored if it has a master. If the checkpoint has a trainable weight without a master, a master is
+    stored in its place.
     """
     rows = ((kind, foreign.manifest.rows.get((tensor.name, kind))) for kind in foreign.kinds)
     held = {kind: named(found[0].dtype) for kind, found in rows if found}
@@ -204,5 +222,5 @@ def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torc
 
 
 def _place(kind: str) -> tuple[int, str]:
-    """Return a sort key: weights, masters, then moments by name."""
+    """Return the key by which state kinds are sorted: weights first, then masters, then moments by name."""
     return ({WEIGHT: 0, MASTER: 1}.get(kind, 2), kind)

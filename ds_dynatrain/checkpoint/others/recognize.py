@@ -16,9 +16,9 @@ from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 
 NOTES = ("latest", "latest_universal")
-"""Files that contain the name of a checkpoint in the same folder."""
+"""Files whose text is the name of a checkpoint in the same folder."""
 UNEXPECTED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, LayoutError)
-"""Errors that reading raises for content of unexpected types or values."""
+"""Exceptions that the readers may raise for content of unexpected types or values."""
 
 
 def _is_zero(path: Path) -> bool:
@@ -31,14 +31,15 @@ SORTS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, bool], Foreign
     f"a folder of DeepSpeed's universal format ({ZERO}/{OPTIMIZER})": (is_universal, read_universal),
     f"a safetensors file, or a folder with {INDEX} or one such file": (is_safetensors, read_safetensors),
 }
-"""The known formats: description -> (test whether a path has the format, reader)."""
+"""The known formats by description: a function that tests whether a path has the format, and its reader."""
 
 
 def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe the checkpoint of another tool at a path.
+    """Return a description of another tool's checkpoint at a path, whose format is recognized from its files.
 
-    If a file such as `latest` there names a checkpoint, that one is described. Raise CheckpointError if there is no
-    checkpoint, if it is one of ours, or if its format is ambiguous.
+    If the path is a folder in which a file such as `latest` names a checkpoint, that checkpoint is described. Raises
+    CheckpointError if there is no checkpoint, if it is one of ours, or if its format is ambiguous; CheckpointDamaged if
+    it cannot be read; and the errors of the format's reader.
     """
     if (path / RECORD).is_file():
         raise CheckpointError(f"{path} is a checkpoint of ds_dynatrain already; load it as it is, or give another --to")

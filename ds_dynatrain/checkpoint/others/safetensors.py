@@ -1,7 +1,7 @@
-"""safetensors files: reading weights by name, and writing the weights of one of our checkpoints.
+"""Reading weights from safetensors files, and writing the weights of one of our checkpoints to one.
 
-A single file can be read, or a folder as written by Hugging Face: with `model.safetensors`, or with an index that maps
-tensors to files. A single file is written tensor by tensor, which needs memory for the largest tensor only.
+The reader takes a single file, or a folder as written by Hugging Face: with `model.safetensors`, or with an index that
+maps tensors to files. The writer makes a single file, tensor by tensor, and needs memory for the largest tensor only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TYPES: Mapping[str, torch.dtype] = {
 }
 """Element types by their names in safetensors."""
 WRITTEN = {TYPES[name]: name for name in ("F64", "F32", "F16", "BF16")}
-"""The types in which weights can be written, with their names in safetensors."""
+"""Element types in which weights can be written, with their names in safetensors."""
 MOST_BYTES = 100_000_000
 """Largest accepted size of an index, in bytes."""
 
@@ -65,10 +65,11 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_safetensors(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a safetensors file or folder. The format contains no pickles, so `trust_pickle` has no effect.
+    """Return a description of a safetensors file, or of a folder of them; tensor values are not read.
 
-    Raise CheckpointError if it is not clear which files of a folder to read, or for an unknown type, and
-    CheckpointDamaged for a file that is truncated or has another format.
+    The format contains no pickles, so `trust_pickle` has no effect. Raises CheckpointError if it is not clear which
+    file of a folder to read, or for an unknown element type, and CheckpointDamaged for a file that is truncated or not
+    a safetensors file.
     """
     tensors, rows = [], []
     for name, stored in _tensors(path):
@@ -106,7 +107,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Return the file that has each tensor, by tensor name, from the index of a folder."""
+    """Read the index of a folder, and return the name of each tensor's file, by tensor name.
+
+    Raises CheckpointDamaged if the index is invalid or a file is missing.
+    """
     found = parsed(read_small(path / INDEX, MOST_BYTES, links=True), str(path / INDEX)).get("weight_map")
     if not isinstance(found, dict):
         raise CheckpointDamaged(f"{path / INDEX} is no index: it has no table weight_map")
@@ -117,9 +121,10 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def header_of(path: Path) -> dict[str, Stored]:
-    """Return the position of each tensor in a file; raise CheckpointDamaged, naming the file, if it is invalid.
+    """Return the position, type and shape of each tensor in a safetensors file, by name.
 
-    The library checks that values lie in the order of `offset_keys`, after the header and without gaps.
+    The library checks that values lie in the order of `offset_keys`, after the header and without gaps. Raises
+    CheckpointDamaged, naming the file, if it is invalid, and CheckpointError for an unknown element type.
     """
     with open(open_regular(path, links=True), "rb") as file:
         at, found = 8 + int.from_bytes(file.read(8), "little"), dict[str, Stored]()
@@ -141,11 +146,11 @@ def header_of(path: Path) -> dict[str, Stored]:
 
 
 def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, progress: Progress = silent) -> int:
-    """Write all weights into one safetensors file, which must not exist yet; return its size in bytes.
+    """Write all weights of a checkpoint into one safetensors file, and return its size in bytes.
 
-    dtype: of all weights, their own if None. The file gets its name when it is complete. Raise CheckpointError for a
-    type that is not written to safetensors or an existing file; CheckpointDamaged for values that are not what was
-    saved.
+    The file gets its name when it is complete. dtype: the type to which weights are converted; None to keep their
+    types. progress: called with the bytes of each tensor. Raises CheckpointError if the file exists or a type cannot be
+    written, and CheckpointDamaged if values are not what was saved.
     """
     tensors, types = saved.record.logical_tensors(), dict[str, torch.dtype]()
     check_names([each.name for each in tensors], saved.record.kinds)

@@ -1,14 +1,15 @@
 """Files of `torch.save`, read as plain Python values in which a `Stored` represents each tensor.
 
-They are zips of a pickle and of values, without compression. torch's own reader for untrusted files (`weights_only`)
-reads the pickle, and builds only plain values, tensors, and `Opaque` stand-ins for a short list of classes of
-DeepSpeed's. Anything else is refused or, if the caller trusts the file, unpickled. Values are not read: only their
-places are noted. `zipfile` checks the CRC32 of each member, which torch never compares; a CRC32 of 0 says that none was
-taken (`torch.serialization.set_crc32_options`).
+Such a file is an uncompressed zip of a pickle and of tensor values. Torch's own reader for untrusted files
+(`weights_only`) reads the pickle, and builds only plain values, tensors, and `Opaque` objects for a short list of
+DeepSpeed's classes. Anything else is refused or, if the caller trusts the file, unpickled. Tensor values are not read;
+only their positions are recorded. `zipfile` checks the CRC32 of each zip member, which torch never does; a CRC32 of 0
+means that none was computed (`torch.serialization.set_crc32_options`).
 
-The values that a pickle would make are counted before it is read: a short one can stand for endless values. Sixty
-tuples, each of which holds the one before it twice, are 200 bytes and 2^60 values for a reader that follows them;
-hashing such a key, as `weights_only` does, never ends. So a shared value counts as often as it is met.
+The values that a pickle would make are counted before it is read, because a short pickle can stand for endless values.
+Sixty tuples, each of which contains the one before it twice, take 200 bytes but are 2^60 values for a reader that
+follows them, and hashing such a key, as `weights_only` does, never ends. So a shared value is counted each time that it
+is used.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from ds_dynatrain.checkpoint.files import MOST_VALUES, WHERE_DAMAGED, open_regul
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 MOST_BYTES = 1 << 28
-"""Most bytes of a pickle, and of a tensor that is read with it, such as steps, buffers and user data."""
+"""Largest accepted size in bytes of a pickle, and of a small tensor that is read by value, such as a step count."""
 MOST_DEPTH = 200
 MOST_BITS = 4096
 """Most bits of an integer; Python refuses to print larger ones."""
 PER_VALUE = 16
-"""Number of bytes of a text that count as one value."""
+"""A text or byte string counts as one more value for every so many characters or bytes."""
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
 _FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
-"""Pickle operations that change an existing value."""
+"""Pickle operations that add to an existing value."""
 
 
 class Opaque:
-    """A stand-in for an instance of a class that is not imported.
+    """A replacement for an instance of a class that is not imported.
 
-    args: the arguments of its constructor. fields: the attributes set on it.
+    args: the arguments of its constructor.
+    fields: the attributes set on it.
     """
 
     args: tuple[Any, ...]
@@ -66,7 +68,9 @@ class Opaque:
 class _Made:
     """A value that a pickle operation makes.
 
-    values: number of values that it contains. depth: nesting depth. is_shared: whether it was fetched from the memo.
+    values: number of values that it contains, itself included.
+    depth: nesting depth.
+    is_shared: whether it was fetched from the pickle's memo.
     """
 
     values: int
@@ -75,7 +79,7 @@ class _Made:
 
 
 def check_pickle(data: bytes) -> None:
-    """Raise ValueError if a pickle has too many values, is nested too deep, or has a value that contains itself."""
+    """Raise ValueError if a pickle has too many values, is nested too deeply, or has a value that contains itself."""
     stack: list[_Made | None] = []  # None: a mark
     memo: dict[int, _Made] = {}
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
@@ -126,11 +130,15 @@ def _weight(value: Any) -> int:
 BEGIN = b"PK\x03\x04"
 READ_BYTES = 1 << 20
 Archive = tuple[str, tuple[int, int] | None]
-"""A file, and (first byte, length) of the zip in it if the zip is only a part of it."""
+"""A file name, and (first byte, length) of the zip in the file; None instead if the whole file is the zip."""
 
 
 class FilePart(io.RawIOBase):
-    """A part of an open file, as a file object. Raise ValueError if the part exceeds the file."""
+    """A part of an open file, as a file object of its own.
+
+    place: the first byte and the length of the part; None for the whole file. Raises ValueError if the part exceeds the
+    file.
+    """
 
     def __init__(self, file: io.BufferedReader, place: tuple[int, int] | None) -> None:
         size = os.fstat(file.fileno()).st_size
@@ -166,7 +174,7 @@ def opened(folder: Path, archive: Archive) -> Iterator[IO[bytes]]:
 
 
 def directory(file: IO[bytes]) -> zipfile.ZipFile:
-    """Read the member directory of a zip; raise ValueError if `torch.save` cannot have written it."""
+    """Open a zip and read its directory of members. Raises ValueError if `torch.save` cannot have written it."""
     archive = zipfile.ZipFile(file)
     entries = archive.infolist()
     if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
@@ -179,7 +187,7 @@ def directory(file: IO[bytes]) -> zipfile.ZipFile:
 
 
 def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Raise BadZipFile if the content of a member does not match its CRC32."""
+    """Raise BadZipFile if the content of a zip member does not match its CRC32; accept a member without a CRC32."""
     if entry.CRC:
         with archive.open(entry) as member:
             while member.read(READ_BYTES):
@@ -187,9 +195,10 @@ def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
 
 
 def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places: int = 1) -> None:
-    """Raise CheckpointDamaged, naming file and member, if a member of a file of `torch.save` does not match its CRC32.
+    """Compare the members of `torch.save` files with their CRC32s.
 
-    place, places: check only every `places`-th member, beginning with number `place`; other callers check the rest.
+    place, places: check only every `places`-th member, beginning with number `place`; other processes check the others.
+    Raises CheckpointDamaged, naming file and member, if a member does not match.
     """
     count = 0
     for name, part in archives:
@@ -223,9 +232,13 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file.
+    """The position of a tensor's values in a file.
 
-    file: relative to the folder. offset: first byte of its values. is_dense: whether it is row-major.
+    file: the path of the file, relative to the checkpoint's folder.
+    offset: the first byte of the values in the file.
+    dtype: the element type.
+    shape: the shape of the tensor.
+    is_dense: whether the values are in row-major order without gaps.
     """
 
     file: str
@@ -245,16 +258,16 @@ class Stored:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of a value, which is either an `Opaque` or an unpickled object."""
+    """Return the attributes of an `Opaque` or of an unpickled object, by name."""
     return value.fields if isinstance(value, Opaque) else dict(getattr(value, "__dict__", {}))
 
 
 def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[int, int] | None = None) -> Any:
-    """Return the content of a file of `torch.save`, with a `Stored` for each tensor; values are not read.
+    """Return the content of a file of `torch.save`, with a `Stored` in place of each tensor; values are not read.
 
-    part: (first byte, length) of such a file inside another one. trust_pickle: run the pickle if `weights_only` refuses
-    it; only for files that you wrote yourself. Raise CheckpointError for content that is refused, CheckpointDamaged for
-    a file that is not of this format, is cut off, or stands for more values than any checkpoint has.
+    trust_pickle: whether to run the pickle if `weights_only` refuses it; only for files that you wrote yourself. part:
+    (first byte, length) if such a file lies inside another one. Raises CheckpointError for content that is refused, and
+    CheckpointDamaged for a file that has another format, is cut off, or stands for more values than are accepted.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
     from torch.serialization import safe_globals
@@ -280,7 +293,10 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
 
 
 def _pickle_in(file: IO[bytes]) -> bytes:
-    """Return the pickle that torch would read; ValueError or BadZipFile if the file is damaged or no zip of torch."""
+    """Return the pickle that torch would read, after checking its CRC32.
+
+    Raises ValueError or BadZipFile if the file is damaged or is not a zip that torch wrote.
+    """
     if file.read(len(BEGIN)) != BEGIN:
         raise ValueError("it is no zip (one of torch before 1.6 is none: save it anew)")
     archive = directory(file)
@@ -303,7 +319,11 @@ def _loaded(file: IO[bytes], trust_pickle: bool) -> Any:
 
 
 def _stored(tensor: torch.Tensor, name: str, first: int, size: int) -> Stored:
-    """Return where a tensor lies. first, size: of the zip in the file."""
+    """Return the position of a tensor, which was loaded without values.
+
+    name: the file. first, size: the first byte of the zip in the file, and its length. Raises CheckpointError if torch
+    did not report the position, and CheckpointDamaged if the tensor exceeds the zip.
+    """
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if not tensor.numel():
@@ -318,7 +338,10 @@ def _stored(tensor: torch.Tensor, name: str, first: int, size: int) -> Stored:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """Return a tree of plain containers with each instance of `kind` changed; shared parts stay shared."""
+    """Return a copy of nested containers in which each instance of `kind` is replaced by what `change` returns for it.
+
+    A part that occurs in several places is changed once, and stays shared.
+    """
     known: dict[int, Any] = {}
 
     def follow(part: Any) -> Any:
@@ -341,7 +364,11 @@ def mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -
 
 
 def value_of(folder: Path, stored: Stored) -> torch.Tensor:
-    """Return the values of one small tensor; CheckpointError for a tensor that is too large."""
+    """Read the values of one small tensor.
+
+    Raises CheckpointError if the tensor is too large or not in row-major order, and CheckpointDamaged if its file is
+    cut off.
+    """
     if not stored.is_dense or stored.nbytes > MOST_BYTES:
         raise CheckpointError(
             f"{folder / stored.file} has a tensor of shape {stored.shape} where a small one is expected; "
@@ -361,7 +388,7 @@ def value_of(folder: Path, stored: Stored) -> torch.Tensor:
 
 
 def with_values(folder: Path, tree: Any) -> Any:
-    """Return the tree with the values of its tensors, which must be small."""
+    """Return a copy of nested containers in which each `Stored` is replaced by its tensor, which must be small."""
     return mapped(tree, lambda stored: value_of(folder, stored), Stored)
 
 

@@ -1,15 +1,15 @@
-"""DeepSpeed's universal format: reads what its `ds_to_universal` writes, and writes what its `load_universal` reads.
+"""Checkpoints in DeepSpeed's universal format, which `ds_to_universal` writes and `load_universal` reads, both ways.
 
 | file | content |
 |---|---|
-| `zero/NAME/fp32.pt` and other states | `{"param": values}`, or (of stage 3) the values alone, flat |
-| `zero/NAME/step.pt`, else in `optimizer_state.pt` | steps |
+| `zero/NAME/fp32.pt` and other states | `{"param": values}` or, in stage 3, the flat values alone |
+| `zero/NAME/step.pt`, else in `optimizer_state.pt` | step counts |
 | `zero/optimizer_state.pt` | hyper-parameters of the groups, the loss scale |
-| `*_model_states.pt` | names and shapes by group, counters, schedule, buffers, frozen weights (of stage 3 in parts) |
+| `*_model_states.pt` | names and shapes by group, counters, schedule, buffers, frozen weights (in parts in stage 3) |
 
-A written folder has one small file per tensor and state, and one file with all weights of the model, which is filled
-tensor by tensor. DeepSpeed reads it in ZeRO stages 1 to 3 on any number of data ranks; other axes would need additional
-metadata of DeepSpeed.
+A folder that we write has one small file per tensor and state, and one file with all weights of the model, which is
+filled tensor by tensor. DeepSpeed reads it in ZeRO stages 1 to 3 on any number of data ranks; other axes would need
+additional metadata of DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FORMAT = "DeepSpeed's universal format"
 ZERO, MASTERS, STEP, OPTIMIZER = "zero", "fp32", "step", "optimizer_state.pt"
 LATEST = "latest_universal"
 MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""The file that DeepSpeed reads in stages 1 and 2, and the one that it reads in stage 3."""
+"""Names of the file that DeepSpeed reads in stages 1 and 2, and of the file that it reads in stage 3."""
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -77,16 +77,21 @@ def is_universal(path: Path) -> bool:
 
 
 def read_universal(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a checkpoint in DeepSpeed's universal format.
+    """Return a description of a checkpoint in DeepSpeed's universal format; tensor values are not read.
 
-    Raise CheckpointError if it cannot be read without its model, CheckpointDamaged if a part of it is missing.
+    trust_pickle: whether to unpickle content that is neither tensors nor plain values. Raises CheckpointError if the
+    checkpoint cannot be read without its model, and CheckpointDamaged if a part of it is missing.
     """
     return _Folder(path, replace(ZeroFolder.open(path, trust_pickle), layers={})).foreign()
 
 
 @dataclass(frozen=True, eq=False)
 class _Folder:
-    """A checkpoint folder in the universal format. files: its files of model states."""
+    """A checkpoint folder in the universal format.
+
+    path: the folder.
+    files: the files with model states in it.
+    """
 
     path: Path
     files: ZeroFolder
@@ -114,7 +119,7 @@ class _Folder:
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
-        """The optimizer state that all tensors share."""
+        """The part of the optimizer's state that all tensors share."""
         return self.files.tree(f"{ZERO}/{OPTIMIZER}")
 
     @property
@@ -124,7 +129,7 @@ class _Folder:
 
     @cached_property
     def trained(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """The (group, shape) of each trained tensor by name, in the optimizer's order."""
+        """Group and shape of each trained tensor by name, in the optimizer's order."""
         found: dict[str, tuple[int, tuple[int, ...]]] = {}
         for (_, rank), file in sorted(self.files.models.items()):
             if rank:
@@ -142,7 +147,10 @@ class _Folder:
         return found
 
     def _states(self, tensor: LogicalTensor, steps: dict[str, float]) -> Iterator[ManifestRow]:
-        """Yield the manifest rows of a trained tensor's states, and store its step count in `steps`."""
+        """Yield the manifest rows of a trained tensor's states, and put its step count into `steps`.
+
+        Raises CheckpointDamaged if the master is missing, and CheckpointError if it is cut over tensor ranks.
+        """
         name, step = tensor.name, self._common_step
         folder = self.path / ZERO / name
         if not is_component(name) or not (folder / f"{MASTERS}.pt").is_file():
@@ -179,14 +187,14 @@ class _Folder:
 
     @cached_property
     def _common_step(self) -> float | None:
-        """The step count in the shared optimizer state, or None unless there is exactly one."""
+        """The step count in the shared optimizer state; None if it contains none or different ones."""
         own = self.optimizer.get("optimizer_state_dict")
         states = own.get("state", {}).values() if isinstance(own, Mapping) else ()
         found = {number_of(self.path, state[STEP]) for state in states if STEP in state}
         return found.pop() if len(found) == 1 else None
 
     def _frozen(self, tensor: LogicalTensor) -> Iterator[ManifestRow]:
-        """Yield the manifest rows of a frozen tensor: one if it is whole, or one part per rank (stage 3)."""
+        """Yield the manifest rows of a frozen tensor: one row if it is stored whole, else one per rank (stage 3)."""
         if self.files.parts > 1:
             raise CheckpointError(
                 f"{self.path}: {tensor.name!r} is frozen, and may be cut over model-parallel ranks; load it into an "
@@ -219,11 +227,12 @@ def to_universal(
     path: Path,
     progress: Progress = silent,
 ) -> Path:
-    """Write a checkpoint to a subfolder of `path` named by its tag; return that folder, which appears when complete.
+    """Convert one of our checkpoints to DeepSpeed's universal format; return the new folder, a subfolder of `path`.
 
-    carry: the decoded shared state of the checkpoint. buffers: the buffers of the module. This needs memory for the
-    largest tensor. Raise CheckpointError if DeepSpeed's format cannot represent the content, or if the folder exists,
-    and CheckpointDamaged if values are not what was saved.
+    The subfolder is named after the checkpoint's tag, and becomes visible when it is complete. carry: the decoded
+    shared extra state of the checkpoint. buffers: the buffers of the module. progress: called with the bytes of each
+    tensor. The conversion needs memory for the largest tensor. Raises CheckpointError if DeepSpeed's format cannot
+    represent the content or the subfolder exists, and CheckpointDamaged if values are not what was saved.
     """
     tag = saved.path.name
     check_tag(tag)
@@ -267,7 +276,7 @@ def _moments(saved: Saved) -> list[str]:
 
 
 def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder: Path, progress: Progress) -> None:
-    """Write masters and moments, one folder per tensor, and a separate file of hyper-parameters."""
+    """Write masters, moments and step counts, one folder per tensor, and one file of hyper-parameters."""
     steps = carry.get("scalars", {}).get(STEP, {})
     for number, tensor in enumerate(saved.record.logical_tensors()):
         if not tensor.trainable or not tensor.numel:
@@ -286,7 +295,10 @@ def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder
 
 
 def _optimizer(carry: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, Any]:
-    """Return the optimizer state that all tensors share: at top level (stages 1, 2) and one level below (stage 3)."""
+    """Return the part of the optimizer's state that all tensors share, in DeepSpeed's format.
+
+    It is present twice: at the top level for stages 1 and 2, and one level below for stage 3.
+    """
     groups = [{**group, "params": []} for group in carry["groups"]]
     state = {0: {STEP: torch.tensor(max(steps.values()))}} if steps else {}
     own = {"state": state, "param_groups": groups}
@@ -301,7 +313,7 @@ def _write_models(
     folder: Path,
     progress: Progress,
 ) -> None:
-    """Write counters and schedule with space for the weights, then fill in the weights one by one."""
+    """Write the files of model states: counters and schedule first, with space for the weights, then the weights."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.serialization import skip_data
 
@@ -346,7 +358,10 @@ def _write_models(
 
 
 def _note_crcs(file: IO[bytes], crcs: Mapping[int, int]) -> None:
-    """Write the CRC32s of archive members that were filled after `torch.save`. crcs: CRC32 by position of values."""
+    """Set the CRC32s of zip members whose values were written after `torch.save`.
+
+    crcs: the CRC32 of a member's values, by their position in the file.
+    """
     with zipfile.ZipFile(file, "a") as archive:
         entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
         begins = [entry.header_offset for entry in entries]

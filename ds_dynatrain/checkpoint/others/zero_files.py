@@ -1,13 +1,13 @@
-"""Checkpoint folders of DeepSpeed's `save_checkpoint`: which file has which buffer of which rank.
+"""Checkpoint folders of DeepSpeed's `save_checkpoint`: which file contains which buffer of which rank.
 
-These are folders written by DeepSpeed 0.14 to 0.19 in ZeRO stages 0 to 3. They have one file of model states per
-model-parallel rank (in stage 3 per rank) and, in stages 1 to 3, one file of optimizer states per rank:
+DeepSpeed 0.14 to 0.19 write these folders in ZeRO stages 0 to 3. A folder has one file of model states per
+model-parallel rank (in stage 3 one per rank) and, in stages 1 to 3, one file of optimizer states per rank:
 
 | stage | masters | moments | frozen weights |
 |---|---|---|---|
-| 0 | `module` (fp32), `optimizer.fp32_groups`, `optimizer.fp32_groups_flat` | of each tensor, or flat | `module` |
+| 0 | `module` (fp32), `optimizer.fp32_groups`, `optimizer.fp32_groups_flat` | by tensor, or flat | `module` |
 | 1, 2 | `single_partition_of_fp32_groups`, without padding at the end | flat, as the masters | `module` |
-| 3 | `fp32_flat_groups`, one for each sub-group | the same | `frozen_param_fragments` |
+| 3 | `fp32_flat_groups`, one for each sub-group | flat, as the masters | `frozen_param_fragments` |
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ def is_zero_folder(path: Path) -> bool:
 class OptimizerFile:
     """The optimizer state of one rank.
 
-    masters: the flat buffers, or buffers of single tensors, in order. states: for each buffer, its moments (`Stored`
-    with dims) and scalars by name. groups: the hyper-parameters of each group. raw: the `state_dict` in the file.
+    stage: the kind of file: 0 without ZeRO, 1 for stages 1 and 2, 3 for stage 3.
+    masters: the masters' buffers in order, flat or one per tensor.
+    states: for each buffer, its moments (`Stored` with at least one dim) and scalars by name.
+    groups: the hyper-parameters of each optimizer group.
+    raw: the optimizer's `state_dict` as the file has it.
     """
 
     stage: int
@@ -62,8 +65,12 @@ class OptimizerFile:
 class ZeroFolder:
     """One checkpoint folder of DeepSpeed.
 
-    models, optimizers: file names by (model-parallel rank, data rank). layers: file names of pipeline layers, by layer
-    number. prefixes: the name prefix of the parameters of each layer; the layer number if there is none.
+    path: the folder.
+    trust_pickle: whether to unpickle content that is neither tensors nor plain values.
+    models, optimizers: names of the files with model states and with optimizer states, by (model-parallel rank, data
+        rank).
+    layers: names of the files with pipeline layers, by layer number.
+    prefixes: the name prefix of each layer's parameters; a layer beyond its end has its number as prefix.
     """
 
     path: Path
@@ -76,9 +83,10 @@ class ZeroFolder:
 
     @staticmethod
     def open(path: Path, trust_pickle: bool = False, prefixes: tuple[str, ...] = ()) -> ZeroFolder:
-        """List the files of a checkpoint.
+        """Find the files of a checkpoint by their names.
 
-        Raise CheckpointError if the folder is no checkpoint or has experts, CheckpointDamaged if files are missing.
+        Raises CheckpointError if the folder is no checkpoint or has files of experts, and CheckpointDamaged if files of
+        optimizer states are missing.
         """
         experts = _matches(path, _EXPERT)
         if experts:
@@ -110,7 +118,7 @@ class ZeroFolder:
         return folder
 
     def check_ranks(self) -> None:
-        """Raise CheckpointDamaged if files of the last data ranks are missing."""
+        """Raise CheckpointDamaged if the files are from fewer or more data ranks than the checkpoint says."""
         said = int(self.model(0)["dp_world_size"])
         if self.ranks != said:
             raise CheckpointDamaged(
@@ -118,7 +126,10 @@ class ZeroFolder:
             )
 
     def alone(self, part: int) -> ZeroFolder:
-        """Return the files of one model-parallel rank as a separate checkpoint."""
+        """Return the files of one model-parallel rank as a checkpoint of their own.
+
+        part: the model-parallel rank. Raises CheckpointDamaged if it has no model states.
+        """
         models, optimizers = (
             {(0, rank): name for (of, rank), name in files.items() if of == part}
             for files in (self.models, self.optimizers)
@@ -149,7 +160,7 @@ class ZeroFolder:
 
     @cached_property
     def stage(self) -> int:
-        """The ZeRO stage: 0 without optimizer files, 1 if the optimizer's file has no stage (BF16_Optimizer)."""
+        """The ZeRO stage of the job; 0 without optimizer files, 1 if they name no stage (BF16_Optimizer)."""
         if not self.optimizers:
             return 0
         said = self.optimizer(0, 0).raw.get("zero_stage")
@@ -159,7 +170,7 @@ class ZeroFolder:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The DeepSpeed configuration of the job that saved the checkpoint, or empty if it is not stored."""
+        """The DeepSpeed configuration of the job that saved the checkpoint; empty if it is not stored."""
         name = self.optimizers.get((0, 0))
         held = (self.tree(name) if name else self.model(0)).get("ds_config")
         return held if isinstance(held, Mapping) else {}
@@ -170,14 +181,21 @@ class ZeroFolder:
         return self.model(0).get("buffer_names") or ()
 
     def model(self, part: int, rank: int = 0) -> Mapping[str, Any]:
-        """Return the model states of a model-parallel rank and, in stage 3, a data rank."""
+        """Return the model states of a model-parallel rank (`part`) and, in stage 3, of a data rank.
+
+        Raises CheckpointDamaged if there is no such file.
+        """
         name = self.models.get((part, rank), self.models.get((part, 0)))
         if name is None:
             raise self._lacks_model(part)
         return self.tree(name)
 
     def optimizer(self, part: int, rank: int) -> OptimizerFile:
-        """Return the optimizer states of a rank; raise CheckpointDamaged if the file has an unknown structure."""
+        """Return the optimizer states of a model-parallel rank (`part`) and a data rank.
+
+        Raises CheckpointError if the checkpoint has no optimizer states, and CheckpointDamaged if their structure is
+        unknown.
+        """
         if self.optimizers:
             name = self.optimizers[part, rank]
             raw, stage = self.tree(name).get("optimizer_state_dict"), None
@@ -195,9 +213,9 @@ class ZeroFolder:
             raise CheckpointDamaged(f"{name}: unknown optimizer states ({type(error).__name__}: {error})") from None
 
     def shapes(self, part: int) -> list[dict[str, Shape]] | None:
-        """Return the trained tensors of a model-parallel rank, by group (in stage 3, sub-group).
+        """Return the names and shapes of the tensors that a model-parallel rank trained, by group.
 
-        Return None if the checkpoint does not list them.
+        In stage 3 they are listed by sub-group. Return None if the checkpoint does not list them.
         """
         said = self.model(part).get("param_shapes")
         if said is None:
@@ -208,7 +226,7 @@ class ZeroFolder:
         ]
 
     def _without_empty(self, file: OptimizerFile, part: int) -> OptimizerFile:
-        """Drop the buffers of groups that have no tensor on this rank; stages 1 and 2 have a buffer per group."""
+        """Drop the buffers of groups without a tensor on this rank; in stages 1 and 2 each group has a buffer."""
         shapes = self.shapes(part)
         if not file.stage or file.stage == 3 or shapes is None or len(shapes) != len(file.masters):
             return file
@@ -217,7 +235,7 @@ class ZeroFolder:
         return replace(file, masters=list(itertools.compress(file.masters, kept)), states=states)
 
     def weights(self, part: int) -> dict[str, Stored]:
-        """Return the weights and buffers of a model-parallel rank that the files store as a whole, by name."""
+        """Return the weights and module buffers of a model-parallel rank that are stored whole, by name."""
         module = self.model(part).get("module")
         found = _stored_in(module if isinstance(module, Mapping) else {})
         for number, name in self.layers.items():
@@ -227,15 +245,15 @@ class ZeroFolder:
 
     @property
     def archives(self) -> tuple[Archive, ...]:
-        """The files of the checkpoint; their CRC32s cover all values."""
+        """Every file of the checkpoint, as a zip file whose CRC32s cover all values."""
         names = {*self.models.values(), *self.optimizers.values(), *self.layers.values()}
         return tuple((name, None) for name in sorted(names))
 
     def global_batches(self) -> range:
-        """Return the possible sizes of the global batch; the range is empty if the checkpoint does not tell.
+        """Return the possible sizes of the global batch, in samples; the range is empty if they are unknown.
 
-        The size is samples / steps, unless it changed during training. In that case the configuration decides; its
-        value is rounded up if ranks had unequal shares.
+        If the number of samples is a multiple of the number of steps, the quotient is the size. Otherwise the range
+        ends with the size in the configuration, which may have been rounded up for ranks with unequal shares.
         """
         said = self.model(0)
         steps, samples = int(said.get("global_steps", 0)), int(said.get("global_samples", 0))
@@ -247,7 +265,7 @@ class ZeroFolder:
         return range(min(size, samples // steps) if steps else size, size + 1)
 
     def tree(self, name: str) -> Mapping[str, Any]:
-        """Return the content of the file with the given name; each file is read once."""
+        """Return the content of a file, with a `Stored` in place of each tensor. Each file is read only once."""
         if name not in self._trees:
             tree = read_tree(self.path, name, self.trust_pickle)
             if not isinstance(tree, Mapping):
@@ -263,13 +281,19 @@ def _stored_in(tree: Mapping[str, Any]) -> dict[str, Stored]:
 
 
 def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    """Return the matches of file names; names for all data ranks come after names for a single one."""
+    """Return the matches of a pattern among the names of the files in a folder, in descending order of the names.
+
+    Names without a data rank thus come after names with one.
+    """
     names = sorted((each.name for each in path.iterdir()), reverse=True) if path.is_dir() else ()
     return [found for found in map(pattern.fullmatch, names) if found is not None]
 
 
 def _optimizer_file(raw: Mapping[str, Any], stage: int | None) -> OptimizerFile:
-    """Read the `state_dict` of any optimizer of DeepSpeed or, in stage 0 with fp32, of the basic optimizer."""
+    """Interpret the `state_dict` of any of DeepSpeed's optimizers or, in stage 0 with fp32, of the basic optimizer.
+
+    stage: 0 if the checkpoint has no optimizer files, else None. Raises KeyError for an unknown structure.
+    """
     if "fp32_flat_groups" in raw:
         return _with_states(3, raw["fp32_flat_groups"], raw["optimizer_state_dict"], raw)
     if "single_partition_of_fp32_groups" in raw:
@@ -298,7 +322,10 @@ def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw
 
 
 def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[str, Any]:
-    """Return the part of a job's carry (see `foreign`) that model states and optimizer states contain."""
+    """Return the extra state outside tensors (the carry, see `foreign`) that DeepSpeed's files contain.
+
+    path: the folder, from which small tensors are read. said: the model states. file: the optimizer states.
+    """
     scaler = {**file.raw, **fields_of(file.raw.get("loss_scaler"))}
     found: dict[str, Any] = {
         "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
@@ -314,9 +341,11 @@ def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[s
 
 
 def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], trained: Iterable[str]) -> dict[str, Shape]:
-    """Return the shapes of the frozen tensors in model states, by name.
+    """Return the shapes of the frozen tensors by name.
 
-    weights: the weights and buffers in the files. trained: names of trained tensors.
+    said: the model states. weights: the weights and module buffers in the files. trained: the names of the trained
+    tensors. If the model states do not list frozen tensors, they are the weights that are neither trained nor buffers
+    nor shared.
     """
     if said.get("frozen_param_shapes") is not None:
         return {name: tuple(shape) for name, shape in said["frozen_param_shapes"].items()}
@@ -325,7 +354,7 @@ def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], traine
 
 
 def configured_type(config: object) -> torch.dtype:
-    """Return the type of weights according to DeepSpeed's configuration; used if the files have no weights."""
+    """Return the type of the weights according to DeepSpeed's configuration: bfloat16, float16 or float32."""
     for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         if isinstance(config, Mapping) and (config.get(name) or {}).get("enabled"):
             return dtype
@@ -333,7 +362,11 @@ def configured_type(config: object) -> torch.dtype:
 
 
 def groups_of(path: Path, groups: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Return the optimizer group of each of `count` tables of names; raise CheckpointError if it is ambiguous."""
+    """Return the number of the optimizer group to which each of `count` tables of parameter names belongs.
+
+    path: the checkpoint's folder, for messages. groups: the hyper-parameters of each group. Raises CheckpointError if
+    the numbers of tables and groups do not fit together.
+    """
     found = [number for number, group in enumerate(groups) for _ in group["params"]]
     if len(found) != count:  # one per group, or no hyper-parameters (elastic_checkpoint)
         found = list(range(len(groups) or count))

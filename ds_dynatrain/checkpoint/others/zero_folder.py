@@ -1,12 +1,12 @@
-"""DeepSpeed checkpoints as rows of a manifest.
+"""DeepSpeed checkpoints described as rows of a manifest.
 
 The position of each element in DeepSpeed's buffers is not stored in the checkpoint; it follows from the layout, as it
 does for running ranks. Names and sizes in the files are checked, and a checkpoint that does not match is refused.
 
 `read_zero` does not need the model, because the files contain names, shapes and groups. The tensors of a flat buffer
 are read in buffer order, so DeepSpeed's assignment to ranks does not matter. Each pipeline stage is read as a separate
-checkpoint. ZeRO stage 0 stores no names; the names of the weights are used, in module order, provided that there is a
-single group and that the weights are casts of the masters.
+checkpoint. ZeRO stage 0 does not store which state belongs to which parameter. The states are then matched with the
+weights in module order, provided that there is a single group and that the weights are casts of the masters.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ from ds_dynatrain.space.zero import LocalSpace, flat_order
 SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default for `sub_group_size`."""
 ALIGNED_BYTES = 16
-"""Alignment of a tensor's start with `parameter_alignment`, in bytes."""
+"""Alignment in bytes of each tensor's start if DeepSpeed aligned parameters."""
 FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
 TIED = "tied_modules."
-"""Name prefix of parameters in tied pipeline layers, whose files use layer numbers instead."""
+"""Name prefix of parameters in tied pipeline layers; the files of layers have layer numbers instead."""
 INSTEAD = "load it into an engine with load_checkpoint, and save it with engine.save"
 Shapes = Mapping[str, tuple[int, ...]]
 Held = dict[tuple[str, BufferId], Stored]
 
 
 def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype) -> list[ManifestRow]:
-    """Return the manifest rows of all masters, moments and weights; trained weights are casts of their masters.
+    """Return the manifest rows of all masters, moments and weights in a DeepSpeed checkpoint.
 
-    vps: the result of `then`. weight: the type of trained weights. Digests are set to 0. Frozen weights that the
-    checkpoint lacks have no rows (see `frozen_left_out`). Raise CheckpointError, naming the parameter, if the
-    checkpoint belongs to another model.
+    Trained weights are described as casts of their masters. Digests are set to 0. Frozen weights that the checkpoint
+    lacks have no rows (see `frozen_left_out`). vps: the parameter space of the job that saved (see `then`). weight: the
+    type of trained weights. Raises CheckpointError, naming the parameter, if the checkpoint belongs to another model.
     """
     layout = vps.layout
     rows = [cast_from_master(each, weight) for each in vps.tensors if each.trainable and each.numel]
@@ -90,7 +90,7 @@ def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype)
 
 
 def frozen_left_out(vps: VirtualParameterSpace, manifest: Manifest) -> tuple[int, ...]:
-    """Return the numbers of the frozen tensors whose weights are not in the checkpoint."""
+    """Return the numbers of the frozen tensors whose weights are not in a checkpoint's manifest."""
     return tuple(
         number
         for number, each in enumerate(vps.tensors)
@@ -99,7 +99,7 @@ def frozen_left_out(vps: VirtualParameterSpace, manifest: Manifest) -> tuple[int
 
 
 def layout_of(folder: ZeroFolder) -> Layout:
-    """Return the layout of the job that saved a checkpoint.
+    """Return the layout of the job that saved a DeepSpeed checkpoint.
 
     Sequence ranks count as data ranks, because ZeRO partitions over both.
     """
@@ -108,7 +108,10 @@ def layout_of(folder: ZeroFolder) -> Layout:
 
 
 def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
-    """Return `rules` with the settings of the configuration with which the checkpoint was saved."""
+    """Return `rules` changed to the partitioning settings with which a DeepSpeed checkpoint was saved.
+
+    Raises CheckpointError if the sub-group size in its configuration is no number.
+    """
     raw = folder.optimizer(0, 0).raw
     zero = folder.config.get("zero_optimization") or {}
     plain = frozenset({1, 2} if "zero_stage" in raw else ())  # BF16_Optimizer knows neither option
@@ -131,9 +134,10 @@ def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
 
 
 def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpace:
-    """Return the space of the same model with the layout and rules of the job that saved a checkpoint.
+    """Return the parameter space of this model with the layout and rules of the job that saved a DeepSpeed checkpoint.
 
-    Raise CheckpointError if the model cannot have this layout, or if the checkpoint has unsupported states.
+    vps: the present space of the model. Raises CheckpointDamaged if files of data ranks are missing, and
+    CheckpointError if the model cannot have that layout or has states that are not read from DeepSpeed's checkpoints.
     """
     folder.check_ranks()
     layout = layout_of(folder)
@@ -155,13 +159,16 @@ def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpac
 
 
 def part_of(layout: Layout, rank: int) -> int:
-    """Return the model-parallel rank that DeepSpeed's file names have: stage * tensor ranks + tensor rank."""
+    """Return a rank's model-parallel rank in DeepSpeed's file names: stage * (number of tensor ranks) + tensor rank."""
     place = layout.coordinate(rank)
     return place["pipe"] * layout.tensor + place["tensor"]
 
 
 def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
-    """Raise CheckpointError, naming the parameter, unless the checkpoint has these local tensors in this order."""
+    """Raise CheckpointError, naming the parameter, unless the checkpoint has a rank's trained tensors in this order.
+
+    part: the model-parallel rank. local: the rank's local parameter space.
+    """
     said = folder.shapes(part)
     if said is None:
         return
@@ -198,7 +205,7 @@ def _order(local: LocalSpace) -> Iterator[str]:
 
 
 def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict[BufferId, list[int]]:
-    """Return the numbers of the tensors in each buffer of a rank's optimizer; buffers are in DeepSpeed's order."""
+    """Return the buffers of a rank's optimizer in DeepSpeed's order, with the numbers of the tensors in each."""
     trained = [number for number, tensor in enumerate(local.tensors) if tensor.trainable and tensor.numel]
     found: dict[BufferId, list[int]] = {}
     if folder.stage == 3:
@@ -215,7 +222,11 @@ def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict
 
 
 def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
-    """Return the buffers of one rank in the checkpoint, by (state kind, buffer name)."""
+    """Return the positions of one rank's buffers in the checkpoint, by (state kind, buffer name).
+
+    part: the model-parallel rank. local: the rank's local parameter space. Raises CheckpointError if the checkpoint has
+    other buffers than this model.
+    """
     file = folder.optimizer(part, local.zero_rank)
     buffers = _buffers(folder, file, local)
     masters = file.masters or _from_module(folder, part, [local.tensors[each.index].name for each in buffers])
@@ -270,7 +281,11 @@ def _frozen(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
 
 
 def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> Iterator[ManifestRow]:
-    """Yield the manifest rows of a rank's pieces; raise CheckpointError if a buffer is not as expected."""
+    """Yield the manifest rows of the pieces of one state kind that a rank owns.
+
+    held: the positions of the rank's buffers. Weights without a buffer are skipped. Raises CheckpointDamaged if another
+    buffer is missing, and CheckpointError if a buffer is not as expected.
+    """
     for number in np.unique(pieces.buffer).tolist():
         here, name = np.flatnonzero(pieces.buffer == number), pieces.buffers[number]
         if kind == WEIGHT and (kind, name) not in held:
@@ -310,9 +325,9 @@ def _checked_buffer(
 
 
 def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict[int, Any]]:
-    """Return the optimizer's scalars: name -> tensor number -> number, or `Stored` if it is a tensor in a file.
+    """Return the optimizer's scalars by name and tensor number, each as a number or as a one-element `Stored` tensor.
 
-    vps: the result of `then`.
+    vps: the parameter space of the job that saved (see `then`).
     """
     layout = vps.layout
     found: dict[str, dict[int, Any]] = {}
@@ -333,9 +348,10 @@ def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict
 
 
 def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a checkpoint written by DeepSpeed's `save_checkpoint`.
+    """Return a description of a checkpoint that DeepSpeed's `save_checkpoint` wrote, without needing the model.
 
-    Raise CheckpointError if it cannot be read without its model, CheckpointDamaged if a part of it is missing.
+    trust_pickle: whether to unpickle content that is neither tensors nor plain values. Raises CheckpointError if the
+    checkpoint cannot be read without its model, and CheckpointDamaged if a part of it is missing.
     """
     folder = ZeroFolder.open(path, trust_pickle)
     folder.check_ranks()
@@ -381,9 +397,9 @@ def _shapes_in(folder: ZeroFolder) -> dict[str, tuple[int, ...]]:
 
 
 def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
-    """Return the name prefix of each pipeline layer: its number, or the name of its tied layer.
+    """Return the name prefix of each pipeline layer's parameters: its number, or the name of its tied layer.
 
-    The result is empty without a pipeline.
+    The result is empty without a pipeline. Raises CheckpointError if a layer could belong to several tied layers.
     """
     tied: dict[tuple[str, tuple[int, ...]], set[str]] = {}
     for part in range(folder.parts):
@@ -405,9 +421,10 @@ def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
 
 
 def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
-    """Return the space of a checkpoint with a single model-parallel rank, with the layout in which it was saved.
+    """Return the parameter space that the files of a single model-parallel rank describe, in the layout of the job.
 
-    others: shapes of the tensors that other model-parallel ranks trained.
+    others: the shapes of all tensors that any model-parallel rank trained, and the names of module buffers. Raises
+    CheckpointError if the files do not say enough.
     """
     layout, file = layout_of(folder), folder.optimizer(0, 0)
     if any("use_muon" in group for group in file.groups):
@@ -434,7 +451,7 @@ def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
 
 
 def weight_type(folder: ZeroFolder) -> torch.dtype:
-    """Return the type of the trained weights; if the files have no weights, the type in the configuration."""
+    """Return the type of the trained weights in a checkpoint, or the configured type if the files have no weights."""
     others = {*folder.buffer_names, *(folder.model(0).get("frozen_param_shapes") or ())}
     for name, held in folder.weights(0).items():
         if name not in others and held.dtype.is_floating_point:
@@ -443,9 +460,9 @@ def weight_type(folder: ZeroFolder) -> torch.dtype:
 
 
 def _by_order(folder: ZeroFolder) -> list[LogicalTensor]:
-    """Return the trained tensors of a checkpoint of stage 0: all tensors of the module, in its order.
+    """Return the trained tensors of a ZeRO stage 0 checkpoint: all parameters of the module, in module order.
 
-    Raise CheckpointError if the optimizer's states do not match.
+    Raises CheckpointError if there are several groups or the optimizer's states do not match these tensors.
     """
     file = folder.optimizer(0, 0)
     found: dict[tuple[str, int], LogicalTensor] = {}
@@ -476,7 +493,7 @@ def _agrees(state: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
 
 
 def _moments(folder: ZeroFolder) -> Iterator[Kind]:
-    """Return the state kinds that the optimizer keeps per element."""
+    """Return the state kinds that the optimizer keeps per element, with their element sizes."""
     found: dict[str, int] = {}
     for rank in range(folder.ranks):
         for state in folder.optimizer(0, rank).states:
@@ -487,7 +504,7 @@ def _moments(folder: ZeroFolder) -> Iterator[Kind]:
 
 
 def _check_casts(folder: ZeroFolder, manifest: Manifest) -> None:
-    """Raise CheckpointError unless each weight of the module equals the cast of the master assigned to it."""
+    """Raise CheckpointError unless each weight has the same digest as the cast of the master assigned to it."""
     weights = folder.weights(0)
     with Reader(folder.path, manifest, links=True) as reader:
         for (name, kind), rows in manifest.rows.items():
