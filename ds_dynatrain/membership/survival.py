@@ -88,7 +88,7 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
 
 
 def replaced_before(survivors: Iterable[Survivor]) -> tuple[int, ...] | None:
-    """Return the stretch (`Mark.stretch`) of the newest load that any survivor knows of; None if no survivor can know."""
+    """Return the stretch (`Mark.stretch`) of the newest load that any survivor knows; None if no survivor can know."""
     known = [tuple(one.since) for one in survivors if one.since is not None]
     return max(known) if known else None
 

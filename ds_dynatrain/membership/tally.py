@@ -11,7 +11,10 @@ from ds_dynatrain.report import SwitchEvent
 
 
 class Clock:
-    """Clock that splits the time of a process's first engine. now: returns seconds, on any clock that never goes back."""
+    """Clock that splits the time of a process's first engine.
+
+    now: returns seconds, on any clock that never goes back.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -49,7 +52,9 @@ class Clock:
         self._step, self._samples, self._is_at_boundary = step, samples, False
 
     def start_over(self, step: int) -> None:
-        """Count the time since the last boundary as held, as its work is lost. step: the step that training resumes from."""
+        """Count the time since the last boundary as held, as its work is lost. step: the step that training resumes
+        from.
+        """
         if not self._is_at_boundary:
             self._held += self._lap()
             self._steps += self._has_made_one(step)
@@ -79,7 +84,7 @@ class Clock:
 
 
 def told(engine: int, event: SwitchEvent) -> Switched:
-    """Return the message about a switch, cut to the message's limits. engine: the number of the engine that switched."""
+    """Return the message about a switch, cut to the message's limits. engine: number of the engine that switched."""
     return Switched(
         engine=engine,
         number=event.generation,

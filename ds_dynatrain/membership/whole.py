@@ -37,7 +37,7 @@ class Mark:
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """Part of `moment` that grows with every load; copies with a smaller stretch are of a state that was replaced."""
+        """Part of `moment` that grows with every load; copies with a smaller stretch hold a state that was replaced."""
         return self.moment[:2]
 
 

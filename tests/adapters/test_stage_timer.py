@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import deepspeed
@@ -23,7 +22,7 @@ from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.balance.adapters.stage_timer import StageTimer
 from ds_dynatrain.balance.adapters.timing import StageTimes
 from ds_dynatrain.balance.profile import Floats
-from tests.engine.pool import CaseFailed, RankPool
+from tests.engine.pool import RankPool
 from tools import burning
 from tools.burning import Burn, Burning
 
@@ -116,32 +115,56 @@ def differences(measured: Floats, beside: Floats, expected: Floats, share: float
     ]
 
 
-def times_in_stages(share: float) -> None:
-    """Each way of running the layers has its times on the first rank; those of the others sleep."""
+ATTEMPTS = 4
+"""Other work disturbs the clock now and then; an error of the timer is there in every attempt."""
+
+
+def times_in_a_stage(interval: int, frozen: int, pairs: bool, reentrant: bool, share: float) -> list[str]:
+    """Return what is wrong with a stage's times on the first rank, alike on all; the layers of the others sleep."""
     timed = timed_in_a_stage if td.get_rank() == 0 else asleep
+    found, beside = (each(interval, frozen, pairs, reentrant) for each in (timed, asleep))
     forward, backward = (np.array([*seconds, 0]) for seconds in (FORWARD, BACKWARD))
-    for frozen, pairs in ((0, False), (0, True), (2, False)):
-        found, beside = (each(0, frozen, pairs) for each in (timed, asleep))
-        assert found.forward.shape == found.backward.shape == (PASSES, 4)
-        assert not differences(found.forward, beside.forward, forward, share)
-        assert not differences(found.backward, beside.backward, backward * (np.arange(4) >= frozen), share)
-        assert found.stepped > 0 and 0 < found.step_seconds < 0.1
+    backward = backward + forward if interval else backward * (np.arange(4) >= frozen)
+    assert found.forward.shape == found.backward.shape == (PASSES, 4)
+    assert found.stepped > 0 and 0 < found.step_seconds < 0.1
+    if interval:
+        assert found.kept_bytes == tuple(32 if place % interval == 0 else 0 for place in range(4))
+    else:
         assert found.output_bytes == ((2 if pairs else 1) * 32,) * 4
         assert found.kept_bytes[0 if frozen == 0 else 2] > 0 and (frozen == 0 or found.kept_bytes[0] == 0)
-    for interval, reentrant in ((1, True), (2, False)):
-        found, beside = (each(interval, 0, reentrant=reentrant) for each in (timed, asleep))
-        assert not differences(found.forward, beside.forward, forward, share)
-        assert not differences(found.backward, beside.backward, forward + backward, share)
-        assert found.kept_bytes == tuple(32 if place % interval == 0 else 0 for place in range(4))
+    wrong = [
+        f"{name}: {line}"
+        for name, *times in (
+            ("forward", found.forward, beside.forward, forward),
+            ("backward", found.backward, beside.backward, backward),
+        )
+        for line in differences(*times, share)
+    ]
+    held = [wrong]
+    td.broadcast_object_list(held)
+    return held[0]
+
+
+def times_in_stages(share: float) -> None:
+    """Each way of running the layers has its times on the first rank, in one of a few attempts of its own."""
+    stages = (
+        (0, 0, False, False),
+        (0, 0, True, False),
+        (0, 2, False, False),
+        (1, 0, False, True),
+        (2, 0, False, False),
+    )
+    for stage in stages:
+        attempts = []
+        for _ in range(ATTEMPTS):
+            attempts.append(times_in_a_stage(*stage, share))
+            if not attempts[-1]:
+                break
+        assert not attempts[-1], f"{stage}: {attempts}"
 
 
 @NEWEST
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 @pytest.mark.parametrize("share", [0.25, pytest.param(0.0, marks=pytest.mark.full, id="on a quiet machine")])
 def test_layers_have_the_times_that_they_take(pool: RankPool, share: float) -> None:
-    """Other work disturbs the clock now and then, an error of the timer does every time: there are three attempts."""
-    for _ in range(2):
-        with suppress(CaseFailed):
-            pool.run(times_in_stages, share=share)
-            return
-    pool.run(times_in_stages, share=share)
+    pool.run(times_in_stages, share=share, seconds=180)
