@@ -34,7 +34,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and wait for it: a thread that a slow store keeps past the end of Python aborts the process."""
+        """Stop the thread and wait for it: a thread that outlives Python, kept by a slow store, aborts the process."""
         self._stop.set()
         self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
 
