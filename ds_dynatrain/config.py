@@ -41,8 +41,8 @@ MINIMUM_BUDGET_BYTES = 64 * 1024
 class Said:
     """Notes on a value in the table of the keys (`docs/configuration.md`), besides its type, limits and meaning.
 
-    default: the source of the value, if it has no fixed default. kind: the accepted types, if the value may be given as
-    one that becomes another.
+    default: the source of the value, if it has no fixed default.
+    kind: the accepted types, if the value may be given as one that becomes another.
     """
 
     unit: str = ""
@@ -196,8 +196,10 @@ class DynatrainConfig(Block):
     """Timing of layers and members; layers move to save time if `mode` says so. `None`: nothing is timed."""
 
     def in_launch(self, is_elastic: bool) -> DynatrainConfig:
-        """Return the block as it counts in this kind of launch: only an elastic one has copies by default, and one
-        without copies has no `buddies`. Called by `initialize`."""
+        """Return the block with the defaults of this kind of launch; called by `initialize`.
+
+        An elastic launch has copies by default; in any launch without copies, `buddies` is None.
+        """
         block = named(BLOCKS["buddies"])() if is_elastic and self.buddies is None else self.buddies
         has_copies = block is not None and block.mode != "off" and (is_elastic or block.mode is not None)
         return self.model_copy(update={"buddies": block if has_copies else None})
@@ -212,8 +214,8 @@ class DynatrainConfig(Block):
 def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None]:
     """Return DeepSpeed's own part of a configuration, as a new dictionary, and the `dynatrain` block if there is one.
 
-    If the block's layout names no ZeRO stage, it gets that of `zero_optimization`; if it names another one, the block
-    counts and DeepSpeed's part is left as it stands. Raises `ConfigError` for a file that cannot be read, an unknown
+    If the block's layout names no ZeRO stage, it gets that of `zero_optimization`; if it names another stage, the block
+    takes precedence, and DeepSpeed's part is unchanged. Raises `ConfigError` for a file that cannot be read, an unknown
     key or a wrong value.
     """
     whole = read_config(config)
@@ -285,7 +287,10 @@ def _keys_at(path: tuple[int | str, ...]) -> list[str]:
 
 
 def block_at(key: str, annotation: Any) -> type[BaseModel] | None:
-    """Return the block that stands under a key of this type: itself, or `None`, or a table of such."""
+    """Return the class of the blocks under a key; None if its values are no blocks.
+
+    annotation: the type of the key's value, such as a block, a block or None, or a table of blocks.
+    """
     if key in BLOCKS:
         return named(BLOCKS[key])  # type: ignore[no-any-return]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -302,7 +307,7 @@ def _unknown_key(where: str, valid: list[str]) -> str:
 
 
 def _check_monitors(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if switches are to go to monitors and DeepSpeed's part enables none."""
+    """Raise `ConfigError` if switches are to be written to monitors and DeepSpeed's part enables none."""
     blocks = [own.get(name) for name in MONITORS]
     if block.report.monitor and not any(isinstance(each, Mapping) and each.get("enabled") for each in blocks):
         raise ConfigError(

@@ -22,17 +22,18 @@ class LayoutError(DynatrainError):
 
 
 class ProfileError(DynatrainError):
-    """A profile cannot be used: it is of another model or version, cut off, or has an impossible number."""
+    """A profile cannot be used: it belongs to another model or version, is truncated, or has an impossible number."""
 
 
 class DataError(DynatrainError):
-    """A data set, sampler or batch size cannot be dealt exactly over the layouts asked for."""
+    """A data set, sampler or batch size cannot be divided exactly over the ranks of the requested layouts."""
 
 
 class SwitchRefused(DynatrainError):  # noqa: N818 - a refusal is an answer, not a failure
     """A switch was asked for and cannot be done; nothing has changed.
 
-    `reason` says why with the numbers that failed, `way_out` what to do instead (the nearest valid layout, a setting).
+    reason: why, with the numbers that failed.
+    way_out: what to do instead, such as the nearest valid layout or a setting.
     """
 
     def __init__(self, reason: str, way_out: str = "") -> None:
@@ -46,9 +47,10 @@ class SwitchFailed(DynatrainError):  # noqa: N818
 
 
 class OutcomeUnknown(DynatrainError, RuntimeError):  # noqa: N818
-    """The record that decides could not be read: other members may have committed, so this one must not train on.
+    """The record that decides could not be read: other members may have committed, so this one must not continue
+    training.
 
-    Its state is that from before the call. End the process; where members come and go, another one takes its place.
+    Its state is that from before the call. End the process; in an elastic job, another one takes its place.
     """
 
     def __init__(self, what: str, seconds: float, reason: str) -> None:
@@ -60,19 +62,19 @@ class OutcomeUnknown(DynatrainError, RuntimeError):  # noqa: N818
 
 
 class CensusError(SwitchFailed):
-    """The live buffers of DeepSpeed are not where the layout says; names the tensor, state kind and numbers."""
+    """The live buffers of DeepSpeed are not where the layout says; the message names tensor, state kind and numbers."""
 
 
 class CertificateError(SwitchFailed):
-    """A digest, a replica or the carry differs between the two sides of a switch; names tensor and state kind."""
+    """A digest, a replica or extra state differs between the two sides of a switch; the message names what."""
 
 
 class TransferError(SwitchFailed):
-    """A send, a receive or a wait failed; names the peer."""
+    """A send, a receive or a wait failed; the message names the peer."""
 
 
 class MemberMissing(TransferError):  # noqa: N818
-    """A wait for `what` timed out after `seconds`; `members` are the ones that did not answer."""
+    """A wait for `what` timed out after `seconds`; `members` are those that did not answer."""
 
     def __init__(self, what: str, members: Iterable[int], seconds: float) -> None:
         self.what, self.members, self.seconds = what, tuple(sorted(members)), seconds
@@ -85,7 +87,9 @@ class CheckpointError(DynatrainError):
 
 
 class CheckpointDamaged(CheckpointError):  # noqa: N818
-    """A checkpoint on disk is not as it was saved, or is not one of ours; names the file, or tensor and kind."""
+    """A checkpoint on disk is not as it was saved, or is of another format; the message names the file, or tensor and
+    kind.
+    """
 
 
 class ElasticError(DynatrainError):
@@ -93,7 +97,7 @@ class ElasticError(DynatrainError):
 
 
 class MessageError(ElasticError):
-    """Bytes are no message of the protocol; says which field is wrong and why."""
+    """Bytes that are no message of the protocol; the error says which field is wrong and why."""
 
 
 class PeerRefused(ElasticError):  # noqa: N818

@@ -29,7 +29,7 @@ BLOCKS: Mapping[str, str] = {
     "buddies": "ds_dynatrain.buddies.config:BuddiesConfig",
     "fallback": "ds_dynatrain.fallback.config:FallbackConfig",
 }
-"""Key of the `dynatrain` block -> class of what stands under it."""
+"""Key of the `dynatrain` block -> class of the block under this key."""
 COMMANDS: Mapping[str, str] = {
     "compare": "ds_dynatrain.comparison.command:compare",
     "compare-exact": "ds_dynatrain.exact.command:compare_exact",
@@ -44,14 +44,16 @@ ROWS: Mapping[str, str] = {
 }
 """Name of a support table -> the rows that an extension adds to the tables of `support`."""
 BACKUP_KEY = "dynatrain.fallback.path"
-"""The key that errors name where a state is lost of which nothing was saved."""
+"""Configuration key that errors and warnings recommend if state is, or could be, lost because nothing was saved."""
 
 
 @dataclass(frozen=True)
 class Backups:
     """Checkpoints that an extension saves by itself, and from which state that members have lost is restored.
 
-    what: one of them, in words; path: their folder; keep: how many of the newest stay there.
+    what: a name for one of them, such as "fallback checkpoint".
+    path: their folder.
+    keep: how many of the newest stay in the folder.
     """
 
     what: str
@@ -255,7 +257,7 @@ def made(settings: Any) -> list[Extension]:
 
 
 def backups_of(extensions: Iterable[Extension]) -> Backups | None:
-    """Return the first backups that an extension has; None if none has any."""
+    """Return the backups of the first extension that has any; None if none has."""
     return next((found for each in extensions if (found := each.backups()) is not None), None)
 
 

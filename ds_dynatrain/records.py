@@ -23,7 +23,7 @@ def to_record(value: Any) -> Any:
 
 
 def from_record(kind: type[T], record: Any) -> T:
-    """Return the `kind` from which `to_record` made `record`.
+    """Return the object of class `kind` that `to_record` turned into `record`.
 
     Raises:
         TransferError: the record lacks a field, has one that the class does not know, or a value of another type.

@@ -1,10 +1,10 @@
 """The assignment of *buddies*, the ranks that keep copies of a rank's state: on other nodes wherever there are any.
 
-Nodes of equal size form pairs, whose ranks keep each other's copies: of all double deaths among n nodes, pairs lose
-state in 1/(n - 1), a ring in 2/(n - 1). The remaining nodes form one group, together with as many pairs as it takes for
-no node in it to be larger than all others together. In the group ranks are in a row, node by node, and each keeps the
-copy of the rank a fixed number of places before it. Every rank then keeps one copy. Only if one node has more ranks
-than all others together, these keep several each, and some ranks of the large node none.
+Nodes of equal size form pairs, whose ranks keep each other's copies: if two of n nodes die, state is lost in 1/(n - 1)
+of all cases with pairs, and in 2/(n - 1) with a ring. The remaining nodes form one group, together with as many pairs
+as it takes for no node in it to be larger than all others together. In the group ranks are in a row, node by node, and
+each keeps the copy of the rank a fixed number of places before it. Every rank then keeps one copy. Only if one node has
+more ranks than all others together, these keep several each, and some ranks of the large node none.
 
 Further buddies, if more than one is asked for, are assigned by the Hungarian method (scipy's `linear_sum_assignment`):
 on nodes that have no copy of that rank yet, and not on its own node as long as there is another rank elsewhere; then as
@@ -26,7 +26,7 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 Node = tuple[int, ...]
 """The ranks on a node."""
 MOMENTS = 2
-"""Copies that are kept of each rank, so that a whole one exists while the next one is written."""
+"""Number of copies kept of each rank, so that a whole one exists while the next one is written."""
 
 
 def memory_of_copies(
@@ -36,9 +36,12 @@ def memory_of_copies(
     copies: int = 1,
     everything: bool = False,
 ) -> tuple[int, ...]:
-    """Return the bytes that each rank needs for copies: of its own and of its wards' buffers, `MOMENTS` of each.
+    """Return the bytes of host memory that each rank needs for copies; 0 if there is only one rank.
 
-    0 if a member is alone. everything: see `is_copied`.
+    A rank keeps `MOMENTS` copies of its own buffers and of those of its wards, the ranks whose copies it keeps.
+    nodes: the node of each rank.
+    copies: how many other ranks keep each copy.
+    everything: see `is_copied`.
     """
     buddies = buddies_of(nodes, copies)
     own = [_bytes(vps, layout, rank, everything) for rank in range(len(nodes))]
@@ -56,9 +59,9 @@ def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, everything: bo
 
 
 def buddies_of(nodes: Sequence[str], copies: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Return the buddies of each rank: this many, or all others if there are fewer; () where a member is alone.
+    """Return the buddies of each rank: `copies` others, or all others if there are fewer; () if there is only one rank.
 
-    nodes[rank] is the node of a rank. The first buddies are the same for any number of copies.
+    nodes: the node of each rank. The first buddies are the same for any number of copies.
     """
     if len(nodes) < 2:
         return ()
@@ -80,7 +83,10 @@ def _first(names: Sequence[str]) -> list[int]:
 
 
 def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]:
-    """Return one more buddy of each rank. names: the nodes of the ranks; before: the buddies assigned so far.
+    """Return one more buddy of each rank.
+
+    names: the nodes of the ranks.
+    before: the buddies assigned so far.
 
     Each rank keeps one more copy, or as many as it takes to keep copies off the node of their own rank.
     """
@@ -132,7 +138,7 @@ def _grouped(nodes: list[Node]) -> tuple[list[tuple[Node, Node]], list[Node]]:
 
 
 def _around(group: list[Node]) -> dict[int, int]:
-    """Return the buddies of ranks whose nodes form one group."""
+    """Return the buddies of ranks whose nodes form one group, the largest node first."""
     ranks = [rank for node in group for rank in node]
     shift = len(group[0]) if group else 0
     if 2 * shift <= len(ranks):

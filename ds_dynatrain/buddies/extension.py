@@ -1,11 +1,11 @@
-"""The extension that keeps buddies' copies: when copies are taken, which members keep them, and the state users see.
+"""The extension that keeps copies on buddies: when copies are taken, which members keep them, and what users see of it.
 
 All working members pass the same boundaries and decide from the same numbers: the results of the last round are reduced
 over their world, so that all of them take copies at the same steps, or none does. Older copies may be overwritten only
-when all members have all copies of a moment.
+when all members have all copies of a later boundary.
 
-With several engines in a process the first one decides, at its boundaries and while no other is in a global batch: then
-all engines take copies, with the same buddies, and these count as whole together or not at all.
+With several engines in a process the first one decides, at its boundaries and while no other is in a global batch: all
+engines then take copies, with the same buddies, and all of these copies count or none.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Protection:
 MILLIONTHS = 1_000_000
 NEW_WORLD = "no copy of this world is whole yet"
 MOST_BY_DEFAULT = 0.5
-"""Share of a node's free memory that copies may take if the user has not asked for them."""
+"""Fraction of a node's free memory that copies may take if the user has not asked for them."""
 MUCH_OF_A_STEP = 0.1
-"""Share of a step's time from which waiting for copies is worth a warning."""
+"""Fraction of a step's time from which waiting for copies is worth a warning."""
 
 
 class Buddies(Extension):
-    """The buddies of one engine, for the whole job."""
+    """The extension that keeps copies of one engine's state on other members, its buddies, for the whole job."""
 
     name = "buddies"
     group = GROUP
@@ -90,23 +90,23 @@ class Buddies(Extension):
         self._why = NEW_WORLD
         self._is_protected = self._is_behind = self._has_said_cost = False
         self._cannot = ""
-        """The reason for which no copies are taken in this world, where they are on by default."""
+        """Reason why no copies are taken in this world although they are on by default; "" if they are taken."""
         self._lacks = ""
-        """The reason for which copies alone do not protect this world."""
+        """Reason why copies alone do not protect the state in this world; "" if they do."""
         self._last_warning = ""
         self._whole_of: dict[int, tuple[int, ...]] = {}
-        """`_by_member` at the newest moment that is whole, which may be in an earlier world."""
+        """`_by_member` as it was when the newest complete copies were taken, perhaps in an earlier world."""
         self._seen: tuple[str, tuple[int, ...], int] = ("", (), -1)
         self._next: int | None = None
         """The step at which the next copy is due; None for immediately."""
         self._rounds: Sequence[Round] = ()
-        """The rounds under way, one for each engine."""
+        """The rounds of copies under way, one for each engine."""
         self._left_at, self._share = 0.0, 0.0
         self._taken = self._skipped = 0
         self._last_error = ""
 
     def attach(self, engine: Any) -> None:
-        """Give the engine the place of its copies."""
+        """Connect to the engine, and give it access to the copies that this process keeps."""
         super().attach(engine)
         self._engine = engine._parts
         self._engine.kept = self.kept
@@ -130,7 +130,7 @@ class Buddies(Extension):
         return [one.keeper for one in self._all]
 
     def check_launch(self, is_elastic: bool) -> None:
-        """Raise an error in a launch of fixed size."""
+        """Raise UnsupportedError in a launch of fixed size, whose members never change."""
         if not is_elastic:
             raise IN_A_FIXED_LAUNCH.error()
 
@@ -144,11 +144,10 @@ class Buddies(Extension):
             )
 
     def on_start(self) -> None:
-        """Refuse a first world that cannot have the buddies that the user asked for.
+        """Raise ConfigError if the first world cannot have the buddies that the user asked for.
 
-        Raise ConfigError if it has too few members, or if this node has too little host memory for its copies and those
-        of the engines made before. Where buddies are on by default nothing is refused: `_why_not` then finds the
-        reason, in every world.
+        The reason is too few members, or too little host memory on this node for the copies of this engine and of those
+        made before. If buddies are on by default, nothing is refused: `_why_not` then gives the reason, in every world.
         """
         if self._settings.mode is None:
             return
@@ -168,7 +167,10 @@ class Buddies(Extension):
             )
 
     def _needs(self, nodes: Sequence[str]) -> list[int]:
-        """Return the bytes that copies of all engines take on each rank. nodes: the node of each rank."""
+        """Return the bytes that copies of all engines take on each rank.
+
+        nodes: the node of each rank.
+        """
         engines = [*(one._engine for one in self._all if one is not self), self._engine]
         alone, copies = [has_single_holders(one.vps, one.layout) for one in engines], self._settings.copies
         is_needed = any(needs_copies(one.vps, one.layout, nodes) for one in engines)
@@ -179,9 +181,9 @@ class Buddies(Extension):
         return [sum(of_rank) for of_rank in zip(*needs, strict=True)]
 
     def _why_not(self) -> str:
-        """Return why this world has no copies where they are on by default, or ""; all members find the same.
+        """Return why no copies are taken in this world although they are on by default; "" if they are taken.
 
-        A collective over the engine's world if it has two nodes or more.
+        All members return the same. A collective over the engine's world if it has two nodes or more.
         """
         engine, world = self._engine, self._engine.world
         where = [engine.candidates.nodes[member] for member in engine.members]
@@ -209,8 +211,8 @@ class Buddies(Extension):
     def at_boundary(self) -> None:
         """Take a copy if one is due; working members call this between two global batches, once for each step.
 
-        It is the last thing at a boundary, so that no switch waits for a copy that was taken just before it. The loss
-        of a member raises nothing here: the next collective of training finds it, too.
+        It comes last at a boundary, so that no switch waits for a copy that was taken just before it. The loss of a
+        member raises nothing here: the next collective of training finds it, too.
         """
         engine, keepers = self._engine, self._keepers
         now = engine.segment, engine.global_steps
@@ -257,11 +259,11 @@ class Buddies(Extension):
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """The stretch of training to which the next copies of all engines belong."""
+        """The stretch of training (between two loads of state) to which the next copies of all engines belong."""
         return mark_of(self._first._engine).stretch
 
     def replace(self) -> None:
-        """Void the copies of all engines, after a state of one was loaded on all working members."""
+        """Void the copies of all engines, after all working members have loaded a state into one of the engines."""
         for keeper in self._keepers:
             keeper.kept.void_before(self.stretch)
         self.forget()
@@ -293,7 +295,7 @@ class Buddies(Extension):
                 self._skipped += 1
 
     def _enter(self) -> None:
-        """Assign buddies in a new world of an engine, and settle how far they protect it."""
+        """Assign buddies in a new world of an engine, and determine whether they protect its state."""
         keepers, self._rounds, self._next = self._keepers, (), None
         self._worlds = [keeper.engine.world for keeper in keepers]
         self._cannot = self._why_not()
@@ -320,7 +322,10 @@ class Buddies(Extension):
             logger.info("buddies: %s", self._why)
 
     def _dealt(self, nodes: Sequence[str]) -> dict[int, tuple[int, ...]]:
-        """Return the members that keep the copies of each member. nodes: the node of each rank."""
+        """Return the members that keep the copies of each member.
+
+        nodes: the node of each rank.
+        """
         members, asked = self._engine.members, self._settings.copies
         buddies = buddies_of(nodes, asked)
         if self._engine.rank == 0 and buddies and len(buddies[0]) < asked:
@@ -332,7 +337,7 @@ class Buddies(Extension):
         return {member: tuple(members[each] for each in its) for member, its in zip(members, buddies, strict=False)}
 
     def _warn(self) -> None:
-        """Log on rank 0 what a death would cost; once for consecutive equal reasons."""
+        """Log on rank 0 what a death would cost; not again while the reason stays the same."""
         why, backups = self._why, backups_of(self._engine.extensions)
         if self._engine.rank != 0 or why == self._last_warning:
             return
@@ -348,7 +353,7 @@ class Buddies(Extension):
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin a round for each engine; either all of them have a world, or none."""
+        """Take copies of all engines, and begin a round for each of them that has a world; all have one, or none."""
         for keeper in self._keepers:
             keeper.engine.agree()
         first = mark_of(self._engine)
@@ -360,7 +365,7 @@ class Buddies(Extension):
         self._taken += 1
 
     def _see(self, found: Sequence[Round]) -> None:
-        """Settle the result of the last rounds, if they have ended on all members: a reduction over the world."""
+        """Record the results of the last rounds if these have ended on all members; a collective over the world."""
         share, is_over = -int(self._share * MILLIONTHS), all(each.is_over for each in found)
         is_whole = is_over and all(each.is_whole for each in found)
         said = torch.tensor([int(is_over), int(is_whole), share])
@@ -379,7 +384,10 @@ class Buddies(Extension):
         self._say_cost(-int(said[2]) / MILLIONTHS)
 
     def _say_cost(self, share: float) -> None:
-        """Warn once, on rank 0, if steps wait long for copies. share: of a step, on the rank that waits longest."""
+        """Warn once, on rank 0, if steps wait long for copies.
+
+        share: the fraction of a step that the rank with the longest wait spends waiting.
+        """
         if self._engine.rank or self._has_said_cost or share < MUCH_OF_A_STEP:
             return
         self._has_said_cost = True
@@ -390,7 +398,7 @@ class Buddies(Extension):
         )
 
     def _tell(self, found: Sequence[Round], is_whole: bool) -> None:
-        """Log each change of the protection, once."""
+        """Log each change of the protection against a death, once."""
         step, error = found[0].mark.step, next((each.error for each in found if each.error), "")
         if error != self._last_error:
             self._last_error = error
@@ -439,7 +447,10 @@ class Buddies(Extension):
 
 
 def _lack(engine: EngineCore, nodes: Sequence[str]) -> str:
-    """Return which part of an engine's state has no copy and is lost with a node, or "". nodes: of each rank."""
+    """Return which part of an engine's state has no copy and is lost with a node, or "".
+
+    nodes: the node of each rank.
+    """
     layout = engine.layout
     if not lacks_frozen(engine.vps, layout) or outlives_a_node(layout.replace(zero_stage=0), nodes):
         return ""

@@ -50,9 +50,10 @@ class Ward:
 class Round:
     """The exchange of one copy of each rank.
 
-    taken: None if this member could not take its own copy. is_over: whether the thread has done its work. is_whole:
-    whether the own copy is with its buddies and the copies of all wards are here. is_void: whether the round counts for
-    nothing, however it ends.
+    taken: this member's own copy; None if it could not be taken.
+    is_over: whether the thread has done its work.
+    is_whole: whether the own copy is with its buddies and the copies of all wards are here.
+    is_void: whether the copies of the round do not count, however it ends.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread has done its work."""
+        """Whether the round's thread has ended its work."""
         return self._over.is_set()
 
     def run(self) -> None:
@@ -92,7 +93,7 @@ class Round:
             self._over.set()
 
     def _note(self, error: str) -> None:
-        """Keep the first error."""
+        """Record the first error of the round."""
         self.error = self.error or error
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
@@ -142,7 +143,11 @@ class Round:
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def _take_in(self, ward: Ward, said: torch.Tensor, memory: torch.Tensor | None) -> bool:
-        """Keep a ward's copy that has arrived; return whether it is the one that was due."""
+        """Keep a ward's copy that has arrived; return whether it is the expected one.
+
+        said: the header of the copy.
+        memory: the bytes of the copy; None if they were not sent.
+        """
         try:
             if memory is None:
                 raise TransferError(f"member {ward.member} described a copy that it did not send")
@@ -161,7 +166,7 @@ class Round:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _offer(self, values: torch.Tensor | None, buddies: Sequence[int]) -> None:
-        """Send these buddies the length of a message, or `NOTHING`."""
+        """Send these buddies the length of a message, or `NOTHING` if there is none."""
         for buddy in buddies:
             self._send(torch.tensor([NOTHING if values is None else values.numel()]), buddy, TO_BUDDY)
 
@@ -178,15 +183,16 @@ class Round:
         return True
 
     def _answer(self, buddy: int) -> bool:
-        """Return whether a buddy answers that it has room for the copy; wait for the answer."""
+        """Wait for a buddy's answer, yes or no, and return it."""
         answer = torch.zeros(1, dtype=torch.int64)
         self._way.receive(answer, buddy, TO_WARD).wait(self._deadline)
         return bool(answer.item())
 
     def _ask(self, ward: Ward, room: Room, most: int | None = None) -> torch.Tensor | None:
-        """Receive the length of a ward's message, and answer whether there is room.
+        """Receive the length of a ward's message, and answer whether there is room for it here.
 
-        Return the memory for it, or None if nothing will come.
+        Return the memory for the message, or None if nothing will come.
+        most: the greatest length to accept; None for any.
         """
         numel = torch.zeros(1, dtype=torch.int64)
         self._receive(numel, ward).wait(self._deadline)
@@ -218,14 +224,17 @@ class Round:
 
 
 GROUP = "buddies"
-"""Kind of the group of all ranks over which copies are sent, from a thread beside training."""
+"""Kind of the process group of all ranks over which a thread sends copies during training."""
 
 
 class Keeper:
-    """The sender and holder of one engine's copies, for the whole job.
+    """The part of a member that sends one engine's copies to buddies, and keeps those of others, for the whole job.
 
-    kept: the copies that this process has. world: the one in which copies are taken. buddies: of each rank in it; () if
-    nothing is copied. take_seconds, ship_seconds, sent_bytes: of the last copy.
+    kept: the copies that this process has.
+    world: the world in which copies are taken.
+    buddies: the buddies of each rank in it; () if nothing is copied.
+    take_seconds: how long the step waited for the last copy.
+    ship_seconds, sent_bytes: the length of the last round in seconds, and the bytes that this member sent in it.
     """
 
     def __init__(self, engine: EngineCore, kept: Kept) -> None:
@@ -242,7 +251,10 @@ class Keeper:
         return has_single_holders(self.engine.vps, self.engine.layout)
 
     def enter(self, buddies: Mapping[int, tuple[int, ...]]) -> None:
-        """Enter the present world of the engine. buddies: member -> the members that keep its copies."""
+        """Enter the present world of the engine.
+
+        buddies: member -> the members that keep its copies.
+        """
         self.settle()
         self.world, members = self.engine.world, self.engine.members
         self.buddies = tuple(tuple(map(members.index, buddies[one])) for one in members) if buddies else ()
@@ -254,10 +266,12 @@ class Keeper:
             self._thread = None
 
     def begin(self, mark: Mark, world: World) -> Round:
-        """Take a copy, and send it while training continues. mark: the present moment.
+        """Take a copy, and send it while training continues.
 
-        State that other members hold as well is copied too if this engine has nothing that one member holds alone: all
-        engines go back together.
+        mark: the boundary at which the copy is taken.
+
+        If no state of this engine is held by one member alone, all of its state is copied, because all engines go back
+        together.
         """
         self.settle()
         engine, begin = self.engine, time.perf_counter()
@@ -285,7 +299,7 @@ class Keeper:
         return found
 
     def see(self, found: Round, is_whole: bool) -> None:
-        """Note a round that is over on all members.
+        """Record the result of a round that has ended on all members.
 
         is_whole: whether the copies of all engines are where they belong.
         """

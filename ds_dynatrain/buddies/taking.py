@@ -1,4 +1,4 @@
-"""The taking of a copy, at a boundary, for which a step waits; and its form in memory and on the way to a buddy.
+"""Taking a copy at a boundary, while the step waits; and the form of a copy in memory and in transit to a buddy.
 
 All tensors lie end to end, and a header in JSON describes them.
 """
@@ -28,12 +28,12 @@ from ds_dynatrain.reshard.encoding import announced, encode
 from ds_dynatrain.space import BufferId, VirtualParameterSpace
 
 ALIGN = 64
-"""Bytes: each tensor starts at a multiple of this."""
+"""Alignment in bytes: each tensor starts at a multiple of it."""
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
 Rows = Mapping[tuple[str, BufferId], Shape]
-"""(kind, buffer) -> its type and shape."""
+"""(state kind, buffer) -> the element type and shape of the buffer."""
 
 
 def rows_of(buffers: Buffers) -> Rows:
@@ -47,8 +47,9 @@ def nbytes_of(rows: Rows, tensors: Iterable[Shape]) -> int:
 
 
 def spread(memory: torch.Tensor, rows: Rows, tensors: Sequence[Shape]) -> tuple[Buffers, list[torch.Tensor]]:
-    """Return (buffers, further tensors) as views of `memory`, flat uint8; TransferError if it has another length than
-    they.
+    """Return buffers and further tensors as views of `memory`, flat uint8.
+
+    Raises TransferError if the memory does not have their total length.
     """
     if nbytes_of(rows, tensors) != memory.numel():
         raise TransferError(f"a copy of {nbytes_of(rows, tensors)} bytes was announced, and {memory.numel()} came")
@@ -61,7 +62,7 @@ def spread(memory: torch.Tensor, rows: Rows, tensors: Sequence[Shape]) -> tuple[
 
 
 def header_of(copy: Copy) -> bytes:
-    """Return the header of a copy: JSON with everything but the bytes of its tensors."""
+    """Return the header of a copy: JSON with everything except the bytes of its tensors."""
     rows = [
         [kind, name.place, name.index, str(held.dtype).partition(".")[2], held.numel()]
         for (kind, name), held in copy.buffers.items()
@@ -72,7 +73,7 @@ def header_of(copy: Copy) -> bytes:
 
 
 def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
-    """Return the copy that a header describes, over `memory`; TransferError for a header that cannot be read."""
+    """Return the copy that a header describes, over `memory`; raises TransferError for a header that cannot be read."""
     try:
         found = json.loads(header)
         rows = dict(_row(*each) for each in found["rows"])
@@ -85,7 +86,9 @@ def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
 
 
 def shapes_of(said: dict[str, Any]) -> list[Shape]:
-    """Return the shapes of the tensors to which the encoded rest in `Copy.said` refers, ordered by their numbers."""
+    """Return types and shapes of the tensors that the encoded per-rank state in `Copy.said` refers to, in their
+    order.
+    """
     return [shape for _, shape in sorted(announced(said["rest"]).items())]
 
 
@@ -104,7 +107,8 @@ def _padded(shape: Shape) -> int:
 class UndigestedCopy:
     """A copy without its digests, which the thread of its round computes.
 
-    frozen: see `Kept`. memory: all its tensors, flat uint8.
+    frozen: see `Kept`.
+    memory: the bytes of all its tensors, flat uint8.
     """
 
     vps: VirtualParameterSpace
@@ -124,8 +128,9 @@ class UndigestedCopy:
 
 
 def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
-    """Return the present moment, between two global batches. first: the moment of the process's first engine, if
-    another.
+    """Return the mark of the present boundary: the position in training of a copy that is taken now.
+
+    first: the mark of the process's first engine, if this is another engine.
     """
     when = engine.generation, engine.segment, len(engine.registered), engine.global_steps
     return Mark(*when, engine.layout, () if first is None else first.moment)
@@ -134,10 +139,11 @@ def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
 def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: bool = False) -> UndigestedCopy:
     """Copy the state that this rank holds alone into a room.
 
-    Parameters that stage 3 has gathered stay gathered: their parts are the state. mark: the present moment, if it is
-    not that of this engine alone. everything: see `is_copied`.
+    Parameters that stage 3 has gathered stay gathered: their parts are the state.
+    mark: the mark of the present boundary; None to compute it from this engine alone.
+    everything: see `is_copied`.
 
-    ConfigError for carried objects or hyper-parameters that cannot be copied.
+    Raises ConfigError for carried objects or hyper-parameters that cannot be copied.
     """
     state, scalars = engine.host.state_buffers()
     held, tensors = copied(engine.vps, engine.layout, state, everything), list[torch.Tensor]()

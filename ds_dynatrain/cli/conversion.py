@@ -29,9 +29,9 @@ MOST_NAMED = 10
 def convert(path: Path, out: Path, to: Format, dtype: WeightType | None, trust_pickle: bool) -> Iterator[str]:
     """Convert the checkpoint at `path`, and yield lines of text that say what was written.
 
-    dtype: the type to which weights are converted; None to keep their types. trust_pickle: whether to unpickle content
-    that is neither tensors nor plain values. Raises the errors of `to_safetensors`, `to_universal`, `to_dcp`, `told_at`
-    and `take`.
+    dtype: the type to which weights are converted; None to keep their types.
+    trust_pickle: whether to unpickle content that is neither tensors nor plain values.
+    Raises the errors of `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
     """
     with naming(path):
         if to is Format.OURS:

@@ -51,11 +51,15 @@ def run_coordinator(
 ) -> None:
     """Serve one job as its coordinator until the job has finished.
 
-    address: the address to listen at. job: the name of the job. token_file: the file with the job's token. store_port:
-    the port of the store for process groups; 0 for a free one. announce: a file in which to announce the coordinator's
-    address, if any. http: the address at which to show the job, if any; http_token_file: the file with the token for
-    it. Raises ConfigError or ElasticError if the coordinator cannot start, or if another one has replaced it in the
-    file `announce`.
+    address: the address to listen at.
+    job: the name of the job.
+    token_file: the file with the job's token.
+    store_port: the port of the store for process groups; 0 for a free one.
+    announce: a file in which to announce the coordinator's address, if any.
+    http: the address at which to show the job, if any.
+    http_token_file: the file with the token for that address.
+    Raises ConfigError or ElasticError if the coordinator cannot start, or if another one has replaced it in the file
+    `announce`.
     """
     from ds_dynatrain.elastic.hosting import CoordinatorHost  # imports torch
 

@@ -26,7 +26,8 @@ _MARKS = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
 def report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
     """Print the report as text: first the machine, then any configuration, and the verdict last.
 
-    job: the report on a configuration, if any. rounding: whether the machine can run exact jobs, if that was examined.
+    job: the report on a configuration, if any.
+    rounding: whether the machine can run exact jobs, if that was examined.
     """
     console = stdout_console()
     console.print(_machine(environment))

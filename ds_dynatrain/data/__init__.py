@@ -1,9 +1,9 @@
-"""Data that follows the world: how a global batch is dealt, in which order, and the loaders that do it.
+"""Data loading that follows the world: which rank gets which samples of a global batch, in which order.
 
-`batch` deals samples to ranks and micro-batches, if wanted in leaves that are the same in every world. `order` says
-which samples a global batch has, and where training stands. `source` takes a data set or a torch loader apart. `loader`
-has the loaders that a user iterates over, and the protocol `Host` that an engine fulfils for them. The package depends
-on torch and not on DeepSpeed.
+`batch` assigns samples to ranks and micro-batches, if wanted in leaves that are the same in every world. `order` says
+which samples a global batch has, and how far training has come. `source` takes a data set or a torch loader apart.
+`loader` has the loaders that a user iterates over, and the protocol `LoaderHost`, which an engine implements for them.
+The package depends on torch and not on DeepSpeed.
 
 May import `transfer` and `support`; start with `loader`.
 """

@@ -1,4 +1,5 @@
-"""How the samples of one global batch are dealt to ranks and micro-batches, and what each micro-batch weighs.
+"""How the samples of one global batch are assigned ("dealt") to ranks and micro-batches, and the micro-batches'
+weights.
 
 The global batch has the same size in every world. Sample positions go to the ranks of the data axis in turn, as torch's
 `DistributedSampler` deals them; a rank that has its share is left out of further rounds. A rank cuts its samples into
@@ -55,10 +56,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """The sizes of one world: samples per global batch, most samples per micro-batch, data-parallel size.
+    """The sizes of batches in one world, and the numbers that follow from them.
 
-    shares: samples of a full global batch by data rank; None: shares as equal as possible. Raises `DataError` if a size
-    is not a positive integer, if there is not one share for each rank, or if the shares do not add up to the batch.
+    train_batch_size: samples per global batch.
+    micro_batch_limit: the most samples per micro-batch.
+    data: size of the data axis.
+    shares: samples of a full global batch that each data rank takes; None for shares as equal as possible.
+    Raises `DataError` if a size is not a positive integer, if there is not one share for each rank, or if the shares do
+    not add up to the batch.
     """
 
     train_batch_size: int
@@ -80,22 +85,22 @@ class BatchArithmetic:
 
     @property
     def largest_share(self) -> int:
-        """Samples that the rank with the largest share has of a full global batch."""
+        """Number of samples of a full global batch that the rank with the largest share takes."""
         return math.ceil(self.train_batch_size / self.data) if self.shares is None else max(self.shares)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per rank and global batch: as many as the largest share needs."""
+        """Number of micro-batches that each rank runs per global batch: as many as the largest share needs."""
         return math.ceil(self.largest_share / self.micro_batch_limit)
 
     @property
     def largest_slot(self) -> int:
-        """Samples of the largest micro-batch."""
+        """Number of samples in the largest micro-batch."""
         return math.ceil(self.largest_share / self.accumulation)
 
     @property
     def slots(self) -> int:
-        """Micro-batches per global batch over all ranks: data * accumulation."""
+        """Number of micro-batches per global batch over all ranks: data * accumulation."""
         return self.data * self.accumulation
 
     @property
@@ -108,19 +113,22 @@ class BatchArithmetic:
         return self.accumulation
 
     def even(self) -> bool:
-        """Return whether all slots of a full global batch have the same size, and thus weight 1."""
+        """Return whether all micro-batches of a full global batch have the same size, and thus weight 1."""
         if self.shares is None:
             return self.train_batch_size % self.slots == 0
         return len(set(self.shares)) == 1 and self.shares[0] % self.accumulation == 0
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
-        """Return the places of a rank's samples in a global batch of `samples` samples, in the order in which they are
-        dealt.
+        """Return the positions of a rank's samples in a global batch of `samples` samples, in the order in which it
+        trains them.
         """
         return range(rank, samples, self.data) if self.shares is None else _in_turn(self.shares, rank, samples)
 
     def deal(self, samples: int) -> SlotTable:
-        """Return the slots of a global batch of `samples` samples. DataError unless they are 1 to train_batch_size."""
+        """Assign the samples of a global batch to the slots (micro-batches) of all ranks.
+
+        samples: size of the global batch. Raises DataError unless it is 1 to train_batch_size.
+        """
         if not 1 <= samples <= self.train_batch_size:
             raise DataError(
                 f"a global batch of {samples} samples cannot be dealt; give 1 to train_batch_size = "
@@ -129,7 +137,7 @@ class BatchArithmetic:
         return SlotTable(self, samples)
 
     def row(self, rank: int, samples: int) -> tuple[Slot, ...]:
-        """Return the slots of a rank in a global batch that can be dealt; see `deal`."""
+        """Return the slots (micro-batches) of a rank in a global batch of a size that `deal` accepts."""
         mine, count, found = self.positions(rank, samples), self.micro_batches(rank), list[Slot]()
         small, larger = divmod(len(mine), count)
         starts = [index * small + min(index, larger) for index in range(count + 1)]
@@ -141,13 +149,15 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class SlotTable:
-    """The slots of one global batch of `samples` samples; the rows of a rank are computed on request."""
+    """The slots (micro-batches) of one global batch of `samples` samples; those of a rank are computed on request."""
 
     batch: BatchArithmetic
     samples: int
 
     def rank(self, rank: int) -> tuple[Slot, ...]:
-        """Return the slots of one rank of the data axis, in the order in which they are trained."""
+        """Return the slots of one rank of the data axis, in training order; raises DataError for a rank outside the
+        axis.
+        """
         if not 0 <= rank < self.batch.data:
             raise DataError(
                 f"rank {rank} is outside the data axis of size {self.batch.data}; give 0 to {self.batch.data - 1}"
@@ -157,8 +167,8 @@ class SlotTable:
 
 @dataclass(frozen=True)
 class ColumnArithmetic(BatchArithmetic):
-    """Batch arithmetic of pipelines: all micro-batches have one size, and data ranks may have different numbers of
-    them, see `Columns`.
+    """Batch arithmetic of pipelines: all micro-batches have one size, and data ranks may have different numbers of them
+    (see `Columns`).
 
     Every slot then weighs 1, and a rank divides its sum by `columns.mean`. It does not divide by `accumulation`, which
     is the largest number of micro-batches that any rank has.
@@ -171,17 +181,17 @@ class ColumnArithmetic(BatchArithmetic):
 
     @property
     def largest_share(self) -> int:
-        """Samples of the rank with the largest share."""
+        """Number of samples of a full global batch that the rank with the largest share takes."""
         return max(self.columns.shares)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per global batch of the rank that has most of them."""
+        """Number of micro-batches per global batch on the rank that has most of them."""
         return self.columns.longest
 
     @property
     def largest_slot(self) -> int:
-        """Samples of every micro-batch."""
+        """Number of samples in every micro-batch."""
         return self.columns.size
 
     @property
@@ -191,8 +201,8 @@ class ColumnArithmetic(BatchArithmetic):
 
     @property
     def notice(self) -> str:
-        """Explain that samples only fit into micro-batches of one, as happens with a prime number of them; "" if they
-        fit better.
+        """Explanation if only micro-batches of one sample divide the batch evenly, as with a prime batch size;
+        otherwise "".
         """
         limit = min(self.micro_batch_limit, self.largest_share)
         if self.columns.size > 1 or limit == 1:
@@ -210,7 +220,7 @@ class ColumnArithmetic(BatchArithmetic):
         )
 
     def micro_batches(self, rank: int) -> int:
-        """Return the number of micro-batches of one rank per global batch."""
+        """Return the number of micro-batches that one data rank runs per global batch."""
         return self.columns.counts[rank]
 
     def even(self) -> bool:
@@ -218,14 +228,15 @@ class ColumnArithmetic(BatchArithmetic):
         return self.columns.is_even
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
-        """Return the places of a rank's samples in a global batch, in the order in which they are dealt."""
+        """Return the positions of a rank's samples in a global batch, in the order in which it trains them."""
         if self.columns.is_even:
             return range(rank, samples, self.data)
         return _in_turn(self.columns.shares, rank, samples)
 
     def deal(self, samples: int) -> SlotTable:
-        """Return the slots of a full global batch. DataError for a shorter one, whose micro-batches would differ in
-        size.
+        """Assign the samples of a full global batch to the slots (micro-batches) of all ranks.
+
+        Raises DataError for a shorter batch, whose micro-batches would differ in size.
         """
         if samples != self.train_batch_size:
             raise DataError(
@@ -236,8 +247,8 @@ class ColumnArithmetic(BatchArithmetic):
 
 
 def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
-    """Return the places of a rank: ranks take one each in turn, and a rank that has its share is left out of further
-    rounds.
+    """Return the positions of a rank's samples: ranks take one each in turn, and skip further rounds once they have
+    their share.
     """
     places = (
         sum(min(share, each) for share in shares) + sum(share > each for share in shares[:rank])
@@ -258,10 +269,11 @@ def nearest_even(train_batch_size: int, micro_batch_limit: int, data: int) -> in
 
 @dataclass(frozen=True)
 class Leaf(Slot):
-    """A slot that holds one leaf.
+    """A slot (one micro-batch of one rank) that holds one leaf, a micro-batch of fixed size.
 
-    number: the leaf that is trained, or borrowed. micro_step: its micro-step in the global batch. leaves,
-    batch_samples: leaves and samples of that global batch.
+    number: index of the leaf that is trained, or borrowed.
+    micro_step: its micro-step in the global batch.
+    leaves, batch_samples: numbers of leaves and of samples in that global batch.
     """
 
     number: int
@@ -274,8 +286,8 @@ class Leaf(Slot):
 class LeafArithmetic(BatchArithmetic):
     """Batch arithmetic of a job whose batches are cut into leaves of `micro_batch_limit` samples.
 
-    Raises `DataError` for shares, which would make leaves of another size, and for more ranks than a full batch has
-    leaves.
+    Raises `DataError` if shares are given, which would make leaves of another size, or if there are more ranks than
+    leaves in a full batch.
     """
 
     def __post_init__(self) -> None:
@@ -300,17 +312,17 @@ class LeafArithmetic(BatchArithmetic):
 
     @property
     def accumulation(self) -> int:
-        """Micro-steps of every global batch, short ones included."""
+        """Number of micro-steps in every global batch, short ones included."""
         return math.ceil(self.leaves / self.data)
 
     @property
     def largest_slot(self) -> int:
-        """Samples of a leaf; the last leaf of a batch may have fewer."""
+        """Number of samples in a leaf; the last leaf of a batch may have fewer."""
         return min(self.micro_batch_limit, self.train_batch_size)
 
     @property
     def largest_share(self) -> int:
-        """Samples of rank 0, which no rank exceeds."""
+        """Number of samples of a full global batch that rank 0 takes; no rank takes more."""
         return len(self.positions(0, self.train_batch_size))
 
     def even(self) -> bool:
@@ -318,17 +330,17 @@ class LeafArithmetic(BatchArithmetic):
         return self.train_batch_size % self.largest_slot == 0 and self.leaves == self.slots
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
-        """Return the places of a rank's own samples, leaf by leaf."""
+        """Return the positions of a rank's own samples in a global batch, leaf by leaf."""
         own = range(rank, self.leaves_of(samples), self.data)
         return [place for number in own for place in self.places(number, samples)]
 
     def places(self, number: int, samples: int) -> range:
-        """Return the places of leaf `number` in a global batch of `samples` samples."""
+        """Return the positions of leaf `number` in a global batch of `samples` samples."""
         start = number * self.micro_batch_limit
         return range(start, min(start + self.micro_batch_limit, samples))
 
     def row(self, rank: int, samples: int) -> tuple[Leaf, ...]:
-        """Return the leaves that one rank trains, by micro-step; borrowed ones included."""
+        """Return the leaves that one rank trains, one for each micro-step, including borrowed leaves."""
         count, found = self.leaves_of(samples), list[Leaf]()
         for step in range(self.accumulation):
             number = step * self.data + rank

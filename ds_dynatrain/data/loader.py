@@ -41,11 +41,11 @@ from ds_dynatrain.errors import DataError
 
 
 class LoaderHost(Protocol):
-    """The present world as a loader sees it. It may change inside `before_batch` and `before_micro_batch`, and
-    nowhere else.
+    """The present world, as an engine shows it to its loaders. It changes inside `before_batch` and
+    `before_micro_batch` only.
 
-    On an idle member `data_rank` means nothing; `batch` is still asked for its `train_batch_size`, which no world
-    changes.
+    On an idle member `data_rank` is undefined; `batch` still has the `train_batch_size`, which is the same in every
+    world.
     """
 
     @property
@@ -60,25 +60,25 @@ class LoaderHost(Protocol):
 
     @property
     def generation(self) -> int:
-        """Number of the present world; a loader deals its batches anew when it has changed."""
+        """Number of the present world; when it changes, a loader assigns its samples to ranks anew."""
 
     @property
     def idle(self) -> bool:
         """Whether this member holds no state at present."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return a context in which the process's random streams are those of this job. Entered around every call of a
-        loader.
+        """Return a context in which the process's random streams are those of this job; every call of a loader enters
+        it.
         """
 
     def begin_epoch(self, loader: TrainLoader) -> int | None:
-        """Return the epoch that the loader's sampler is set to, as the job has it. Called by `iter` of a train loader.
+        """Return the epoch that the job has set the loader's sampler to; called by `iter` of a train loader.
 
-        None on a member that came late, if the others have left their loops: it gets no batch.
+        Return None on a member that joined late, if the others have left their loops: the pass then has no batch.
         """
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
-        """Return whether the other members make this pass over an evaluation loader, too. Called by its `iter`."""
+        """Return whether the other members also make this pass over an evaluation loader; called by its `iter`."""
 
     def before_micro_batch(self) -> None:
         """Let the host act before a micro-batch; it may set a loader back to the start of its global batch."""
@@ -86,17 +86,18 @@ class LoaderHost(Protocol):
     def before_batch(self, loader: TrainLoader) -> None:
         """Let a pending change take effect. Called before the first micro-batch of each global batch.
 
-        On an idle member it returns once the member works again and `loader.load_state_dict` has set the position. A
-        host that lets a member wait calls `loader.close()` first, so that no worker process waits with it.
+        On an idle member this returns once the member works again and `loader.load_state_dict` has set the position. A
+        host that makes a member wait calls `loader.close()` first, so that no worker process waits with it.
         """
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
-        """Take note of the slot of the micro-batch about to be returned, and whether it opens or closes its global
-        batch.
+        """Record the slot of the micro-batch that is about to be returned.
+
+        first, last: whether it is the first or the last one of its global batch.
         """
 
     def open_batch(self, slots: Sequence[Slot]) -> None:
-        """Take note of this rank's slots of a global batch that is drawn at once; each of them is dealt later."""
+        """Record this rank's slots of a global batch that is drawn at once; `deal` is called for each of them later."""
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,7 @@ class Pass(Iterator[Any]):
             self._stands = True
 
     def skip(self) -> None:
-        """Skip the present global batch: this member has no use for its samples, but others have."""
+        """Skip the present global batch, whose samples other members need and this one does not."""
         self.close()
         self._stands, self.loader.is_under_way = False, False
         self.loader._at = self.loader._at.advance()
@@ -400,7 +401,10 @@ class Pass(Iterator[Any]):
         return self.loader._micro + 1 == len(self._window)
 
     def _advance(self, last: bool) -> None:
-        """Move the position past the micro-batch that was dealt. last: whether it ended its global batch."""
+        """Move the position past the micro-batch that was dealt.
+
+        last: whether it ended its global batch.
+        """
         loader = self.loader
         self._stands = loader.is_under_way = False
         loader._micro = 0 if last else loader._micro + 1
@@ -441,9 +445,7 @@ class Pass(Iterator[Any]):
         raise StopIteration
 
     def _take(self, announce: Callable[[], None]) -> Any:
-        """Return the next micro-batch, once `announce` has told the host; after an error the next call reads
-        it again.
-        """
+        """Return the next micro-batch, after calling `announce`; after an error the next call reads the same one."""
         loader, host = self.loader, self._host
         if host.generation != self._key[0]:
             raise DataError(

@@ -23,9 +23,9 @@ from ds_dynatrain.errors import DataError
 
 @dataclass(frozen=True, order=True)
 class Cursor:
-    """The first global batch that has not been dealt in full: batch `step` of epoch `epoch`, both counted from 0.
+    """A position in the data: the first global batch not returned in full, `step` of epoch `epoch`, both from 0.
 
-    `step` may equal the number of global batches of an epoch: all have been dealt, but the loop over them has not ended
+    `step` may equal the number of global batches of an epoch: all were returned, but the loop over them has not ended
     yet.
     """
 
@@ -53,7 +53,7 @@ class Cursor:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, object]) -> Cursor:
-        """Return the cursor that `to_dict` wrote; `DataError` if a field is missing or is not an integer."""
+        """Return the cursor that `to_dict` wrote; raises `DataError` if a field is missing or is not an integer."""
         fields = {name: state.get(name) for name in ("epoch", "step")}
         numbers = {name: value for name, value in fields.items() if isinstance(value, int)}
         if len(numbers) < len(fields):
@@ -78,7 +78,8 @@ class EpochOrder:
     reshuffle: bool = False
     drop_last: bool = False
     follows_sampler: bool = False
-    """Whether `epoch` is the one that the user's sampler was set to; it then decides the order, as with `reshuffle`."""
+    """Whether methods get the epoch that was set on the user's sampler; it then decides the order, as with
+    `reshuffle`."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -95,16 +96,18 @@ class EpochOrder:
 
     @property
     def steps(self) -> int:
-        """Global batches per epoch."""
+        """Number of global batches per epoch."""
         full, rest = divmod(self.length, self.train_batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
     def __len__(self) -> int:
-        """Return the samples per epoch, without those that `drop_last` drops."""
+        """Return the number of samples per epoch, without those that `drop_last` drops."""
         return min(self.length, self.steps * self.train_batch_size)
 
     def samples(self, step: int) -> int:
-        """Return the samples in global batch `step` of an epoch; `DataError` if the epoch has no such step."""
+        """Return the number of samples in global batch `step` of an epoch; raises `DataError` if the epoch has no such
+        step.
+        """
         if not 0 <= step < self.steps:
             raise DataError(
                 f"step {step} is outside an epoch of {self.steps} global batches; give 0 to {self.steps - 1}"

@@ -1,4 +1,4 @@
-"""The source of a loader: a map-style data set and the way to fetch its samples, from whatever the user gave.
+"""The source of a loader: a map-style data set and the settings to fetch its samples, from what the user gave.
 
 A torch `DataLoader` is taken apart: samples are chosen again by global index, so its batch size and its own split
 over ranks do not count. Data that cannot be sampled by global index is refused with an error that names the reason.
@@ -92,7 +92,7 @@ class DataSource:
     seeds_samples: bool = False
     """Whether random generators are seeded before each sample is read, so that all ranks draw the same for it."""
     sampler: DistributedSampler[Any] | None = field(default=None, repr=False, compare=False)
-    """The user's sampler, whose `set_epoch` decides the order; None if no sampler of the user's does."""
+    """The user's sampler if its `set_epoch` decides the order; otherwise None."""
     end: SharedEnd = field(default_factory=SharedEnd, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -62,7 +62,10 @@ class WorkerStart:
     """Flag of the parent, for forked workers; other workers end when they get SIGTERM."""
 
     def __call__(self, worker: int) -> None:
-        """Prepare the worker process that this is called in. worker: its number, from 0."""
+        """Prepare the worker process that this is called in.
+
+        worker: its number, from 0.
+        """
         gc.freeze()  # this process must not destroy the parent's uncollected objects, above all process groups
         gc.enable()
         if sys.platform == "linux":

@@ -82,7 +82,10 @@ class Progress:
 
     @classmethod
     def between(cls, before: Tally, after: Tally, advanced: int) -> Progress:
-        """Return the work between two tallies. advanced: by how much the member's step number has changed."""
+        """Return the work between two tallies.
+
+        advanced: by how much the member's step number has changed.
+        """
         steps = max(0, after.steps - before.steps)
         return cls(
             steps=steps,
@@ -123,8 +126,10 @@ class Goodput:
             self.over()
 
     def blame(self, cause: Cause, now: float, stands: bool) -> None:
-        """Attribute lost time to this cause from now on, until `over` is called. stands: whether training stands still
-        until then."""
+        """Attribute lost time to this cause from now on, until `over` is called.
+
+        stands: whether training stands still until then.
+        """
         if self._blames and not self._blames[-1].stands:
             self._blames.pop()
         if len(self._blames) == MOST_BLAMES or (self._blames and self._blames[-1].cause == cause):
@@ -338,7 +343,10 @@ class JobHistory:
             self.goodput.blame(cause[0], now, stands=cause[1])
 
     def reported(self, member: str, said: Report, world: Generation | None, now: float) -> None:
-        """Process a worker's report. world: the newest generation."""
+        """Process a worker's report.
+
+        world: the newest generation.
+        """
         before, self._reports[member] = self._reports.get(member), said
         if world is not None and world.rank(member) == 0 and said.tally.generation >= world.generation:
             self._leader = member

@@ -223,7 +223,10 @@ class Member:
                     self._connection.send(said)
 
     def waits_for(self, whom: str) -> None:
-        """Record for whom this member waits; the status shows it from the next heartbeat on. whom: "" for nobody."""
+        """Record for whom this member waits; the status shows it from the next heartbeat on.
+
+        whom: "" for nobody.
+        """
         self._waits_for = clipped(whom, LONGEST_TEXT)
 
     @property

@@ -287,7 +287,10 @@ class MembershipStateMachine:
             self._is_gone(member, "its node's workers have failed", now)
 
     def lost(self, member: str, why: str, now: float) -> None:
-        """Count a worker as dead. why: the reason, in words."""
+        """Count a worker as dead.
+
+        why: the reason, in words.
+        """
         if self._remove(member) is not None:
             self._is_gone(member, why, now)
 

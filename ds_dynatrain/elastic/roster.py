@@ -162,8 +162,8 @@ class Roster:
     def complete_nodes(self, apart: Container[str]) -> list[tuple[str, ...]]:
         """Return the members of every node whose workers are all waiting, by local rank.
 
-        Nodes are in the order in which they became ready. apart: members that do not count as waiting, because they
-        work.
+        Nodes are in the order in which they became ready.
+        apart: members that do not count as waiting, because they work.
         """
         nodes: defaultdict[str, list[RosterEntry]] = defaultdict(list)
         for entry in self:

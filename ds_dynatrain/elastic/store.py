@@ -39,7 +39,8 @@ def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
 def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
     """Return a client of the store at this address, over a new connection, for keys below a prefix.
 
-    seconds: how long its calls wait. Raises torch's DistError if nothing answers.
+    seconds: how long its calls wait.
+    Raises torch's DistError if nothing answers.
     """
 
     def connect() -> Store:

@@ -164,7 +164,10 @@ class Reading:
             ) from error
 
     def permits(self, authorization: str) -> bool:
-        """Return whether a request may be answered. authorization: its Authorization header; empty if it has none."""
+        """Return whether a request may be answered.
+
+        authorization: its Authorization header; empty if it has none.
+        """
         return hmac.compare_digest(_secret_of(authorization).encode(), self.token.encode())
 
 

@@ -1,4 +1,4 @@
-"""Fallback checkpoints: saved by themselves at boundaries, and what a job goes back to when its state is lost.
+"""Fallback checkpoints: saved automatically at boundaries, and loaded when a job has lost its state.
 
 | file | |
 |---|---|

@@ -1,10 +1,11 @@
-"""The extension that saves checkpoints by itself at boundaries, so that there is one when it is needed.
+"""The extension that saves checkpoints automatically at boundaries.
 
-`Due` decides on all members alike when to save. After SIGTERM, if a save is asked for, the board decides: a member that
-gets the signal says so, and rank 0 posts its next step as the last one. No member can be past that step, since each
-step needs rank 0's gradients and every member reads the board at every boundary. After the save all working members
-end. Of several engines in a process, the first one that comes to such a step, and finds none of the others in a global
-batch, saves for all. In a job that members join and leave, all engines are saved when the first one is (`joint`).
+`Due` decides when to save, alike on all members. If SIGTERM asks for a save, the members agree on its step over the
+job's board: a member that gets the signal posts a request, and rank 0 posts its next step as the last one. No member
+can be past that step, since each step needs rank 0's gradients and every member reads the board at every boundary.
+After the save all working members end. If a process has several engines, the first one that reaches such a step, and
+finds none of the others in a global batch, saves for all. In a job that members join and leave, all engines are saved
+when the first one is (`joint_tags`).
 """
 
 from __future__ import annotations
@@ -32,26 +33,24 @@ from ds_dynatrain.reshard.process import PROCESS
 TERMINATED = 143
 """Exit code after SIGTERM, as a shell has it: 128 + 15."""
 PATIENCE_STEPS = 8
-"""Steps after which an engine ends without the state of others that are in a global batch whenever it looks.
-
-As many steps without a boundary are too many if a save is due."""
+"""Number of steps after which an engine ends without saving others that it always finds in a global batch. After as
+many steps without a boundary, a due save counts as waiting."""
 END_STEPS = 2
-"""Number of steps after SIGTERM in which all save and end, if each step has a boundary."""
+"""Number of steps after SIGTERM within which all members save and end, if each step has a boundary."""
 LOOK_SECONDS = 1.0
 MOST_STEPS = 64
-"""Most steps from one look at rank 0's clock to the next, which are about `LOOK_SECONDS` apart."""
+"""The most steps between two looks at rank 0's clock, which are about `LOOK_SECONDS` apart."""
 ANSWER_SECONDS = 2.0
 BUSY_SECONDS = 10.0
-"""Most time for the save before to end; `ANSWER_SECONDS` is the same for the board to answer.
-
-After either the next save is put off."""
+"""How long a save waits for the previous one to end, and `ANSWER_SECONDS` for the board to answer, before it is put
+off."""
 AGAIN_SECONDS = 30.0
 """Time after which a save that was put off is tried again."""
 ANYTHING = 1 << 62
 
 
 class Fallback(Extension):
-    """The `fallback` block of a job: one member's part in its fallback checkpoints."""
+    """One member's part in saving the fallback checkpoints that the `fallback` block asks for."""
 
     name = "fallback"
 
@@ -66,11 +65,13 @@ class Fallback(Extension):
     # ---- when an engine is made, and ends ----------------------------------------------------------------------------
 
     def check_launch(self, is_elastic: bool) -> None:
-        """Remember whether members come and go: there all engines of a process are saved and restored together."""
+        """Remember whether members come and go; if so, all engines of a process are saved and restored together."""
         self._is_elastic = is_elastic
 
     def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
-        """Raise ConfigError if only one of two engines that go back together has backups, or both share a folder."""
+        """Raise ConfigError if only one of two engines that are restored together saves checkpoints, or if both share a
+        folder.
+        """
         ours, theirs = here.fallback, there.fallback
         if self._is_elastic and (theirs is None) != (ours is None):
             raise ConfigError(
@@ -85,7 +86,10 @@ class Fallback(Extension):
             )
 
     def attach(self, engine: Any) -> None:
-        """Watch for SIGTERM if asked to, unless it asks this member alone to leave."""
+        """Connect to the engine, and watch for SIGTERM if the block says so.
+
+        In an elastic launch SIGTERM asks this member alone to leave, and is not watched here.
+        """
         super().attach(engine)
         self._engine: EngineParts = engine._parts
         self._due = Due(self._engine, self._settings)
@@ -94,18 +98,18 @@ class Fallback(Extension):
             self._termination.watch()
 
     def on_end(self) -> None:
-        """Stop watching for SIGTERM, which is the user's own affair again."""
+        """Stop watching for SIGTERM, and leave the signal to the script again."""
         if self._termination is not None:
             self._termination.stop()
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def backups(self) -> Backups:
-        """Return the folder of the checkpoints that are saved here."""
+        """Return the folder of the checkpoints that this extension saves, and how many of them it keeps."""
         return Backups("fallback checkpoint", Path(self._settings.path), self._settings.keep)
 
     def save_if_due(self) -> None:
-        """Save if it is due.
+        """Save a checkpoint if one is due.
 
         A save that fails is logged, and training goes on. Raise SystemExit after the save that SIGTERM asks for.
         """
@@ -126,9 +130,10 @@ class Fallback(Extension):
                 self._save(in_background=self._settings.background)
 
     def save_now(self) -> None:
-        """Save this step, and wait for it.
+        """Save a checkpoint of this step, and wait until it is written.
 
-        Does nothing if this step was saved here already. A save that fails is logged, and the next call tries it again.
+        Do nothing if this method has saved this step already. A save that fails is logged, and the next call tries it
+        again.
         """
         self._unless_lost(self._save_now)
 
@@ -141,7 +146,7 @@ class Fallback(Extension):
             self._is_saved = self._save(f"/now{self._tries}")
 
     def save_before_the_end(self) -> None:
-        """Save because another engine of this process is about to end the script."""
+        """Save a checkpoint because another engine of this process is about to end the script."""
         if self._engine.has_open_window:
             logger.warning(
                 "no fallback checkpoint of step %d: a global batch is open; end the script after engine.step()",
@@ -152,7 +157,7 @@ class Fallback(Extension):
             self._save_now()
 
     def _unless_lost(self, save: Callable[[], None]) -> None:
-        """Save; in an elastic launch put it off while the world or the coordinator is lost."""
+        """Call `save`; in an elastic launch, do without this checkpoint if the world or the coordinator is lost."""
         try:
             save()
         except (WorldChanged, td.DistError) as lost:
@@ -163,7 +168,7 @@ class Fallback(Extension):
                 logger.warning("no fallback checkpoint of step %d (%s); the one before counts", step, lost)
 
     def _finds_board(self) -> bool:
-        """Connect to the boards again after a coordinator was lost; return whether one is there."""
+        """Connect all engines to their boards again after the coordinator was lost; return whether that worked."""
         self._engine.note_safe()
         try:
             for engine in PROCESS.engines:
@@ -173,7 +178,10 @@ class Fallback(Extension):
         return True
 
     def _save(self, more: str = "", in_background: bool = False) -> bool:
-        """Return whether it was saved, or is being saved in the background. more: makes this save's key unique."""
+        """Save this engine and those saved with it; return whether that worked, or was begun in the background.
+
+        more: a suffix that makes this save's key unique.
+        """
         engine, beside, keep = self._engine, self._beside, self._settings.keep
         key = f"fallback/{engine.segment}/{engine.global_steps}{more}"
         try:
@@ -192,7 +200,7 @@ class Fallback(Extension):
             engine.note_safe()
 
     def _write(self, tag: str | None, key: str, keep: int | None, in_background: bool) -> None:
-        """Save this engine; CheckpointError if it cannot be saved."""
+        """Save a checkpoint of this engine alone; raises CheckpointError if that fails."""
         saver = self._engine.saver
         (saver.start if in_background else saver.save)(self.backups().path, tag, key, "", keep)
 
@@ -200,13 +208,13 @@ class Fallback(Extension):
 
     @property
     def _others(self) -> list[Fallback]:
-        """The same extension of the other engines that have it."""
+        """The fallback extensions of the other engines in this process."""
         found = [one.extension(self.name) for one in self._engine.others]
         return [each for each in found if each is not None]
 
     @property
     def _beside(self) -> list[Fallback]:
-        """The same extension of the engines that are saved whenever this one is."""
+        """The fallback extensions of the engines that are saved whenever this one is."""
         return self._others if self._is_elastic else []
 
     # ---- what waits for a boundary -----------------------------------------------------------------------------------
@@ -228,7 +236,7 @@ class Fallback(Extension):
         return self._is_told
 
     def _is_the_end(self) -> bool:
-        """Return whether a member was told to end, and this is the step at which all do."""
+        """Return whether a member was told to end, and this is the step at which all members end."""
         if self._termination is None:
             return False
         engine, key = self._engine, f"fallback/{self._engine.segment}/end"
@@ -243,12 +251,13 @@ class Fallback(Extension):
 
 
 class Due:
-    """The decision when a fallback checkpoint of an engine is due, and whether it can be saved: alike on all members.
+    """Decides whether a fallback checkpoint of an engine is due, and whether it can be saved; alike on all members.
 
-    All members come by the same boundaries. Each of them knows by itself whether a save is due by steps. By time the
-    clock of rank 0 counts, and all look at it together, about once a second. A save needs the board, and the save
-    before has to be over: if a member would wait for either, all put the save off. Members tell each other over their
-    world, since a coordinator that hangs would block a member that asks the board.
+    All members pass the same boundaries. Each of them knows by itself whether the number of steps makes a save due.
+    Whether the time does is decided by the clock of rank 0, which all look at together, about once a second. A save
+    needs the board, and the previous save must have ended: if a member would have to wait for either, all put the save
+    off. Members tell each other by collectives of their world, since a coordinator that hangs would block a member that
+    asks the board.
     """
 
     def __init__(self, engine: EngineCore, settings: FallbackConfig) -> None:
@@ -260,7 +269,9 @@ class Due:
         """Time, by rank 0's clock, to try again a save that was put off; None, or not None, on all members alike."""
 
     def is_now(self) -> bool:
-        """Return whether a save is due at this boundary, the first of its step; WorldChanged if a member is lost."""
+        """Return whether a save is due at this boundary, the first one of its step; raises WorldChanged if a member is
+        lost.
+        """
         engine, steps = self._engine, self._engine.global_steps
         if self._segment != engine.segment:
             self._segment, self._again_at = engine.segment, None
@@ -281,9 +292,10 @@ class Due:
         return self._is_late() or (every is not None and engine.global_steps // every > saved // every)
 
     def can_be_saved(self, savers: list[Saver]) -> bool:
-        """Return whether nothing would keep a member waiting; otherwise put the save off, which rank 0 logs.
+        """Return whether a save can begin without making a member wait; otherwise put it off, which rank 0 logs.
 
-        savers: of all engines that would be saved. Raise WorldChanged if a member is lost.
+        savers: the savers of all engines that would be saved.
+        Raise WorldChanged if a member is lost.
         """
         engine = self._engine
         answers = engine.control.answers(ANSWER_SECONDS)
@@ -305,14 +317,14 @@ class Due:
         return False
 
     def _is_late(self) -> bool:
-        """Return whether a save is due by rank 0's clock."""
+        """Return whether a save is due by time; called on rank 0, whose clock counts."""
         now, seconds = time.monotonic(), self._settings.every_seconds
         if self._again_at is not None:
             return now >= self._again_at
         return seconds is not None and now - self._engine.safe_since >= seconds
 
     def _gap(self) -> int:
-        """Return the number of steps until the next look, from how long the steps since the last one took."""
+        """Return the number of steps until the next look at the clock, from how long steps took since the last look."""
         (then, steps), now = self._looked, time.monotonic()
         step_seconds = max(1e-6, (now - then) / max(1, self._engine.global_steps - steps))
         self._looked = now, self._engine.global_steps
@@ -321,7 +333,7 @@ class Due:
         return max(1, min(MOST_STEPS, int(seconds / step_seconds)))
 
     def _least(self, one: int = ANYTHING, other: int = ANYTHING) -> tuple[int, int]:
-        """Return, for each of two numbers, the least that any member has."""
+        """Return, for each of two numbers, the least value of any member; a collective over the world."""
         said, world = torch.tensor([one, other]), self._engine.world
         if world is not None and world.default.size() > 1:
             td.all_reduce(said, td.ReduceOp.MIN, group=world.default)

@@ -18,8 +18,10 @@ from ds_dynatrain.reshard.core import EngineCore
 def next_tag(engine: EngineCore, folders: Sequence[Path], keep: int, key: str) -> str:
     """Return the tag of the next joint checkpoint, free in all folders; rank 0 of the first engine chooses it.
 
-    engine: the first one. keep: how many joint checkpoints stay; older ones are removed. key: unique on the engine's
-    board. Raise CheckpointError, on all members alike, if the folders cannot be read or written.
+    engine: the first engine of the process.
+    keep: how many joint checkpoints stay; older ones are removed.
+    key: a key that is used only once on the engine's board.
+    Raise CheckpointError, on all members alike, if the folders cannot be read or written.
     """
 
     def chosen() -> str:

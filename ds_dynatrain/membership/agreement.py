@@ -39,8 +39,8 @@ class SwitchRequest:
 def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int, ...], proposal: Proposal) -> Proposal:
     """Return `proposal` if every working member asks for the same and none refuses; the same answer on all of them.
 
-    place: a name for the point in training, unique on the board. Raises SwitchRefused if a member refuses, if requests
-    differ, or if a member did not ask within the time-out.
+    place: a name for the point in training, unique on the board.
+    Raises SwitchRefused if a member refuses, if requests differ, or if a member did not ask within the time-out.
     """
     session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
     asked = {name: value for name, value in asdict(mine).items() if name != "refusal"}

@@ -213,7 +213,10 @@ class Void:
 
 @dataclass(frozen=True)
 class LetGo:
-    """Give up the state of all engines. lost: what is gone for good, in words."""
+    """Give up the state of all engines.
+
+    lost: what is gone for good, in words.
+    """
 
     lost: str = ""
 
@@ -270,7 +273,8 @@ class Transact:
 class Restore:
     """Restore the state, together with all members of the target: from copies of each engine, or from a checkpoint.
 
-    Call `BoundaryMachine.restored` afterwards. copies: the copies to use, one set for each engine; () for a checkpoint.
+    Call `BoundaryMachine.restored` afterwards.
+    copies: the copies to use, one set for each engine; () for a checkpoint.
     """
 
     proposals: Proposals
@@ -308,7 +312,10 @@ class Enter:
 
 @dataclass(frozen=True)
 class EndProcess:
-    """End the process. must_save: whether it has to save its state first, as no member was there to take it."""
+    """End the process.
+
+    must_save: whether it has to save its state first, as no member was there to take it.
+    """
 
     must_save: bool = False
 
@@ -446,7 +453,10 @@ class BoundaryMachine:
         return given_up if self.world is None else [*given_up, Open(self.world)]
 
     def waits_for(self, boards: Sequence[Board]) -> str:
-        """Return, in words, what keeps this member from its next action. boards: as in `advance`."""
+        """Return, in words, what keeps this member from its next action.
+
+        boards: as in `advance`.
+        """
         world = self.world
         if world is None:
             return "the coordinator to publish a generation"
@@ -524,7 +534,8 @@ class BoundaryMachine:
         """Meet at the step that was asked for or, without one, at the next step of rank 0 once all are prepared.
 
         No member can have passed that step: every step needs rank 0's gradients, and each member reads the board again
-        at every boundary. ahead: 1 if the members make steps, 0 if not.
+        at every boundary.
+        ahead: 1 if the members make steps, 0 if not.
         """
         meet = asked.at
         if meet is None:
@@ -688,7 +699,10 @@ class BoundaryMachine:
         return [LetGo()]
 
     def _pass_over(self, found: tuple[WholeCopies, ...], said: dict[int, Sequence[Sequence[int]]]) -> None:
-        """Leave out damaged copies. said: member -> for each engine, the ranks whose copies are damaged there."""
+        """Leave out damaged copies.
+
+        said: member -> for each engine, the ranks whose copies are damaged there.
+        """
         self._proofs += 1
         for engine, whole in enumerate(found):
             damaged = {giver: of_engines[engine] for giver, of_engines in said.items()}
@@ -697,7 +711,8 @@ class BoundaryMachine:
     def _go_back(self, own: OwnFacts, world: Generation, number: int, gone: str) -> list[Action]:
         """Go back to a checkpoint with all engines, since one of them has lost state.
 
-        number: the index of that engine. gone: whose copies were lost together with their holders, in words.
+        number: the index of that engine.
+        gone: whose copies were lost together with their holders, in words.
         """
         lost = own.engines[number]
         if self._leader and lost.can_restore:
@@ -877,7 +892,10 @@ def _name(own: OwnFacts, engine: int, mark: Mark, rank: int) -> str:
 
 
 def _survivor(own: OwnFacts, held: HeldState, gives: bool) -> Survivor:
-    """Return this member's report of what an engine holds. gives: whether this member stays to give its copies."""
+    """Return this member's report of what an engine holds.
+
+    gives: whether this member stays to give its copies.
+    """
     return Survivor(
         number=held.number,
         rank=held.rank,

@@ -176,8 +176,9 @@ class Control:
     ) -> dict[int, Any]:
         """Return the records `key/member` of all members, as soon as all were posted.
 
-        deadline: a `time.monotonic()` value (default: the board's time-out from now). stop: called while polling; it
-        may raise. Raises MemberMissing, naming the members and `what` was awaited, when the deadline passes.
+        deadline: a `time.monotonic()` value (default: the board's time-out from now).
+        stop: called while polling; it may raise.
+        Raises MemberMissing, naming the members and `what` was awaited, when the deadline passes.
         """
         return self.wait({member: f"{key}/{member}" for member in members}, what, deadline, stop)
 
@@ -194,10 +195,13 @@ class Control:
     ) -> dict[int, Any]:
         """Return each member's record as soon as all were posted; the same as `gather`, but with any keys.
 
-        keys: member -> the key of its record. crowd: how many members wait at the same time. longest: the most seconds
-        between two reads, for a small crowd. is_there: whether the records may have been posted already. is_patient:
-        whether the work takes an unknown time; a member then counts as missing once its heartbeat has stopped for the
-        time-out, or after half an hour. A board with a `watch` has no heartbeats, and waits half an hour.
+        keys: member -> the key of its record.
+        crowd: how many members wait at the same time.
+        longest: the most seconds between two reads, for a small crowd.
+        is_there: whether the records may have been posted already.
+        is_patient: whether the work takes an unknown time; a member then counts as missing once its heartbeat has
+        stopped for the time-out, or after half an hour. A board with a `watch` has no heartbeats, and waits half an
+        hour.
         """
         begin, names, patience = time.monotonic(), list(keys.values()), self.timeout_seconds
         beats = dict[int, Any]()

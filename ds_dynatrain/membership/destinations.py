@@ -178,7 +178,10 @@ Rule = Callable[[int, Layout], Iterator[Layout]]
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """Layout to switch to, or None if there is none. refusals: the reasons why better ones are not possible."""
+    """Layout to switch to, or None if there is none.
+
+    refusals: the reasons why better ones are not possible.
+    """
 
     layout: Layout | None
     refusals: tuple[str, ...] = ()

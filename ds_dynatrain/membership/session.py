@@ -171,9 +171,10 @@ class Session:
     def first(self, step: str, compute: Callable[[], T], doing: str) -> T:
         """Return, on all members, what the first member computes, in plain JSON.
 
-        step: a name that is unique in the session. doing: what the members wait for, for error messages. Raise
-        CheckpointError with the first member's error text, on all members, if `compute` fails. An interrupt such as
-        Ctrl-C is raised as it is on the first member.
+        step: a name that is unique in the session.
+        doing: what the members wait for, for error messages.
+        Raise CheckpointError with the first member's error text, on all members, if `compute` fails. An interrupt such
+        as Ctrl-C is raised as it is on the first member.
         """
         board, first = self.board, self.members[0]
         if board.member == first:
@@ -241,10 +242,10 @@ class Session:
     ) -> Any:
         """Join the values of all members, have the first member judge the result, and return its answer on all.
 
-        mine: this member's value; values and the answer are records (see `pack`). judge: makes the answer from the
-        joined value; the answer should be short, as all members read it. Raise on all members alike: MemberMissing if a
-        member posts nothing within the time-out, CheckpointError with the error text if `judge` fails, SwitchFailed if
-        a member's `stop` has raised it before there was an answer.
+        mine: this member's value; values and the answer are records (see `pack`).
+        judge: makes the answer from the joined value; the answer should be short, as all members read it.
+        Raise on all members alike: MemberMissing if a member posts nothing within the time-out, CheckpointError with
+        the error text if `judge` fails, SwitchFailed if a member's `stop` has raised it before there was an answer.
         """
         place, doing = f"{self.key}/{step}", doing or self.what
         key = f"{place}/answer"
@@ -274,9 +275,11 @@ class Session:
     ) -> VoteResult:
         """Do `work` and return the common decision, which is to commit if no member has failed.
 
-        work: does this member's part, and returns its report. join: joins reports, as in `reduce`. judge: called on the
-        first member, makes the decision from all reports. Raise OutcomeUnknown if the decision cannot be read: others
-        may have committed, so this member must not continue training.
+        work: does this member's part, and returns its report.
+        join: joins reports, as in `reduce`.
+        judge: called on the first member, makes the decision from all reports.
+        Raise OutcomeUnknown if the decision cannot be read: others may have committed, so this member must not continue
+        training.
         """
         mine, place, first = VoteResult(True), f"{self.key}/vote", self.members[0]
         try:

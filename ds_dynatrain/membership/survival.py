@@ -78,7 +78,10 @@ def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
 
 
 def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[int, ...]] | None:
-    """Return the layout and members of the complete replicas; None if there are none. alive: rank -> member."""
+    """Return the layout and members of the complete replicas; None if there are none.
+
+    alive: rank -> member.
+    """
     replicas = whole_replicas(layout, alive)
     if not replicas:
         return None
@@ -130,7 +133,10 @@ def _has_all(layout: Layout) -> bool:
 def without(
     survivors: Mapping[str, Survivor], mark: Mark, damaged: Mapping[int, Collection[int]]
 ) -> dict[str, Survivor]:
-    """Return the survivors without the damaged copies of one mark. damaged: member -> the ranks of damaged copies."""
+    """Return the survivors without the damaged copies of one mark.
+
+    damaged: member -> the ranks of damaged copies.
+    """
     return {
         name: replace(
             one,
@@ -147,8 +153,9 @@ def joint_loss(
 ) -> str:
     """Return, in words, whose copies were lost together with their holders; "" if there are no copies at all.
 
-    The text is about the first engine that lacks any. engines: see `whole_copies`. name: returns the member that had a
-    rank of an engine when the copy was taken, or "" if it is not known.
+    The text is about the first engine that lacks any.
+    engines: see `whole_copies`.
+    name: returns the member that had a rank of an engine when the copy was taken, or "" if it is not known.
     """
     found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_had(one))) is not None]
     if not found:

@@ -37,7 +37,10 @@ class Clock:
         )
 
     def arrive(self, step: int) -> None:
-        """Record the arrival at a boundary. step: the number of optimizer steps done."""
+        """Record the arrival at a boundary.
+
+        step: the number of optimizer steps done.
+        """
         is_first, seconds = self._since is None, self._lap()
         if not is_first and self._has_made_one(step):
             self._steps += 1
@@ -47,13 +50,17 @@ class Clock:
         self._is_at_boundary = True
 
     def depart(self, step: int, samples: int) -> None:
-        """Record the departure from a boundary. step, samples: the numbers of optimizer steps and samples done."""
+        """Record the departure from a boundary.
+
+        step, samples: the numbers of optimizer steps and samples done.
+        """
         self._held += self._lap()
         self._step, self._samples, self._is_at_boundary = step, samples, False
 
     def start_over(self, step: int) -> None:
-        """Count the time since the last boundary as held, as its work is lost. step: the step that training resumes
-        from.
+        """Count the time since the last boundary as held, as its work is lost.
+
+        step: the step that training resumes from.
         """
         if not self._is_at_boundary:
             self._held += self._lap()
@@ -84,7 +91,10 @@ class Clock:
 
 
 def told(engine: int, event: SwitchEvent) -> Switched:
-    """Return the message about a switch, cut to the message's limits. engine: number of the engine that switched."""
+    """Return the message about a switch, cut to the message's limits.
+
+    engine: number of the engine that switched.
+    """
     return Switched(
         engine=engine,
         number=event.generation,

@@ -61,7 +61,8 @@ class Had:
 class Frozen:
     """Frozen weights that are in no copy, since many members hold them.
 
-    layout: a layout without ZeRO. members: the member that holds them at each rank of this layout.
+    layout: a layout without ZeRO.
+    members: the member that holds them at each rank of this layout.
     """
 
     layout: Layout
@@ -90,8 +91,9 @@ class WholeCopies:
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
     """Return, for each engine, the newest copies that are whole for all engines: a copy of every rank, of one moment.
 
-    Return () if there are none. engines: for each engine, the copies that each member has. If several members have a
-    rank's copy, the rank itself gives it, or else the member that gives the fewest others.
+    Return () if there are none.
+    engines: for each engine, the copies that each member has. If several members have a rank's copy, the rank itself
+    gives it, or else the member that gives the fewest others.
     """
     found = [
         {

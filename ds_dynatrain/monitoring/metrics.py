@@ -111,7 +111,7 @@ def _changes(view: View) -> Iterator[Metric]:
 
 
 def _goodput(view: View) -> Iterator[Metric]:
-    """Yield the account of time, under the names of ml-goodput-measurement.
+    """Yield the metrics of productive and lost time, under the names of ml-goodput-measurement.
 
     The metrics of time are gauges, because seconds of steps that are lost later stop counting.
     """

@@ -1,5 +1,5 @@
-"""The monitoring port: GET requests for three paths, answered in threads of its own from a value that the coordinator
-made.
+"""The monitoring port: GET requests for three paths, answered in separate threads from a view that the coordinator
+makes.
 
 Each reader has a few seconds and a few kilobytes, and few are served at a time: a slow or hostile reader loses its own
 connection, and never holds the coordinator up.
@@ -43,7 +43,7 @@ Answer = tuple[HTTPStatus, str, bytes]
 class Monitor:
     """HTTP server of a job's view, from `start` to `stop`.
 
-    Raises ElasticError as in `Reading.listen`.
+    Raises ElasticError as `Reading.listen` does.
     """
 
     def __init__(self, reading: Reading) -> None:

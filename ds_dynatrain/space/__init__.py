@@ -6,10 +6,10 @@ that gives, for any coordinate and any state kind (`kind`), the owner and the pl
 holds are `Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack)
 are set operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
 
-Tensor parallelism, pipelines and experts cut tensors before ZeRO does (`cut`). A `Mesh` puts ranks that are dealt the
-same into shard groups, each with a line of its own that ZeRO cuts, and an index map back to the logical line.
+Tensor parallelism, pipelines and experts cut tensors before ZeRO does (`cut`). A `Mesh` groups the ranks that hold the
+same tensors into shard groups, each with a line of its own that ZeRO cuts, and an index map back to the logical line.
 
-Numpy is all that is needed here: no torch, no DeepSpeed, no process.
+Only numpy is needed here: no torch, no DeepSpeed, no process groups.
 
 May import `records`; start with `vps`.
 """

@@ -23,7 +23,8 @@ from ds_dynatrain.errors import LayoutError
 class Columns:
     """The number of micro-batches that each column of a pipeline runs in a global batch.
 
-    size: samples per micro-batch. counts: micro-batches of each column.
+    size: number of samples in each micro-batch.
+    counts: number of micro-batches of each column.
     """
 
     size: int
@@ -38,17 +39,18 @@ class Columns:
 
     @classmethod
     def of(cls, samples: int, limit: int, columns: int, shares: tuple[int, ...] | None = None) -> Columns:
-        """Divide `samples` over the columns, by `shares` or as evenly as possible, in micro-batches of at most `limit`.
+        """Divide `samples` over the columns of a pipeline, by `shares` or as evenly as possible.
 
-        Of the sizes that divide the samples (or every share), choose the one with the fewest micro-batches in the
-        longest column; break ties by the smallest size. Raise LayoutError if there are fewer samples than columns.
+        Among the micro-batch sizes up to `limit` that divide the samples (or every share), choose the one with the
+        fewest micro-batches in the longest column; break ties by the smallest size.
+        Raise LayoutError if there are fewer samples than columns.
         """
         fitting = itertools.takewhile(lambda each: each.size <= limit, cls.every(samples, columns, shares))
         return min(fitting, key=lambda each: (each.longest, each.size))
 
     @classmethod
     def every(cls, samples: int, columns: int, shares: tuple[int, ...] | None = None) -> Iterator[Columns]:
-        """Yield the columns for each possible micro-batch size, smallest first.
+        """Yield a division of `samples` over the columns for each possible micro-batch size, smallest size first.
 
         Raise LayoutError if there are fewer samples than columns.
         """
@@ -69,12 +71,12 @@ class Columns:
 
     @property
     def longest(self) -> int:
-        """Number of micro-batches in the longest column."""
+        """Number of micro-batches in the column that has most of them."""
         return max(self.counts)
 
     @property
     def total(self) -> int:
-        """Number of micro-batches in a global batch."""
+        """Number of micro-batches in a global batch, over all columns."""
         return sum(self.counts)
 
     @property

@@ -31,7 +31,7 @@ class Box:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for ends of different length, below 0, or in the wrong order."""
+        """Raise LayoutError if `start` and `stop` differ in length, or unless 0 <= start <= stop in every dim."""
         if len(self.start) != len(self.stop):
             raise LayoutError(
                 f"a box has {len(self.start)} starts and {len(self.stop)} stops; give one of each for every dim"
@@ -148,7 +148,8 @@ class Shard:
 class Pick:
     """A cut that leaves the whole tensor on some ranks and nothing on the others, as for an expert that is not stacked.
 
-    count: number of ranks. holders: the ranks that hold the tensor.
+    count: number of ranks.
+    holders: the ranks that hold the tensor.
     """
 
     count: int
@@ -190,7 +191,7 @@ class DimCut:
         return len(self.blocks[0])
 
     def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """Return the local shape of rank `index`, and one piece per block of which it has elements.
+        """Return the local shape of rank `index`, and one piece for each block that it has elements of.
 
         Raise LayoutError if the blocks do not cover the dim.
         """
@@ -267,10 +268,10 @@ def _check_index(cut: Cut, index: int) -> None:
 class AxisCuts:
     """The cuts of one logical tensor under one layout.
 
-    stages: the pipeline stages that hold the tensor, ascending; a tied weight has several. expert: how the expert axis
-    cuts the tensor, or None if it belongs to no expert. tensor: how the tensor axis cuts it, or None if all ranks of
-    that axis hold the same elements. This is None for an expert's tensor: all ranks with the same expert index hold the
-    same elements, whatever their tensor index.
+    stages: the pipeline stages that hold the tensor, ascending; a tied weight has several.
+    expert: how the expert axis cuts the tensor, or None if it belongs to no expert.
+    tensor: how the tensor axis cuts it, or None if all ranks of that axis hold the same elements. This is None for an
+    expert's tensor: all ranks with the same expert index hold the same elements, whatever their tensor index.
     """
 
     stages: tuple[int, ...] = (0,)

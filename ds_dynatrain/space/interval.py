@@ -23,7 +23,7 @@ def ints(values: object) -> Ints:
 
 
 def join(parts: Sequence[AnyRows]) -> AnyRows:
-    """Concatenate several tuples of columns, column by column; at least one tuple is needed."""
+    """Concatenate several tuples of arrays, position by position; at least one tuple is needed."""
     return cast("AnyRows", tuple(map(np.concatenate, zip(*parts, strict=True))))
 
 
@@ -34,7 +34,7 @@ def expand(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def chains(joined: npt.NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
-    """Return the first and the last row of each chain among `count` rows.
+    """Group `count` consecutive rows into chains; return the first and the last row of each chain.
 
     joined: joined[i] says whether row i + 1 continues the chain of row i.
     """
@@ -43,7 +43,11 @@ def chains(joined: npt.NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
 
 
 def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the non-empty intersections of rows with tidy runs: (row, run, start, stop)."""
+    """Return the non-empty intersections of arbitrary runs with other, sorted and disjoint runs.
+
+    An intersection is given as (row, run, start, stop): the index of the arbitrary run, that of the other run, and the
+    part that they share.
+    """
     first = np.searchsorted(other_stop, start, side="right")
     last = np.searchsorted(other_start, stop, side="left")
     row, nth = expand(np.maximum(last - first, 0))
@@ -56,7 +60,10 @@ def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> t
 
 
 def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the parts of rows that lie outside tidy runs: (row, start, stop)."""
+    """Return the parts of arbitrary runs that lie outside other, sorted and disjoint runs.
+
+    A part is given as (row, start, stop); row is the index of the arbitrary run.
+    """
     gap_start = np.concatenate([ints([_LOW]), other_stop])
     gap_stop = np.concatenate([other_start, ints([_HIGH])])
     keep = gap_start < gap_stop
@@ -65,7 +72,7 @@ def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
 
 def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Return the tidy runs that cover the same coordinates as arbitrary rows; adjacent runs are merged."""
+    """Return sorted, disjoint runs that cover the same coordinates as arbitrary runs; adjacent runs are merged."""
     keep = start < stop
     order = np.argsort(start[keep], kind="stable")
     start, stop = start[keep][order], stop[keep][order]
@@ -78,7 +85,7 @@ def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 
 
 def cut_every(start: Ints, stop: Ints, width: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut each row at the multiples of its width: (row, start, stop, start // width)."""
+    """Cut each run at the multiples of its width; return the parts as (row, start, stop, start // width)."""
     first = start // width
     row, nth = expand(np.where(start < stop, (stop - 1) // width - first + 1, 0))
     part = first[row] + nth

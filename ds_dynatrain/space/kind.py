@@ -26,13 +26,16 @@ HOST_GRAD = "host_grad"
 class StateRow:
     """Properties of a state kind that are the same in all jobs.
 
-    element: which of the job's data types the kind has. needed_for: the first phase of a step that reads or writes the
-    kind; a late switch moves kinds that only the optimizer step needs during the first batch. stages: the ZeRO stages
-    that hold the kind. whole_in: the stages in which each rank of a ZeRO group holds the whole kind. of_frozen: whether
-    frozen tensors have the kind, too. is_cast: whether the kind can be cast from the master of a trained tensor; copies
-    then leave it out. is_offloaded: whether the kind exists only with CPU offload. pinned_in: the stages in which
-    DeepSpeed pins the kind's memory when offloaded. is_moment: whether the kind exists only after the optimizer's first
-    step; other kinds exist from the start.
+    element: which of the job's data types the kind has.
+    needed_for: the first phase of a step that reads or writes the kind; a late switch moves kinds that only the
+    optimizer step needs during the first batch.
+    stages: the ZeRO stages that hold the kind.
+    whole_in: the stages in which each rank of a ZeRO group holds the whole kind.
+    of_frozen: whether frozen tensors have the kind, too.
+    is_cast: whether the kind can be cast from the master of a trained tensor; copies then leave it out.
+    is_offloaded: whether the kind exists only with CPU offload.
+    pinned_in: the stages in which DeepSpeed pins the kind's memory when offloaded.
+    is_moment: whether the kind exists only after the optimizer's first step; other kinds exist from the start.
     """
 
     element: Literal["weight", "gradient", "master"] = "master"
@@ -124,9 +127,11 @@ def standard_kinds(
 ) -> tuple[Kind, ...]:
     """Return the state kinds of a job. Sizes are in bytes per element.
 
-    weight, master: their sizes. If these are equal (fp32), a weight and its master have the same bytes; otherwise the
-    weight is cast from the master. moments: the values that the optimizer keeps; a name alone means 4 bytes and all
-    groups. gradients: the size of each further kind, such as `stale_grad=4`. Raise LayoutError for a size below 1.
+    weight, master: sizes of weights and of masters. If these are equal (fp32), a weight and its master have the same
+    bytes; otherwise the weight is cast from the master.
+    moments: the values that the optimizer keeps; a name alone means 4 bytes and all groups.
+    gradients: the size of each further kind, such as `stale_grad=4`.
+    Raise LayoutError for a size below 1.
     """
     same = (WEIGHT, MASTER) if weight == master else ()
     first = Kind(WEIGHT, weight, same, MASTER), Kind(MASTER, master, same)

@@ -195,9 +195,9 @@ def _check_shares(shares: tuple[int, ...], data: int) -> None:
 
 
 def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:
-    """Return the data indices whose ranks are all alive, in complete blocks of experts.
+    """Return the data indexes whose ranks are all alive, as far as they form complete blocks of the expert axis.
 
-    The ranks of these indices together hold the whole state. With ZeRO the result is all indices or none.
+    The ranks at these indexes together hold the whole state. With ZeRO the result is all indexes or none.
     """
     if len(alive) == layout.world_size:
         return list(range(layout.data))

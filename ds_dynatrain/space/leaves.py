@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroStep:
-    """One micro-step of a global batch: data rank r trains leaf number * data + r, if that is below `leaves`."""
+    """One micro-step of a global batch, in which data rank r trains leaf `number * data + r`, if there is one.
+
+    A leaf is a micro-batch of fixed size.
+    number: index of the micro-step.
+    data: size of the data axis.
+    leaves: number of leaves in the global batch.
+    """
 
     number: int
     data: int
@@ -21,9 +27,10 @@ class MicroStep:
 
 
 def leaf_seed(job_seed: int, stream: str, step: int, leaf: int, place: int = 0) -> int:
-    """Return the seed of a random generator at a position in a leaf, from 0 to 2^63 - 1.
+    """Return the seed of a random generator at a position in a leaf (a micro-batch of fixed size), from 0 to 2^63 - 1.
 
-    stream: the name of the generator. place: the position in the leaf; 0 is the beginning.
+    stream: the name of the generator.
+    place: the position in the leaf; 0 is the beginning.
     """
     return seed_of("leaf", job_seed, stream, step, leaf, place)
 

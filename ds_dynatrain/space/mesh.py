@@ -28,10 +28,12 @@ Place = tuple[int, int, int]
 class ShardGroup:
     """A group of ranks over which ZeRO partitions the same local tensors.
 
-    ranks: the ranks in group order. line: the local tensors of the first rank; it includes tensors that belong to
-    other groups, and these may differ on other ranks. experts: whether the group holds expert tensors. index_map: which
-    coordinates this group's tensors hold; the single buffer of these pieces stands for `line`. primary: the part of
-    `index_map` that no earlier group holds.
+    ranks: the ranks in group order.
+    line: the local tensors of the first rank; it includes tensors that belong to other groups, and these may differ on
+    other ranks.
+    experts: whether the group holds expert tensors.
+    index_map: which coordinates this group's tensors hold; the single buffer of these pieces stands for `line`.
+    primary: the part of `index_map` that no earlier group holds.
     """
 
     ranks: Ints
@@ -111,7 +113,9 @@ class Mesh:
 
     @cached_property
     def _alike(self) -> list[int]:
-        """A class number for each tensor: tensors with the same shape and cuts share one. Large models have few."""
+        """A class number for each tensor: tensors with the same shape and cuts share one. Large models have few
+        classes.
+        """
         known: dict[tuple[tuple[int, ...], AxisCuts], int] = {}
         pairs = zip(self.line.tensors, self.partition, strict=True)
         return [known.setdefault((tensor.shape, cuts), len(known)) for tensor, cuts in pairs]
@@ -138,7 +142,7 @@ class Mesh:
         return self._shards[key]
 
     def local_line(self, place: Place) -> CoordinateLine:
-        """Return the line of the local tensors at a place, numbered like the logical tensors.
+        """Return the coordinate line of the local tensors at a place, with tensors numbered like the logical tensors.
 
         Tensors that are not held at the place are empty.
         """

@@ -23,11 +23,11 @@ from ds_dynatrain.space.mesh import Mesh, ShardGroup
 from ds_dynatrain.space.tensor import BufferId, CoordinateLine, Pieces
 
 Owned = tuple[Ints, Ints, Ints, Ints]
-"""(row, start, stop, rank) of runs."""
+"""Runs and the rank that owns or holds each, as arrays (row, start, stop, rank)."""
 Rows = tuple[Ints, Ints, Ints]
-"""(row, start, stop) of runs; or (ranks, start, stop) of runs that all of these ranks hold."""
+"""Runs as arrays (row, start, stop); or runs that all of several ranks hold, as (ranks, start, stop)."""
 Placed = tuple[Ints, Ints, Ints, Ints, Ints]
-"""(row, start, stop, buffer, offset) of runs."""
+"""Runs and their places in buffers, as arrays (row, start, stop, buffer, offset)."""
 
 ABSENT = -1
 """Sentinel rank: no owner."""
@@ -35,7 +35,7 @@ ABSENT = -1
 
 @dataclass(frozen=True, eq=False)
 class EvenSharding:
-    """The usual sharding over `ranks` ranks: an equal part on each rank, or the whole on every rank.
+    """The usual sharding over `ranks` members of a group: an equal part on each rank, or the whole on every rank.
 
     The coordinate line is divided into segments: runs of a flat buffer (ZeRO-1/2), tensors (ZeRO-3) or whole tensors.
     A segment is contiguous in some flat order, in which its first element has position `lead`. That order is cut into
@@ -45,8 +45,10 @@ class EvenSharding:
 
     All arrays have one entry per segment; segments are disjoint and sorted by start.
 
-    start, stop: coordinates. width: elements in a rank's part (the segment's length if replicated). buffer: index into
-    `buffers`. at: where a rank's part begins in the buffer, in elements (where the segment begins, if replicated).
+    start, stop: coordinates.
+    width: elements in a rank's part (the segment's length if replicated).
+    buffer: index into `buffers`.
+    at: where a rank's part begins in the buffer, in elements (where the segment begins, if replicated).
     lead: the segment's first position in the flat order, 0 if replicated. The buffers are the same on every rank.
     """
 
@@ -167,10 +169,12 @@ class OverlappingSharding:
     end from the start of its buffer, in the order of the flat group but without its alignment gaps. A rank without a
     part of the group has no such buffer. An element belongs to the rank that owns it in `part`.
 
-    part: the ordinary sharding of flat groups. The other arrays have one entry per tensor. start, stop: the tensor's
-    coordinates, sorted by start. buffer: index into `buffers`. at: number of elements in all tensors before this one,
-    in the flat order of one group after the other. first, last: the first and the last rank that hold the tensor; all
-    ranks between them hold it, too. reach: buffer x ranks + last, sorted by (buffer, position in the flat order).
+    part: the ordinary sharding of flat groups. The other arrays have one entry per tensor.
+    start, stop: the tensor's coordinates, sorted by start.
+    buffer: index into `buffers`.
+    at: number of elements in all tensors before this one, in the flat order of one group after the other.
+    first, last: the first and the last rank that hold the tensor; all ranks between them hold it, too.
+    reach: buffer x ranks + last, sorted by (buffer, position in the flat order).
     opening: `at`, sorted in the same way.
     """
 
@@ -267,7 +271,8 @@ class OverlappingSharding:
 class GroupedSharding:
     """The sharding of a layout with several axes, which combines one sharding per shard group of the mesh.
 
-    cuts: the sharding of each shard group, on its local line. buffers: all buffers that a rank may have.
+    cuts: the sharding of each shard group, on its local line.
+    buffers: all buffers that a rank may have.
     """
 
     mesh: Mesh

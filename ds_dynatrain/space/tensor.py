@@ -33,8 +33,8 @@ The number of the group follows."""
 class LogicalTensor:
     """A tensor of the model, with the shape that it has if every axis has size 1.
 
-    group: its optimizer parameter group, or `FROZEN`. expert: whether ZeRO partitions it over the ranks of an
-    expert-data group only.
+    group: its optimizer parameter group, or `FROZEN`.
+    expert: whether ZeRO partitions it over the ranks of an expert-data group only.
     """
 
     name: str
@@ -73,8 +73,9 @@ class CoordinateLine:
     """The coordinates of all tensors: element i (row-major) of tensor t is coordinate `bases[t] + i`.
 
     numels, groups, experts: the elements of each tensor, its optimizer group or FROZEN, and whether it belongs to an
-    expert. bases: the coordinate of each tensor's first element, followed by the length of the line. trainable_count:
-    number of trainable tensors; they come first.
+    expert.
+    bases: the coordinate of each tensor's first element, followed by the length of the line.
+    trainable_count: number of trainable tensors; they come first.
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -142,8 +143,8 @@ class BufferId(NamedTuple):
     """The name of a one-dimensional local buffer of one state kind.
 
     place: "tensor" (a whole tensor), "partition" (a rank's part of a frozen tensor), "group" (the flat buffer of an
-    optimizer group) or "subgroup" (the buffer of a ZeRO-3 sub-group). index: the number of the tensor, group or
-    sub-group.
+    optimizer group) or "subgroup" (the buffer of a ZeRO-3 sub-group).
+    index: the number of the tensor, group or sub-group.
     """
 
     place: str
@@ -168,7 +169,9 @@ class Piece(NamedTuple):
 class Pieces:
     """Runs of coordinates as a struct of int64 arrays, sorted by start and disjoint.
 
-    start, stop: coordinates, half open. buffer: index into `buffers`. offset: elements into that buffer.
+    start, stop: coordinates, half open.
+    buffer: index into `buffers`.
+    offset: elements into that buffer.
     """
 
     start: Ints

@@ -22,9 +22,11 @@ from ds_dynatrain.space.zero import LocalSpace
 class VirtualParameterSpace:
     """The tensors of a model, the rules that partition them, their state kinds, and the current layout and members.
 
-    members: the member at each rank. partitioner: how a layout's pipe, expert and tensor axes partition the tensors, or
-    None if these axes always have size 1. tensors, bases: copies of the fields of `line`. Cached results do not depend
-    on the members, so `with_layout` shares the caches.
+    members: the member at each rank.
+    partitioner: how a layout's pipe, expert and tensor axes partition the tensors, or None if these axes always have
+    size 1.
+    tensors, bases: copies of the fields of `line`. Cached results do not depend on the members, so `with_layout` shares
+    the caches.
     """
 
     line: CoordinateLine

@@ -265,7 +265,8 @@ def _parts(
 class Buffer(NamedTuple):
     """A buffer of a rank, and the optimizer group of its tensors (FROZEN for a buffer of weights only).
 
-    numel: elements in the buffer of one rank, padding included. whole: elements if a rank held the parts of all ranks.
+    numel: elements in the buffer of one rank, padding included.
+    whole: elements if a rank held the parts of all ranks.
     """
 
     name: BufferId
@@ -301,7 +302,8 @@ def buffers_of(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> list[B
 class LocalSpace:
     """The state of one rank, on its own coordinate line, where each tensor has its local shape.
 
-    layout: the layout of the whole world. zero_rank: index among the data x sequence ranks of the ZeRO group.
+    layout: the layout of the whole world.
+    zero_rank: index among the data x sequence ranks of the ZeRO group.
     expert_rank: index among the ranks of the stage that hold the same experts.
     """
 

@@ -43,7 +43,8 @@ class Rule:
     """A refused combination of features, axes and ZeRO stages.
 
     The rule applies if the model has all `features`, all `axes` are above 1, all axes in `without` have size 1, and the
-    stage is in `stages`. why: the reason.
+    stage is in `stages`.
+    why: the reason for the refusal.
     """
 
     features: tuple[str, ...]
@@ -84,7 +85,8 @@ RULES: tuple[Rule, ...] = (
 def refusal(features: Features, layout: Layout, processes: int) -> Refusal | None:
     """Return why a model with these features cannot be trained in a layout, and the nearest valid layouts.
 
-    Return None if it can be trained. processes: the most ranks available.
+    Return None if it can be trained.
+    processes: the most ranks available.
     """
     why = _why(features, layout)
     if why is None:

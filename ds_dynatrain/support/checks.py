@@ -60,7 +60,7 @@ def accumulates_in_fp32(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def accumulation_at_stage_0(target: Target) -> Refusal | None:
-    """Refuse another type for gradients than for weights at stage 0, for which DeepSpeed has no optimizer."""
+    """Refuse gradients of another type than the weights at stage 0, where DeepSpeed has no optimizer for them."""
     weight, gradient = _weight_type(target.config), _gradient_type(target.config)
     if target.layout.zero_stage or weight == gradient:
         return None
@@ -69,8 +69,9 @@ def accumulation_at_stage_0(target: Target) -> Refusal | None:
 
 
 def autocast_at_stage_3(target: Target) -> Refusal | None:
-    """Refuse autocast at stage 3 with persistent parameters, which are gathered low at first use, and in fp32 after
-    each step."""
+    """Refuse autocast at stage 3 with persistent parameters, which ZeRO-3 gathers in the low type at first use, and in
+    fp32 after each step.
+    """
     zero = target.config.get("zero_optimization") or {}
     names = ("stage3_param_persistence_threshold", "param_persistence_threshold")
     threshold = next((zero[name] for name in names if name in zero), None)
@@ -125,8 +126,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
-    """Refuse DeepSpeed's own pinned memory: it is freed with the optimizer that had it, while a switch keeps the
-    buffers."""
+    """Refuse DeepSpeed's own pinned memory: DeepSpeed frees it with the optimizer, while a switch keeps the buffers."""
     blocks = [_at(config, f"zero_optimization.{name}") or {} for name in ("offload_optimizer", "offload_param")]
     pins = any(block.get("device") == "cpu" and block.get("pin_memory", True) for block in blocks)
     if not pins or os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() != "native":

@@ -21,11 +21,12 @@ from ds_dynatrain.support.walk import all_tables
 
 _MARKED = re.compile(r"<!-- table: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 PROOFS = {"proved": proved.table, "gpus": proved.status}
-"""Tables of where the package has run: the full one of docs/gpu.md, and the short answer on several pages."""
+"""Functions that say where the package has run: the full table of docs/gpu.md, and the short answer on several
+pages."""
 
 
 def markdown(name: str) -> str:
-    """Return one table; neighbouring rows that say the same share a line."""
+    """Return one table as Markdown; neighbouring rows that say the same share a line."""
     lines = [_line(name, list(same)) for _, same in itertools.groupby(all_tables()[name], _what_is_said)]
     head = "what" if name not in CONFIG_TABLES else "key"
     return "\n".join([f"| {head} | | why, and what to do |", "|---|---|---|", *lines])

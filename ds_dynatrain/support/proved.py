@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 CPU = "cpu"
 TEST_DEVICE = "test device"
-"""Host memory that torch takes for another device's (`tests/device`): it shows where memory lies and where to wait, but
-nothing of speed, drivers or communicators."""
+"""A device of the tests (`tests/device`): host memory that torch takes for a device's. Tests on it show where memory
+lies and where to wait, but nothing about speed, drivers or communicators."""
 
 
 @dataclass(frozen=True)
 class Proof:
     """A run on an accelerator.
 
-    where: the devices. versions: the versions of torch and DeepSpeed. command: the command that repeats the run.
+    where: the devices.
+    versions: the versions of torch and DeepSpeed.
+    command: the command that repeats the run.
     """
 
     where: str

@@ -29,8 +29,9 @@ class Verdict(str, Enum):
 class Target:
     """The layout in which a job is to start or to which it is to switch, and the properties that checks need.
 
-    config: the user's whole configuration. present: the layout before the switch; None at the start. optimizer: the
-    class of the basic optimizer, if known.
+    config: the user's whole configuration.
+    present: the layout before the switch; None at the start.
+    optimizer: the class of the basic optimizer, if known.
     """
 
     config: Mapping[str, Any]
@@ -57,10 +58,14 @@ LayoutCheck = Callable[[Target], Refusal | None]
 class Row:
     """One line of the table.
 
-    key: dotted (`zero_optimization.stage`), or the name of a usage. why: the note or the reason. instead: what to do.
-    values: the values that the row is about, if a key has several rows; empty for all others. off: values that turn the
-    feature off. switch: of a section, the key in it that turns it on, and the value that leaves it off. below: whether
-    the row also stands for every key below its own. proof: the test that shows that the feature works, in real ranks.
+    key: a dotted key (`zero_optimization.stage`), or the name of a usage.
+    why: the note, or the reason for the refusal.
+    instead: what to do instead.
+    values: the values that the row is about, if a key has several rows; empty for all others.
+    off: values that turn the feature off.
+    switch: for a section, the key in it that turns it on, and the value of that key that leaves it off.
+    below: whether the row also stands for every key below its own.
+    proof: the test that shows that the feature works, with real ranks.
     at_start, at_layout: further conditions, called if the key is given and not off.
     """
 
@@ -104,7 +109,9 @@ class Row:
 def works(section: str, keys: str, why: str = "", proof: str = "", **more: Any) -> tuple[Row, ...]:
     """Return rows for keys that work, each with the same note.
 
-    section: the section of the keys; "" for the top level. keys: the keys, separated by spaces. why: the note.
+    section: the section of the keys; "" for the top level.
+    keys: the keys, separated by spaces.
+    why: the note.
     """
     verdict = Verdict.NOTE if why else Verdict.WORKS
     return tuple(Row(_path(section, key), verdict, why, proof=proof, **more) for key in keys.split())
@@ -120,7 +127,7 @@ def _path(section: str, key: str) -> str:
 
 
 def _same(value: object, other: object) -> bool:
-    """Return whether two values are equal, where 1 is not True and 0 is not False."""
+    """Return whether two values are equal; 1 does not equal True here, nor 0 False."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 

@@ -42,8 +42,9 @@ def usage(name: str) -> Row:
 class Finding:
     """The result of looking up one key of a configuration in the support table.
 
-    row: the row of the key; None if there is none. is_off: whether the value turns the feature off. refusal: why the
-    job cannot start with this key; None if it can.
+    row: the row of the key; None if there is none.
+    is_off: whether the value turns the feature off.
+    refusal: why the job cannot start with this key; None if it can.
     """
 
     key: str

@@ -46,7 +46,7 @@ class Room:
 class _Place:
     """One of the two slots: memory for the process's own copy and for each ward's copy, and the copies that are whole.
 
-    A ward is a rank whose state this process copies.
+    A ward is a rank whose copies this process keeps.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,9 @@ class _Place:
 
 
 class Kept:
-    """Copies that one process keeps of its own rank and of its wards, the ranks whose state it copies, at two
-    boundaries.
+    """Copies of the state at two boundaries that one process keeps: those of its own rank and those of its wards.
+
+    A ward is another rank whose copies this process keeps.
 
     Copies outlive worlds: those from an older world stay until those of the present one are whole on all members.
 
