@@ -125,7 +125,7 @@ class Announcement(WireRecord):
     coordinator: the address at which the coordinator listens.
     host: the machine on which it runs.
     job: the name of its job.
-    mark: a random id, unique to one run of a coordinator.
+    mark: a random id, which tells this coordinator's announcement from those of other coordinators.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -137,7 +137,7 @@ class Announcement(WireRecord):
 
     @property
     def address(self) -> Address:
-        """Return the address at which the coordinator listens."""
+        """Address at which the coordinator listens."""
         return Address.parse(self.coordinator)
 
     @classmethod

@@ -55,7 +55,7 @@ class WorkerPlace:
     agent: int | None = None
     """Process id of the agent that started the worker; None if it was not an agent of this package."""
     restarts: int = 0
-    """Number of times that the agent has restarted its workers."""
+    """Number of times that torchrun's agent has restarted the node's workers after a failure."""
 
 
 def token_from(variables: Mapping[str, str] = os.environ, file: str | None = None) -> str | None:

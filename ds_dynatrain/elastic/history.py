@@ -53,7 +53,7 @@ MOST_BLAMES = 16
 class Blame:
     """A cause of lost time.
 
-    cause: the cause.
+    cause: the name of the cause; `MEANING` explains it.
     since: when it began.
     stands: whether training stands still until the cause is over, or only pauses.
     """

@@ -391,7 +391,7 @@ class MembershipStateMachine:
         return effects
 
     def _give_up_stuck(self, now: float) -> list[GiveUpMember]:
-        """Give up members that are alive but stuck, while other holders of the state wait for them.
+        """Give up members that are alive but stuck, so that others do not wait for them any longer.
 
         No member is given up if that would be more than half of the world.
         """
@@ -512,7 +512,9 @@ class MembershipStateMachine:
         return [*effects, self._published]
 
     def _may_hold_state(self, recovery: Recovery) -> bool:
-        """Return whether any returning member may hold state: it has entered a generation, or has not reported yet."""
+        """Return whether any member that has come back may hold state: it has entered a generation, or has not reported
+        yet.
+        """
         back = [entry for entry in self.roster if recovery.heard_of(entry.member)]
         return any(entry.report.entered or not recovery.has_reported(entry.member) for entry in back)
 
@@ -522,9 +524,10 @@ class MembershipStateMachine:
         return [member for member in leaving if (recovery.told(member) or NO_WORLD).generation < self._world.generation]
 
     def _passed_over(self, recovery: Recovery, started: Iterable[str]) -> list[str]:
-        """Return the late newcomers that have come back and may still join.
+        """Return the members that have come back and may still join: they hold no state, and the world does not list
+        them.
 
-        The others continued without them, they have not joined since, and they hold no state.
+        They know only an older world, or were told of this one, which the others formed without them.
         """
         world, found = self._world, list[str]()
         for entry in self.roster:

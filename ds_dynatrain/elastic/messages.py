@@ -99,7 +99,7 @@ class Announce(WireRecord):
 
     nonce: a random id that each process draws once; empty for a peer that never returns. An announcement with the same
     pid and nonce replaces the process's earlier connection.
-    restarts: how often the worker's agent has started workers before.
+    restarts: how often the worker's agent has restarted its workers.
     reach: an address, on the host of the worker's process groups, to which others can try to connect; empty if unknown.
     """
 

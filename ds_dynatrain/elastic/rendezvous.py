@@ -180,7 +180,7 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class AgentLine:
-    """Connection of an agent to the coordinator, for one start of its workers.
+    """Connection of an agent to the coordinator, from one start of its workers to their end.
 
     A thread reconnects whenever the connection breaks. The agent continues without a coordinator as long as its workers
     do.

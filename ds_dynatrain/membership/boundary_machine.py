@@ -223,7 +223,9 @@ class LetGo:
 
 @dataclass(frozen=True)
 class Hold:
-    """Continue from whole states, one for each engine; a member outside of one gives up that engine's state."""
+    """Continue from whole states, one for each engine; a member that one of them does not list gives up that engine's
+    state.
+    """
 
     sources: tuple[WholeState, ...]
 

@@ -39,7 +39,7 @@ class Registry:
     following: int = 0
 
     def extended(self, members: Iterable[str]) -> Registry:
-        """Return a registry that also numbers these members, new ones in their order."""
+        """Return a registry that also contains these members; new ones are numbered in the given order."""
         numbers, following = dict(self.numbers), self.following
         for member in members:
             if member not in numbers:
@@ -48,7 +48,7 @@ class Registry:
 
     def only(self, members: Iterable[str]) -> Registry:
         """Return a registry of these members alone; numbers of others are not given again. Raise KeyError for an
-        unknown one.
+        unknown member.
         """
         return Registry({member: self.numbers[member] for member in members}, self.following)
 

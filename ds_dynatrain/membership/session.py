@@ -227,7 +227,7 @@ class Session:
             self.board.remove([f"{self.key}/{step}/answer"])
 
     def gather(self, step: str, mine: Any, join: Join | None = None) -> Any:
-        """Return the values of all members on the first one: joined or, without `join`, by member.
+        """Return, on the first member, the values of all members: joined or, without `join`, by member.
 
         All other members get None and do not wait for the first one.
         """
@@ -321,7 +321,7 @@ class Session:
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Raise if a member has given up. Called while waiting."""
+        """Raise an error if a member has given up; called while waiting."""
         if self._stop is not None:
             self._stop()
         found = self.board.read(self.record)
@@ -351,7 +351,7 @@ class Session:
     def _stop_if_answered(self, key: str, doing: str) -> None:
         """Raise MemberMissing in a leader's wait if there is an answer: another member has found that some are missing.
 
-        Called while waiting. Raise also whatever `stop` raises.
+        Called while waiting; also raises what `stop` raises.
         """
         self.stop()
         if self.board.read(key) is not None:
@@ -380,7 +380,7 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nothing(_one: Any, _other: Any) -> None:
-    """Join the reports of members that only say that they are done."""
+    """Join the reports of members if they have no content: return None."""
 
 
 def _words(error: BaseException, member: int) -> str:

@@ -80,7 +80,7 @@ def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
 def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[int, ...]] | None:
     """Return the layout and members of the complete replicas; None if there are none.
 
-    alive: rank -> member.
+    alive: the surviving member at each rank.
     """
     replicas = whole_replicas(layout, alive)
     if not replicas:

@@ -91,7 +91,7 @@ class Clock:
 
 
 def told(engine: int, event: SwitchEvent) -> Switched:
-    """Return the message about a switch, cut to the message's limits.
+    """Return the message that tells the coordinator about a switch, cut to the limits of messages.
 
     engine: number of the engine that switched.
     """

@@ -17,7 +17,7 @@ class Mark:
     registered: how often the job has registered its parameters anew.
     step: the number of optimizer steps done.
     layout: the layout of the engine's world.
-    first: the moment of the process's first engine, at whose boundary all engines took copies; empty for that engine.
+    first: the `moment` of the process's first engine, at whose boundary all engines took copies; empty for that engine.
     """
 
     generation: int
@@ -89,7 +89,8 @@ class WholeCopies:
 
 
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
-    """Return, for each engine, the newest copies that are whole for all engines: a copy of every rank, of one moment.
+    """Return, for each engine, the newest copies that are whole for all engines: a copy of every rank, taken at one
+    boundary.
 
     Return () if there are none.
     engines: for each engine, the copies that each member has. If several members have a rank's copy, the rank itself
@@ -115,7 +116,7 @@ def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | 
 
 
 def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dict[int, bool]]]]:
-    """Return for each mark, newest first, and each rank: the members with its copy, and whether it is their own."""
+    """Return, for each mark (newest first) and each rank, the members with its copy, and whether it is their own."""
     found: dict[Mark, dict[int, dict[int, bool]]] = {}
     for member, copies in sorted(had.items()):
         for copy in copies:
