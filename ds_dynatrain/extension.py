@@ -267,7 +267,7 @@ def rows() -> dict[str, tuple[Any, ...]]:
 
 
 def named(path: str) -> Any:
-    """Import a module, and return its object that `module:name` names."""
+    """Return the object that a path names, such as "package.module:name"; imports its module."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 

@@ -114,15 +114,15 @@ class Buddies(Extension):
 
     @property
     def _all(self) -> Sequence[Buddies]:
-        """The buddies of all engines of the process, the first engine's first; only this one while its engine is being
-        made.
+        """The `Buddies` of all engines of the process, the first engine's first; only this one while its engine is
+        being made.
         """
         open_ones = [found for one in open_engines() if isinstance(found := one.extension(self.name), Buddies)]
         return open_ones or (self,)
 
     @property
     def _first(self) -> Buddies:
-        """The buddies of the first engine, which decide for all."""
+        """The `Buddies` of the process's first engine, which decides for all."""
         return self._all[0]
 
     @property
@@ -238,7 +238,7 @@ class Buddies(Extension):
         self.keeper.settle()
 
     def before_load(self) -> None:
-        """Void all copies, which would bring back the state that the load replaces; a collective of the working
+        """Void all copies, since they would bring back the state that the load replaces; a collective of the working
         members.
         """
         engine = self._engine

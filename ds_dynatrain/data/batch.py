@@ -39,9 +39,10 @@ from ds_dynatrain.space.columns import Columns
 class Slot:
     """One micro-batch of one rank.
 
-    `positions` are places in the global batch (0 to n-1). `samples` is how many of them are the slot's own: all, or 0
-    for a slot that has none and repeats the sample at position 0 so that its collectives match. Multiply the mean loss
-    by `weight`.
+    positions: places in the global batch, from 0 to n - 1.
+    samples: how many of these are the slot's own: all, or 0 for a slot that repeats the sample at position 0 so that
+    its collectives match.
+    weight: the factor by which to multiply the mean loss.
     """
 
     positions: tuple[int, ...]
@@ -196,7 +197,7 @@ class ColumnArithmetic(BatchArithmetic):
 
     @property
     def slots(self) -> int:
-        """Micro-batches per global batch over all ranks."""
+        """Number of micro-batches per global batch, over all ranks."""
         return self.columns.total
 
     @property

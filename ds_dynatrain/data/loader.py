@@ -56,7 +56,7 @@ class LoaderHost(Protocol):
 
     @property
     def batch(self) -> BatchArithmetic:
-        """The rule by which a global batch is dealt in the present world."""
+        """The rule by which the samples of a global batch are assigned to ranks in the present world."""
 
     @property
     def generation(self) -> int:
@@ -334,8 +334,7 @@ class Pass(Iterator[Any]):
         self._over, self._stands = is_over, False
 
     def reach_boundary(self) -> None:
-        """Advance to the next global batch and let a pending change take effect. `next` does so for a first
-        micro-batch.
+        """Advance to the next global batch and let a pending change take effect, unless one is open; called by `next`.
 
         Raises StopIteration if the pass is over.
         """
@@ -401,7 +400,7 @@ class Pass(Iterator[Any]):
         return self.loader._micro + 1 == len(self._window)
 
     def _advance(self, last: bool) -> None:
-        """Move the position past the micro-batch that was dealt.
+        """Move the position past the micro-batch that is being returned.
 
         last: whether it ended its global batch.
         """
@@ -415,7 +414,10 @@ class Pass(Iterator[Any]):
         self._fetch = self._torch = None
 
     def _open_window(self) -> None:
-        """Open a global batch in the present world, or end the pass; only a working member can tell which."""
+        """Open the next global batch in the present world; raise StopIteration if the pass is over.
+
+        An idle member finds out whether it is over once it works again.
+        """
         loader = self.loader
         if not self._host.idle:
             self._end_if_over()

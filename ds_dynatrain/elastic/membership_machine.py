@@ -705,7 +705,7 @@ class MembershipStateMachine:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether all living members have entered the present generation."""
+        """Whether all members of the present generation that are still alive have entered it."""
         world = self._world
         return all(self.roster[one].report.entered == world.generation for one in world.members if one in self.roster)
 

@@ -113,7 +113,7 @@ class OwnFacts:
     is_aborted: whether nothing of the current world can be used any more.
     is_leaving: whether this process was asked to leave.
     engines: the process's engines, in the order in which they were made; the first one decides for all.
-    at: the index of the engine that stands at a boundary.
+    at: the index of the engine that has reached a boundary.
     has_waited: whether training continues if the others are not at this boundary, too.
     """
 
@@ -654,7 +654,8 @@ class BoundaryMachine:
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
     def _be_left_out(self, own: OwnFacts) -> list[Action]:
-        """Give up the state of this member, for which nobody asks: it is new, or the coordinator did not know it yet.
+        """Give up the state of this member, which no other member asks for: it is new, or the coordinator did not know
+        it yet.
 
         The others continue without its state, and without the member itself if the new generation does not list it.
         """
@@ -826,7 +827,7 @@ class BoundaryMachine:
         return [self._record(), *self._enter(own, world)]
 
     def _meet_to_end(self, own: OwnFacts, boards: Sequence[Board]) -> list[Action]:
-        """Meet at the boundary at which all happen to stand, since all were asked to leave and time is short.
+        """Meet at the boundary that all happen to have reached, since all were asked to leave and time is short.
 
         A member that has waited in vain for the others names its next step, which none can have passed. The first step
         that any member names counts.

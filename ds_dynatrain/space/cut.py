@@ -1,4 +1,4 @@
-"""How the pipe, expert and tensor axes partition logical tensors, before ZeRO partitions the rest.
+"""How the pipe, expert and tensor axes partition logical tensors, before ZeRO partitions the resulting local tensors.
 
 A `Box` is an axis-aligned block of a tensor, in any number of dims (none for a scalar). A *shard* is a list of pieces:
 a piece is a box of the logical tensor and the position of its elements in the rank's local buffer (`offset` and

@@ -45,7 +45,7 @@ class ShardGroup:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The shard groups of a layout, and the local line of each rank. Built once per layout."""
+    """The shard groups of a layout, and the coordinate line of each rank's local tensors. Built once per layout."""
 
     line: CoordinateLine
     layout: Layout

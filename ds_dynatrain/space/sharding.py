@@ -162,7 +162,7 @@ class EvenSharding:
 
 @dataclass(frozen=True, eq=False)
 class OverlappingSharding:
-    """A sharding of ZeRO stages 1 and 2 in which a rank holds every tensor of which it owns a part as a whole.
+    """A sharding of ZeRO stages 1 and 2 in which a rank that owns a part of a tensor holds the whole tensor.
 
     DeepSpeed's Muon orthogonalizes whole matrices, so every rank that has a part of a matrix keeps its whole momentum
     (0.19.8: `runtime/zero/stage_1_and_2.py` `get_flat_partition`). A rank's tensors of an optimizer group lie end to

@@ -79,7 +79,7 @@ RULES: tuple[Rule, ...] = (
         without=("expert",),
     ),
 )
-"""Combinations that DeepSpeed does not train."""
+"""Combinations of features, axes and ZeRO stages that DeepSpeed does not train."""
 
 
 def refusal(features: Features, layout: Layout, processes: int) -> Refusal | None:

@@ -64,7 +64,7 @@ class Row:
     values: the values that the row is about, if a key has several rows; empty for all others.
     off: values that turn the feature off.
     switch: for a section, the key in it that turns it on, and the value of that key that leaves it off.
-    below: whether the row also stands for every key below its own.
+    below: whether the row also covers all keys below its own.
     proof: the test that shows that the feature works, with real ranks.
     at_start, at_layout: further conditions, called if the key is given and not off.
     """

@@ -91,8 +91,9 @@ def refuse_layout(target: Target) -> None:
 
 
 def row_of(key: str, value: object = None) -> Row | None:
-    """Return the row of a dotted key: the one about `value`, else the key's own, else one that stands for all keys
-    below it."""
+    """Return the row of a dotted key: the one about `value`, else the key's own, else that of a section that covers the
+    key.
+    """
     rows = CONFIG_ROWS.get(key, ())
     for row in (*(row for row in rows if row.is_about(value)), *(row for row in rows if not row.values)):
         return row
