@@ -406,7 +406,10 @@ class MembershipStateMachine:
         return [GiveUpMember(entry.member, entry.pid, reason) for entry, reason in stuck]
 
     def _hung(self, there: list[RosterEntry]) -> list[tuple[RosterEntry, str]]:
-        """Return the members whose main thread has been blocked for `stuck_seconds` or longer, each with the reason."""
+        """Return the members whose main thread has been blocked for `stuck_seconds` or longer, each with the reason.
+
+        Members that have made no step yet are included only while all others wait for them.
+        """
         most = self.settings.stuck_seconds
         reason = f"its main thread has not moved for {most:g} s"
         hung = [one for one in there if 0 < most <= one.report.blocked_seconds]

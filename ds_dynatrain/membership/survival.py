@@ -3,7 +3,7 @@
 Without ZeRO every data index holds everything, in a *replica* of ranks (one for each place on the other axes; experts
 need as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
 each element has one owner, so the state is whole only if no member has died (if, say, a collective failed). Otherwise
-there may be whole copies of an earlier step (`copies`).
+there may be whole copies of an earlier step (`whole`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ ABSENT = -1
 
 @dataclass(frozen=True, eq=False)
 class EvenSharding:
-    """The usual sharding over `ranks` members of a group: an equal part on each rank, or the whole on every rank.
+    """The usual sharding over a group of `ranks` ranks: an equal part on each rank, or the whole on every rank.
 
     The coordinate line is divided into segments: runs of a flat buffer (ZeRO-1/2), tensors (ZeRO-3) or whole tensors.
     A segment is contiguous in some flat order, in which its first element has position `lead`. That order is cut into
