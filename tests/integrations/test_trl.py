@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast, Trainer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast, Trainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
+from ds_dynatrain.errors import DynatrainError
 from tests.engine.pool import RankPool
 from tests.integrations import trainers
 
@@ -92,6 +93,12 @@ def losses(answers: Sequence[Any]) -> list[float]:
     return [row["loss"] for row in found["log"] if "loss" in row]
 
 
+def norms(answers: Sequence[Any]) -> list[float]:
+    """Return the gradient norms that rank 0 has logged."""
+    found = next(answer for answer in answers if answer["rank"] == 0 and "let go" not in answer)
+    return [row["grad_norm"] for row in found["log"] if "grad_norm" in row]
+
+
 @pytest.mark.parametrize(
     "job", [sft, pytest.param(dpo, marks=pytest.mark.full), pytest.param(lora, marks=pytest.mark.full)]
 )
@@ -143,3 +150,118 @@ def test_adapters_alone_are_saved(four: RankPool, tmp_path: Path) -> None:
     config = {"config": {"train_batch_size": 12}, "resume": str(tmp_path / "checkpoint-3")}
     again = four.run(lora, folder=tmp_path / "again", block={"layout": {"data": 4}}, **config, seconds=180)
     assert losses(again) == pytest.approx(losses(whole), rel=2e-5)
+
+
+# ---- trainers that answer prompts ------------------------------------------------------------------------------------
+
+GENERATIONS = 3
+PROMPTED: dict[str, Any] = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+
+
+def prompts(count: int = 40) -> Dataset:
+    """Prompts of one length: TRL pads a rank's prompts on the left, and GPT-2 counts positions from there."""
+    return Dataset.from_list([{"prompt": words(number, 4)} for number in range(count)])
+
+
+def answered(asked: Sequence[str], trainer: Any) -> dict[str, Any]:
+    """Return completions that follow from the prompt and the number of its copy, and not from a rank's random stream.
+
+    TRL asks a function of this kind in place of generating. `asked` begins with the first copy of a prompt, or goes on
+    with a later one.
+    """
+    known, found = trainer.processing_class, []
+    first = trainer.accelerator.process_index * len(asked)
+    for place, prompt in enumerate(asked, first):
+        generator = torch.Generator().manual_seed(sum(map(ord, prompt)) + place % GENERATIONS)
+        found.append(torch.randint(3, 40, (2 + int(place % GENERATIONS),), generator=generator).tolist())
+    ids = [known(prompt)["input_ids"] for prompt in asked]
+    return {"prompt_ids": ids, "completion_ids": found, "logprobs": [[0.0] * len(each) for each in found]}
+
+
+def reward(completions: Sequence[str], **_: Any) -> list[float]:
+    """Return how many different letters a completion has."""
+    return [float(len(set(completion))) for completion in completions]
+
+
+def grpo(folder: Path, block: Any, schedule: Any = None, resume: Any = None, **more: Any) -> dict[str, Any]:
+    """GRPOTrainer, whose completions follow from the prompts unless `generates`."""
+    trainers.allow_ranks()
+    trainers.forget_ranks()
+    path, generates, kind = more.pop("path", None), more.pop("generates", False), PROMPTED[more.pop("kind", "grpo")]
+    given = {"max_steps": 6, "bf16": False, "num_generations": GENERATIONS, "max_completion_length": 6, **more}
+    args = trainers.arguments(folder, block, kind=kind[1], **given)
+    made: Any = kind[0] if block is None else trainers.elastic(kind[0])
+    trainer = made(
+        model=trainers.model() if path is None else GPT2LMHeadModel.from_pretrained(path),
+        args=args,
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+        reward_funcs=reward,
+        callbacks=[] if schedule is None else [trainers.SwitchCallback(schedule)],
+        **({} if generates else {"rollout_func": answered}),
+    )
+    return trainers.carried_out(trainer, resume)
+
+
+@pytest.mark.parametrize("loss", ["dapo", pytest.param("grpo", marks=pytest.mark.full)])
+def test_answers_to_prompts_train_as_stock_does(four: RankPool, alone: RankPool, tmp_path: Path, loss: str) -> None:
+    """2 -> 4 -> 3 ranks against one rank of the stock trainer, with the same completions."""
+    stock = alone.run(
+        grpo, folder=tmp_path / "stock", block=None, gradient_accumulation_steps=4, loss_type=loss, seconds=120
+    )
+    answers = four.run(
+        grpo,
+        folder=tmp_path / "ours",
+        block=BLOCK,
+        schedule=SCHEDULE,
+        gradient_accumulation_steps=2,
+        loss_type=loss,
+        seconds=180,
+    )
+    assert norms(answers) == pytest.approx(norms([stock[0]]), rel=2e-4) and len(norms(answers)) == 6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_completions_are_generated_at_any_stage(four: RankPool, tmp_path: Path, kind: str) -> None:
+    """Generated by the model itself, trained twice each, with a reference model below stage 3."""
+    more = {"generates": True, "num_iterations": 2, "beta": 0.1, "gradient_accumulation_steps": 2, "kind": kind}
+    schedule = {2: {"data": 4, "zero_stage": 2}, 3: {"data": 3, "zero_stage": 1}}
+    trainers.model().save_pretrained(tmp_path / "model")  # a reference model is read from where the model came from
+    more["path"] = tmp_path / "model"
+    found = losses(four.run(grpo, folder=tmp_path / "low", block=BLOCK, schedule=schedule, **more, seconds=240))
+    assert len(found) == 6
+    more |= {"beta": 0.0, "stage": 3}
+    schedule = {2: {"data": 4}, 3: {"data": 3, "zero_stage": 1}}
+    found = losses(four.run(grpo, folder=tmp_path / "three", block=BLOCK, schedule=schedule, **more, seconds=240))
+    assert len(found) == 6
+
+
+@pytest.mark.full
+def test_answers_to_prompts_go_on_from_a_checkpoint(four: RankPool, tmp_path: Path) -> None:
+    """In another world."""
+    saves = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    whole = four.run(grpo, folder=tmp_path, block=BLOCK, **saves, seconds=240)
+    config = {"config": {"train_batch_size": 12}, "resume": str(tmp_path / "checkpoint-3")}
+    again = four.run(grpo, folder=tmp_path / "again", block={"layout": {"data": 4}}, **saves, **config, seconds=240)
+    assert norms(again) == pytest.approx(norms(whole), rel=2e-4) and len(norms(again)) == 6
+
+
+def refused(folder: Path, given: Any) -> str:
+    """Return the words with which a job of GRPOTrainer is refused."""
+    with pytest.raises(DynatrainError) as caught:
+        grpo(folder, BLOCK, gradient_accumulation_steps=2, **given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"config": {"train_batch_size": 14}}, "no multiple of num_generations 3"),
+        ({"steps_per_generation": 4}, "steps_per_generation=4 beside gradient_accumulation_steps=2"),
+        ({"config": {"train_batch_size": 9}}, "data=2 does not divide train_batch_size 9"),
+    ],
+)
+def test_answers_to_prompts_are_refused(four: RankPool, tmp_path: Path, given: Any, words: str) -> None:
+    found = four.run(refused, folder=tmp_path, given=given, seconds=180)
+    assert all(words in each for each in found), found
