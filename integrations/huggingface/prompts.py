@@ -72,6 +72,8 @@ class PromptMixin(Below):
     """(number of the generation batch, generation of the world) and this rank's completions."""
     _due: Iterator[dict[str, Any]]
     """Completions of the open global batch's micro-batches that are not trained yet."""
+    _measured: dict[str, int]
+    """Number of values of each metric before the open global batch."""
 
     def begin(self, given: Sequence[Any]) -> None:
         """Check and settle the arguments; called before the trainer's constructor. given: its arguments."""
@@ -103,7 +105,8 @@ class PromptMixin(Below):
     def _order(self, epoch: int) -> list[int]:
         """Return the rows of the data set in the order of an epoch's completions, as TRL's sampler gives them."""
         if epoch not in self._orders:
-            sampler: Any = self._get_train_sampler(self.train_dataset)
+            with replaced(self.args, "steps_per_generation", 1):  # by which TRL repeats a generation batch
+                sampler: Any = self._get_train_sampler(self.train_dataset)
             self._orders = {each: list(sampler) for each in range(epoch + 1)}
         return self._orders[epoch]
 
@@ -124,6 +127,7 @@ class PromptMixin(Below):
 
     def training_step(self, model: Any, inputs: Window, num_items_in_batch: Any = None) -> torch.Tensor:
         """Generate and score this rank's completions if that is due, and train each micro-batch of them."""
+        self._measured = {name: len(values) for name, values in self._metrics["train"].items()}
         number = self.state.global_step // self.num_iterations, self.engine.generation
         if self._completions is None or self._completions[0] != number:
             self.model.train()
@@ -159,6 +163,17 @@ class PromptMixin(Below):
             "the loss", lambda: compute(model, inputs, *arguments, **named), lambda: 0 * model(ids).logits.sum()
         )
         return found
+
+    def end_window(self) -> None:
+        """Forget the metrics of a global batch that is discarded; called after the step."""
+        super().end_window()
+        for name, values in self._metrics["train"].items() if self.engine.is_discarded else ():
+            del values[self._measured.get(name, 0) :]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does; the metrics of a step that is repeated after a death are left out of the next row."""
+        super().log(logs, start_time)
+        self._metrics["train" if self.model.training else "eval"].clear()
 
     def _together(self, name: str, call: Any, alone: Any) -> Any:
         """Run collectives of the working ranks; return what `alone` returns if the world is lost during the call."""
