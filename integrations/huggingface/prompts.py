@@ -105,8 +105,7 @@ class PromptMixin(Below):
     def _order(self, epoch: int) -> list[int]:
         """Return the rows of the data set in the order of an epoch's completions, as TRL's sampler gives them."""
         if epoch not in self._orders:
-            with replaced(self.args, "steps_per_generation", 1):  # by which TRL repeats a generation batch
-                sampler: Any = self._get_train_sampler(self.train_dataset)
+            sampler: Any = self._get_train_sampler(self.train_dataset)
             self._orders = {each: list(sampler) for each in range(epoch + 1)}
         return self._orders[epoch]
 
@@ -132,12 +131,12 @@ class PromptMixin(Below):
         if self._completions is None or self._completions[0] != number:
             self.model.train()
             self._completions = number, self._answers(inputs)
-        self.args.steps_per_generation = len(inputs)
         held = self._completions[1]
         if held is None:
             self._completions = None
         self._due = parts(held, [one.samples for one in inputs])
-        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        with replaced(self.args, "steps_per_generation", len(inputs)):  # in a loss it stands for the micro-batches
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
     def _answers(self, window: Window) -> dict[str, Any] | None:
@@ -156,11 +155,12 @@ class PromptMixin(Below):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> torch.Tensor:
         """Compute TRL's loss, whose metrics are collectives; 0 for a global batch that is discarded."""
         compute = super().compute_loss
-        ids = inputs.get("completion_ids", torch.zeros(1, 1, dtype=torch.long, device=self.args.device))
         if not model.training:
             return compute(model, inputs, *arguments, **named)
         found: torch.Tensor = self._together(
-            "the loss", lambda: compute(model, inputs, *arguments, **named), lambda: 0 * model(ids).logits.sum()
+            "the loss",
+            lambda: compute(model, inputs, *arguments, **named),
+            lambda: torch.zeros((), device=self.args.device, requires_grad=True),
         )
         return found
 
