@@ -12,6 +12,7 @@ import transformers
 
 from ds_dynatrain.integrations.huggingface.callbacks import SwitchCallback
 from ds_dynatrain.integrations.huggingface.calls import install
+from ds_dynatrain.integrations.huggingface.prompts import PROMPTED, PromptMixin
 from ds_dynatrain.integrations.huggingface.settings import has_block
 from ds_dynatrain.integrations.huggingface.trainer import ElasticMixin
 
@@ -31,7 +32,8 @@ def elastic(kind: type[T]) -> type[T]:
     """
     if issubclass(kind, ElasticMixin):
         return kind
-    made: Any = type(kind.__name__, (ElasticMixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    mixins = (PromptMixin, ElasticMixin) if hasattr(kind, PROMPTED) else (ElasticMixin,)
+    made: Any = type(kind.__name__, (*mixins, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     found: type[T] = made
     return found
 

@@ -82,7 +82,7 @@ ARGUMENTS = (
     ),
 )
 
-TRAINERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "OnlineDPOTrainer", "GKDTrainer", "PPOTrainer")
+TRAINERS = ("DistillationTrainer", "OnlineDPOTrainer", "GKDTrainer", "PPOTrainer")
 """Trainers of TRL that deal prompts to the ranks of the start, and gather answers over them."""
 
 
@@ -96,8 +96,8 @@ def refuse_trainer(kind: type[Any]) -> None:
     named = [each.__name__ for each in kind.__mro__ if each.__name__ in TRAINERS]
     if named:
         raise UnsupportedError(
-            f"{named[0]}: it deals prompts to the ranks of the start and gathers answers over them; train on pairs or "
-            "texts (SFTTrainer, DPOTrainer), or write the loop with ds_dynatrain.initialize"
+            f"{named[0]}: it deals prompts to the ranks of the start and gathers answers over them; train on pairs, "
+            "texts or prompts (SFTTrainer, DPOTrainer, GRPOTrainer), or write the loop with ds_dynatrain.initialize"
         )
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.elastic.agents import ROOT, Job
+from tests.elastic.runs import training
 
 SCRIPT = ROOT / "tests" / "elastic" / "hf_training.py"
+ANSWERING = ROOT / "tests" / "elastic" / "answering.py"
 BUDDIES = {"buddies": {"mode": "copy"}}
 QUICK = {"STEP_SECONDS": "0.2"}
 
@@ -87,3 +90,40 @@ def test_one_dies(train: Callable[..., Job], how: str, stage: int) -> None:
     assert codes == {"a": 0, "c": 0}, job.logs()
     logged(job)
     check_steps(job)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_answers_to_prompts_survive_a_death(train: Callable[..., Job], tmp_path: Path, stage: int) -> None:
+    """A node dies while completions are made, and one comes; the gradients are those of a job without events."""
+    job = train(nodes="1:3", stage=stage, block=BUDDIES, script=ANSWERING)
+    job.coordinator("coordinator")
+    for node in ("a", "b"):
+        job.node(node, is_host=0)
+    two = job.settled(2)
+    job.wait(lambda: job.steps(two.generation) > 3, "steps of two")
+    seen = len(job.rows("answering"))
+    job.wait(lambda: len(job.rows("answering")) > seen, "completions")
+    job.kill("b")
+    one = job.settled(1, two.generation)
+    job.wait(lambda: job.steps(one.generation) > 2, "steps of one")
+    job.node("c", is_host=0)
+    both = job.settled(2, one.generation)
+    job.wait(lambda: job.steps(both.generation) > 3, "steps of two again")
+    job.end(ahead=3)
+    assert {node: job.code(node) for node in "ac"} == {"a": 0, "c": 0}, job.logs()
+    rows = {row["step"]: row for row in job.rows("log")}
+    assert sorted(rows) == list(range(1, len(rows) + 1)) and len(rows) == len(job.rows("log"))
+    (tmp_path / "quiet").mkdir()
+    quiet = training(tmp_path / "quiet", nodes="1:1", stage=stage, script=ANSWERING, variables={"SECONDS_EACH": "0"})
+    try:
+        quiet.coordinator("coordinator")
+        quiet.node("a", is_host=0)
+        quiet.wait(lambda: len(quiet.rows("log")) >= len(rows), "as many steps")
+        quiet.end(ahead=1)
+        assert quiet.code("a") == 0, quiet.logs()
+        alone = {row["step"]: row for row in quiet.rows("log")}
+    finally:
+        quiet.clean_up()
+    for name in ("reward", "grad_norm"):
+        expected = [alone[step][name] for step in sorted(rows)]
+        assert [rows[step][name] for step in sorted(rows)] == pytest.approx(expected, rel=1e-3), name

@@ -1,0 +1,203 @@
+"""Trainers of TRL that answer prompts (GRPO, RLOO), over a world that changes.
+
+A global batch of completions is one generation batch. Its prompts follow from the epoch and the step alone, so every
+rank knows those of all ranks: rank r of W answers rows [r n, (r + 1) n) with n = train_batch_size / W, and the rewards
+that TRL gathers in the order of ranks lie prompt by prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from torch.utils.data import DataLoader
+
+from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
+from ds_dynatrain.extension import Extension
+from ds_dynatrain.integrations.huggingface.settings import arguments_in
+from ds_dynatrain.integrations.shared.batches import GlobalBatches, Window
+
+if TYPE_CHECKING:
+    from typing import Any as Below
+else:
+    Below = object
+"""The trainer's class that the mix-in extends."""
+
+DIVIDED_LOSSES = ("cispo", "dapo", "vespo")
+"""Losses that TRL divides by the tokens of all ranks; it means the others over each micro-batch."""
+PROMPTED = "_generate_and_score_completions"
+"""Method by which a trainer is known to generate completions."""
+Row = Mapping[str, Any]
+
+
+class EqualShares(Extension):
+    """Extension that refuses layouts in which ranks would answer different numbers of prompts."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def check_layout(self, layout: Any, batch: Any, has_stages: bool) -> None:
+        """Raise SwitchRefused unless each data rank has the same number of samples."""
+        if self._samples % layout.data:
+            fits = [size for size in range(1, self._samples + 1) if self._samples % size == 0]
+            raise SwitchRefused(
+                f"{layout}: data={layout.data} does not divide train_batch_size {self._samples}, and rewards are "
+                f"gathered from equal numbers of completions; take data= one of {', '.join(map(str, fits))}"
+            )
+
+
+class Places(torch.utils.data.Dataset[int]):
+    """The places of an epoch's completions, each of which is its own sample."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int) -> int:
+        return place
+
+
+class PromptMixin(Below):
+    """Mix-in between `ElasticMixin` and a trainer of TRL that generates completions and has rewards for them."""
+
+    _orders: dict[int, list[int]]
+    """Rows of the data set in the order of an epoch's completions, by epoch."""
+    _completions: tuple[tuple[int, int], dict[str, Any]] | None = None
+    """(number of the generation batch, generation of the world) and this rank's completions."""
+    _due: Iterator[dict[str, Any]]
+    """Completions of the open global batch's micro-batches that are not trained yet."""
+    _measured: dict[str, int]
+    """Number of values of each metric before the open global batch."""
+
+    def begin(self, given: Sequence[Any]) -> None:
+        """Check and settle the arguments; called before the trainer's constructor. given: its arguments."""
+        args: Any = arguments_in(given)
+        refuse_generations(args)
+        super().begin(given)
+        self._orders, size = {}, self._settings.global_batch
+        if size % args.num_generations:
+            raise ConfigError(
+                f"train_batch_size {size} is no multiple of num_generations {args.num_generations}: a global batch "
+                "has all completions of its prompts; change one of them"
+            )
+        args.steps_per_generation, args.generation_batch_size = 1, size
+
+    def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
+        """Make an engine that refuses worlds with unequal shares."""
+        make = partial(deepspeed.initialize, extensions=[EqualShares(self._settings.global_batch)])
+        with replaced(deepspeed, "initialize", make):
+            return super()._prepare_for_training(*arguments, **named)
+
+    # ---- prompts -----------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> GlobalBatches:
+        """Return the loader of global batches of places."""
+        loader = DataLoader(Places(len(self._order(0))), batch_size=self._train_batch_size, collate_fn=list)
+        self.global_batches = GlobalBatches(loader, self._settings.global_batch, "trainer")
+        return self.global_batches
+
+    def _order(self, epoch: int) -> list[int]:
+        """Return the rows of the data set in the order of an epoch's completions, as TRL's sampler gives them."""
+        if epoch not in self._orders:
+            sampler: Any = self._get_train_sampler(self.train_dataset)
+            self._orders = {each: list(sampler) for each in range(epoch + 1)}
+        return self._orders[epoch]
+
+    def _prompts(self, window: Window) -> list[Row]:
+        """Return the rows of the data set that this rank answers in a global batch."""
+        size, mine = self._settings.global_batch, sum(one.samples for one in window)
+        epoch, step = divmod(self.state.global_step, len(self.global_batches))
+        first = step * size + self.accelerator.process_index * mine
+        return [self.train_dataset[row] for row in self._order(epoch)[first : first + mine]]
+
+    # ---- a global batch ----------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *arguments: Any) -> tuple[list[Window], None]:
+        """Return one global batch, as one item; TRL divides its losses by itself."""
+        windows, _ = super().get_batch_samples(*arguments)
+        self._is_by_tokens = getattr(self, "loss_type", "") in DIVIDED_LOSSES
+        return windows, None
+
+    def training_step(self, model: Any, inputs: Window, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Generate and score this rank's completions if that is due, and train each micro-batch of them."""
+        self._measured = {name: len(values) for name, values in self._metrics["train"].items()}
+        number = self.state.global_step // self.num_iterations, self.engine.generation
+        if self._completions is None or self._completions[0] != number:
+            self.model.train()
+            self._completions = number, self._answers(inputs)
+        held = self._completions[1]
+        if held is None:
+            self._completions = None
+        self._due = parts(held, [one.samples for one in inputs])
+        with replaced(self.args, "steps_per_generation", len(inputs)):  # in a loss it stands for the micro-batches
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
+
+    def _answers(self, window: Window) -> dict[str, Any] | None:
+        """Return this rank's completions with their advantages; None if the world is lost meanwhile."""
+        generate = self._generate_and_score_completions
+        found: dict[str, Any] | None = self._together(
+            "completions", lambda: generate(self._prompts(window)), lambda: None
+        )
+        return found
+
+    def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
+        """Return the completions of the next micro-batch, or those of a batch of evaluation."""
+        found: dict[str, Any] = next(self._due) if self.model.training else super()._prepare_inputs(inputs)
+        return found
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> torch.Tensor:
+        """Compute TRL's loss, whose metrics are collectives; 0 for a global batch that is discarded."""
+        compute = super().compute_loss
+        if not model.training:
+            return compute(model, inputs, *arguments, **named)
+        found: torch.Tensor = self._together(
+            "the loss",
+            lambda: compute(model, inputs, *arguments, **named),
+            lambda: torch.zeros((), device=self.args.device, requires_grad=True),
+        )
+        return found
+
+    def end_window(self) -> None:
+        """Forget the metrics of a global batch that is discarded; called after the step."""
+        super().end_window()
+        for name, values in self._metrics["train"].items() if self.engine.is_discarded else ():
+            del values[self._measured.get(name, 0) :]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does; the metrics of a step that is repeated after a death are left out of the next row."""
+        super().log(logs, start_time)
+        self._metrics["train" if self.model.training else "eval"].clear()
+
+    def _together(self, name: str, call: Any, alone: Any) -> Any:
+        """Run collectives of the working ranks; return what `alone` returns if the world is lost during the call."""
+        return self.engine._parts.loaders.together(name, call, alone)
+
+
+def parts(held: dict[str, Any] | None, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield the completions of one micro-batch after the other; empty ones if there are no completions."""
+    begin = 0
+    for size in sizes:
+        yield {} if held is None else {name: _rows(value, begin, begin + size) for name, value in held.items()}
+        begin += size
+
+
+def _rows(value: Any, begin: int, end: int) -> Any:
+    is_row_wise = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+    return value[begin:end] if is_row_wise else value
+
+
+def refuse_generations(args: Any) -> None:
+    """Raise UnsupportedError for settings of a generation that cannot follow the world, by name."""
+    if args.steps_per_generation != args.gradient_accumulation_steps:
+        raise UnsupportedError(
+            f"steps_per_generation={args.steps_per_generation} beside gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}: here a generation batch is one global batch in every world; leave "
+            "steps_per_generation and generation_batch_size out, and take num_iterations to train completions again"
+        )
