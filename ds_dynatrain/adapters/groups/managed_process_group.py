@@ -43,11 +43,13 @@ def is_lost_peer(error: BaseException) -> bool:
 class GroupStatus:
     """State that all groups of one world share.
 
-    is_fixed: whether the set of members never changes, so that torch's errors are passed on unchanged. gate:
-    bookkeeping of collectives on an accelerator. failure: error of a failed collective, without its stack frames, which
-    would keep groups alive. is_closed: whether the world currently accepts no collective: it was formed anew in the
-    middle of a global batch, and its members are not all at the same line of the script. is_lost: whether a member is
-    gone, or a collective has failed on any member; another world then follows, and no collective of this one may begin.
+    is_fixed: whether the set of members never changes, so that torch's errors are passed on unchanged.
+    gate: the bookkeeping of collectives on an accelerator.
+    failure: the error of a failed collective, without its stack frames, which would keep groups alive.
+    is_closed: whether the world accepts no collective now, because it was formed anew in the middle of a global batch
+        and its members are not all at the same line of the script.
+    is_lost: whether a member is gone, or a collective has failed on any member. No collective of this world may begin
+        then, and another world follows.
     """
 
     def __init__(self, is_fixed: bool = False) -> None:
@@ -252,7 +254,7 @@ class ManagedWork(Work):
             return self._work.wait(timeout)
         if self._on_device:
             return self._work.wait()
-        if self._name in MESSAGES:  # in one piece: its connection would end with a wait that is given up
+        if self._name in MESSAGES:  # one wait only: a wait that times out would end the connection
             return self._work.wait(default_pg_timeout)
         return self._until_lost()
 
@@ -267,7 +269,7 @@ class ManagedWork(Work):
             try:
                 return self._work.wait(LOOK)
             except RuntimeError:
-                if self._work.is_completed():  # it has failed, or has ended since that look was over
+                if self._work.is_completed():  # it has failed, or has ended just now
                     return self._work.wait(LOOK)
                 if is_lost:
                     raise td.DistError("a member of the world is gone, and gloo has not heard of it") from None

@@ -35,9 +35,7 @@ def spread_layers(module: nn.Module) -> Iterator[tuple[str, DistributedAttention
 
 
 def refuse_sequence(module: nn.Module, mpu: Any) -> None:
-    """Raise UnsupportedError, naming it, for sequence parallelism that keeps the sizes of its first layout, and for an
-    `mpu` for any other axis.
-    """
+    """Raise UnsupportedError for sequence parallelism whose size cannot change, and for an `mpu` for any other axis."""
     if mpu is not None:
         missing = [name for name in GETTERS if not hasattr(mpu, name)]
         if missing:
