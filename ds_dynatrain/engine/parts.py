@@ -1,4 +1,4 @@
-"""Parts of an engine: its state, and the objects that work on it, each made of just what it needs."""
+"""Parts of an engine: its state, and the objects that work on it, each of which is given only what it needs."""
 
 from __future__ import annotations
 
@@ -96,9 +96,7 @@ class EngineParts(EngineCore):
     # ---- the begin and the end -------------------------------------------------------------------------------------
 
     def begin_work(self, space: VirtualParameterSpace) -> None:
-        """Open the engine as the last step of `initialize`: register its parameter space, and make it known to the
-        process.
-        """
+        """Open the engine, as the last step of `initialize`, with its parameter space; make it known to the process."""
         self.adopt_space(space)
         self.is_open = True
         if self.world is not None:
@@ -118,9 +116,7 @@ class EngineParts(EngineCore):
         self.changes.begin()
 
     def close(self) -> None:
-        """End the engine with the script: tell the other members, and destroy the process groups while they can still
-        answer.
-        """
+        """End the engine with the script: tell the other members, and destroy process groups while all respond."""
         with self.turn():
             if self.end_job():
                 PROCESS.membership.end_script(self)

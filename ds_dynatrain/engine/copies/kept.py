@@ -57,8 +57,7 @@ class _Place:
 
 
 class Kept:
-    """Copies that one process keeps of its own rank and of its wards, the ranks whose state it copies, at two
-    boundaries.
+    """Copies that one process keeps, from two boundaries, of its own rank and of its wards (ranks that it copies).
 
     Copies outlive worlds: those from an older world stay until those of the present one are whole on all members.
 
@@ -104,9 +103,7 @@ class Kept:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def begin(self, mark: Mark, wards: int) -> tuple[Room, list[Room]]:
-        """Return memory for the own copy and for the copies of `wards` wards, in the slot whose copies are not needed
-        any more.
-        """
+        """Return memory for the own copy and for those of `wards` wards, in the slot that may be overwritten."""
         with self._lock:
             place = next(each for each in self._places if each.mark is None or each.mark != self._whole)
             place.copies, place.mark = {}, mark
@@ -126,9 +123,7 @@ class Kept:
         self._whole = mark
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
-        """Ignore all copies, also those added later, from before this stretch of training, in which a state was
-        loaded.
-        """
+        """Ignore all copies, also those added later, from before this stretch of training; each load begins one."""
         self.since = max(self.since, stretch)
 
     def forget(self) -> None:
