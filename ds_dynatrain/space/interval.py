@@ -1,7 +1,9 @@
-"""Vectorized algebra of half-open integer runs, each set of runs given as two arrays (starts, stops).
+"""Set operations on ranges of integers, with numpy.
 
-A set is *tidy* if its runs are sorted, disjoint and not empty. Set operations take n arbitrary runs (*rows*) and m tidy
-runs, and need O((n + m + result) log m) of numpy work. They return the row that each result came from, in row order.
+A range (a *run*) contains its start but not its stop. A set of ranges is two arrays, (starts, stops). It is *tidy* if
+its ranges are sorted, do not overlap and are not empty. `intersect` and `subtract` take n arbitrary ranges (*rows*) and
+a tidy set of m ranges, and need O((n + m + result) log m) of numpy work. They return, in the order of the rows, the row
+that each result came from.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def chains(joined: npt.NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
 
 
 def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the non-empty intersections of rows with tidy runs: (row, run, start, stop)."""
+    """Return what each row has in common with each range of a tidy set, if anything: (row, run, start, stop)."""
     first = np.searchsorted(other_stop, start, side="right")
     last = np.searchsorted(other_start, stop, side="left")
     row, nth = expand(np.maximum(last - first, 0))
@@ -56,7 +58,7 @@ def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> t
 
 
 def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the parts of rows that lie outside tidy runs: (row, start, stop)."""
+    """Return what is left of each row without the ranges of a tidy set: (row, start, stop)."""
     gap_start = np.concatenate([ints([_LOW]), other_stop])
     gap_stop = np.concatenate([other_start, ints([_HIGH])])
     keep = gap_start < gap_stop
@@ -65,7 +67,7 @@ def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
 
 def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Return the tidy runs that cover the same coordinates as arbitrary rows; adjacent runs are merged."""
+    """Return the tidy set that covers the same integers as arbitrary rows, with adjacent ranges merged."""
     keep = start < stop
     order = np.argsort(start[keep], kind="stable")
     start, stop = start[keep][order], stop[keep][order]
@@ -78,7 +80,7 @@ def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 
 
 def cut_every(start: Ints, stop: Ints, width: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut each row at the multiples of its width: (row, start, stop, start // width)."""
+    """Cut each row at the multiples of its width, and return the pieces: (row, start, stop, start // width)."""
     first = start // width
     row, nth = expand(np.where(start < stop, (stop - 1) // width - first + 1, 0))
     part = first[row] + nth

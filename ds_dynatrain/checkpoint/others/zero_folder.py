@@ -58,7 +58,7 @@ from ds_dynatrain.space import (
 from ds_dynatrain.space.zero import LocalSpace, flat_order
 
 SUB_GROUP_SIZE = 10**9
-"""DeepSpeed's default for `sub_group_size`."""
+"""Number of elements of a sub-group that ZeRO-3 uses if the configuration does not set `sub_group_size`."""
 ALIGNED_BYTES = 16
 """Alignment in bytes of each tensor's start if DeepSpeed aligned parameters."""
 FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
