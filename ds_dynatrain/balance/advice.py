@@ -22,8 +22,9 @@ from ds_dynatrain.space.layout import Layout
 SLACK = 0.02
 """Fraction by which the slowest stage may exceed the optimum if fewer bytes move that way."""
 Shape = Literal["boundaries", "any"]
-"""Freedom of the search: "boundaries" keeps the number of stages and data ranks, "any" may change both, and also the
-shares of samples.
+"""The changes that the search may propose.
+
+"boundaries" keeps the numbers of stages and data ranks; "any" may change both, and also the shares of samples.
 """
 MoveTo = Callable[[Layout, tuple[int, ...]], "MoveCost | None"]
 """Callback that returns the cost of moving to a layout without the given ranks; None if a switch would be refused."""
@@ -39,13 +40,13 @@ class MoveCost:
 
 @dataclass(frozen=True)
 class Advice:
-    """The present and the proposed layout, the predicted step time of each, and whether a move pays. `print` shows it.
+    """The present and the proposed layout, the predicted step time of each, and whether a move pays.
 
     move: the cost of moving to the proposed layout.
-    decision: the answer, with its arithmetic.
+    decision: whether to move, and the numbers behind the answer.
     without: the slow ranks that would leave the layout.
 
-    The proposed layout is the present one if nothing better is known.
+    The proposed layout is the present one if nothing better is known. As text, an advice is a report for readers.
     """
 
     present: Layout

@@ -137,11 +137,10 @@ class Balance(Extension):
     # ---- when an engine is made --------------------------------------------------------------------------------------
 
     def stage_cut(self, config: Mapping[str, Any], exchange: Callable[[str, Any], Mapping[int, Any]]) -> Cut | None:
-        """Return a function that cuts the layers by the configured profile, for `pipeline.partition: "profile"`;
-        otherwise None.
+        """Return a function that cuts the layers by the configured profile.
 
-        DeepSpeed knows that setting, but raises an error for it. Raises ConfigError if the profile cannot be read, or
-        is not the same on all processes.
+        Returns None unless `pipeline.partition` is "profile", a setting for which DeepSpeed itself raises an error.
+        Raises ConfigError if the profile cannot be read, or is not the same on all processes.
         """
         file = self._settings.profile
         if file is None or str((config.get("pipeline") or {}).get("partition", "")).lower() != PROFILE:
