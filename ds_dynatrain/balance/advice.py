@@ -46,7 +46,7 @@ class Advice:
     decision: whether to move, and the numbers behind the answer.
     without: the slow ranks that would leave the layout.
 
-    The proposed layout is the present one if nothing better is known. As text, an advice is a report for readers.
+    The proposed layout is the present one if nothing better is known. `str` returns a report in words.
     """
 
     present: Layout
@@ -135,7 +135,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
         best, without = fewer, tuple(sorted(at.slow))
     move = move_to(best.layout, without) if without or best.layout != at.present else None
     moved = move or MoveCost(0, 0.0)
-    # The saving is predicted; further time of a step (messages, data) is part of the measured one.
+    # The saving is a prediction; the present step includes time that is not predicted, if it was measured.
     present = max(now.seconds, at.step_seconds)
     error = _error(profile, at.deal(profile), at.present, best.layout)
     offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds)

@@ -28,8 +28,9 @@ from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.space.zero import group_size
 
 _ROUNDING = 1 - 1e-9
-"""Factor that keeps lower bounds just below the exact value, since the same numbers summed in another order differ in
-the last digits.
+"""Factor that keeps lower bounds just below the exact value.
+
+The same numbers summed in another order differ in the last digits.
 """
 
 
@@ -83,7 +84,7 @@ class Bound:
         alone = self._samples(deal) / pace.max(axis=0)
         slowest = int(alone.argmax())
         number = max(deal.counts[slowest], 1)
-        room = seconds / _ROUNDING * number / alone[slowest]  # seconds of layers of one micro-batch as it was timed
+        room = seconds / _ROUNDING * number / alone[slowest]  # in seconds of a timed micro-batch, for all micro-batches
         done = 0.0
         for _ in range(layout.pipe):
             reach = bisect.bisect_right(self._sums, done + (room - done) / number * (1 + 1e-12))

@@ -95,7 +95,7 @@ class Boundaries:
             self._wait_for_work()
             self._clock.skip()
             self.first.settle_state()
-            self._form_anew_if_aborted()  # a member may have died just when this one got its share
+            self._form_anew_if_aborted()  # a member may have died while this one received its part of the state
             if self._is_paused:
                 self._work()
         self._tell()
@@ -167,7 +167,7 @@ class Boundaries:
             self.driver.say_once(
                 f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s; start more nodes"
             )
-            if standing != self.first.segment:  # once in each world, on all of its members
+            if standing != self.first.segment:  # all members of a world save once in it
                 standing = self.first.segment
                 self._save()
             if time.monotonic() - begin > seconds:
@@ -251,7 +251,7 @@ class Boundaries:
                     break
                 time.sleep(POLL_SECONDS)
         for engine in self.engines:
-            if not engine.idle:  # a batch that is discarded later goes back to here
+            if not engine.idle:  # if this batch is discarded, training continues from here
                 with engine.turn():
                     engine.window.note()
         self._clock.start_over(self.first.global_steps)
@@ -292,7 +292,7 @@ class Boundaries:
 
 def _loses_by_a_death(engine: EngineParts) -> bool:
     """Return whether the death of one node may lose state that no other node has."""
-    nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # one may be leaving
+    nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # none if it leaves
     return needs_copies(engine.vps, engine.layout, nodes)
 
 

@@ -116,7 +116,7 @@ def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace
     buffers: Buffers = {}
     if engine.world is None:
         for _ in values:
-            pass  # an idle member gives what it has, and keeps nothing
+            pass  # iterating sends the values of this idle member, which keeps none
         _compare_draws(engine, incoming)
         return
     try:

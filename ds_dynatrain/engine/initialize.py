@@ -411,7 +411,7 @@ def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any
         return _engine_in(world, world, given)
     except BaseException:
         entry.launch.install()
-        drop(world, is_broken=True).join(seconds)  # a refused caller may ask again at once
+        drop(world, is_broken=True).join(seconds)  # wait, since the caller may try again at once
         raise
 
 

@@ -104,11 +104,11 @@ class EngineParts(EngineCore):
             for extension in self.extensions:
                 extension.on_start()
         self.switcher.tell_of_batch()
-        if self.idle:  # pay first imports now, not in a pause
+        if self.idle:  # do imports and other first work now, not in a pause
             others = set() if compiled_by_wrapping(self.host.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
                 layout = self.layout.replace(zero_stage=stage)
-                with suppress(SwitchRefused):  # no switch can go there
+                with suppress(SwitchRefused):  # then no switch leads to this layout
                     self.targets.check_features(layout)
                     self.switcher.rehearse(layout, 0)
         PROCESS.membership.add(self)

@@ -214,7 +214,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
             self._feed = feed_of(self._parts, next(iter(self._parts.train_loaders.values())))
         feed = self._feed
         feed.reach_boundary(self.boundary)
-        if self._feed is not feed:  # a function of `on_switch` may have given another one
+        if self._feed is not feed:  # a function given to `on_switch` may have set another loader
             return self._reach_boundary()
         return feed.samples(places_of(self._parts))
 

@@ -95,7 +95,7 @@ def _write_to_monitors(engine: Any, event: SwitchEvent) -> None:
     """Write an event to DeepSpeed's monitors; log an error of a monitor, since it must not undo a committed switch."""
     try:
         engine.monitor.write_events(rows(event, int(engine.global_samples)))
-    except Exception as error:  # whatever a monitor's own library raises
+    except Exception as error:  # a monitor's library may raise any exception
         logger.warning(
             "switch %d was not written to DeepSpeed's monitors (%r); check the monitors that the configuration enables",
             *(event.generation, error),

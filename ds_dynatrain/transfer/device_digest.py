@@ -109,7 +109,7 @@ class DeviceTable:
         source: the buffer of each run. A large table is placed on the device.
         """
         where = device if len(source) >= MANY_RUNS else torch.device("cpu")
-        done = np.stack([column.astype(np.int32) for column in programs(runs)])  # 2^31 blocks are 256 TiB of a tensor
+        done = np.stack([column.astype(np.int32) for column in programs(runs)])  # enough for tensors of 256 TiB
         ends = np.flatnonzero(np.bincount(source * WORD_BYTES + runs.address % WORD_BYTES))
         return DeviceTable(
             device,

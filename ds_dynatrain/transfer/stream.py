@@ -136,7 +136,7 @@ class Staging:
         """Allocate slots until `slots` of them are free, and touch their memory so that first use is fast."""
         while len(self._free) < slots:
             slot = self._slot()
-            if not self.is_pinned:  # locked pages exist already
+            if not self.is_pinned:  # pinned memory is allocated already
                 prefault(slot)
             self._free.append(slot)
 

@@ -262,7 +262,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         else:
             longest, divisor = num_micro_batches, float(num_micro_batches)
         passes = self.module.micro_offset
-        own = super().set_dataiterator  # what training reads goes on afterwards
+        own = super().set_dataiterator  # DeepSpeed's own, which leaves the loader of training as it is
         with replaced(self, "_divisor", divisor), replaced(self, "set_dataiterator", own):
             found = super().eval_batch(given, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
         self.module.micro_offset = passes + longest
@@ -371,7 +371,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
             super().clip_fp32_gradients()
             return
         stepped = [held for group in self.basic_optimizer.param_groups for held in group["params"]]
-        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # elements of empty groups, see `stages`
+        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # they are placeholders in empty groups
 
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:

@@ -87,7 +87,7 @@ def _wait_aloud(self: FileBaton) -> None:
 def _say_locked(lock: Path, seconds: float) -> None:
     try:
         made = lock.stat()
-    except FileNotFoundError:  # removed just now
+    except FileNotFoundError:  # the lock was removed meanwhile
         return
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.st_mtime))
     logger.warning(
@@ -112,7 +112,7 @@ def import_what_is_lazy() -> None:
     for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3", "zero.stage3", "zero.stage_1_and_2"):
         try:
             importlib.import_module(f"deepspeed.runtime.{name}")
-        except ImportError:  # it has moved: the first switch is slower but still correct
+        except ImportError:  # DeepSpeed has renamed it: the first switch is slower but still correct
             continue
 
 
@@ -155,7 +155,7 @@ class OptimizerForwarder(torch.optim.Optimizer):
         """Ignore the value that torch's schedulers set when a script calls `step` itself."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_host":  # a copy may not have it
+        if name == "_host":  # a copy that is still being made may lack it
             raise AttributeError(name)
         return getattr(self.current if hasattr(self.current, name) else self.basic, name)
 

@@ -308,7 +308,7 @@ class CommunicatorLink:
                 group.send([tensor], self._rank_of[member], 0)
         finally:
             work = group._end_coalescing(device)
-        work.wait()  # by this thread's stream, not by the thread
+        work.wait()  # makes this thread's stream wait, not the thread
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
         """Run `work` as `DeviceLink.run` specifies; errors raised by `stop` pass through.

@@ -254,7 +254,7 @@ class ManagedWork(Work):
             return self._work.wait(timeout)
         if self._on_device:
             return self._work.wait()
-        if self._name in MESSAGES:  # one wait only: a wait that times out would end the connection
+        if self._name in MESSAGES:  # wait only once, since a wait that times out ends the connection
             return self._work.wait(default_pg_timeout)
         return self._until_lost()
 

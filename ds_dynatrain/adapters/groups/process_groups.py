@@ -58,7 +58,7 @@ def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
         return
     name, made = group.group_name, make_group(store, f"{OURS}host", group.rank(), group.size(), seconds)[0]
     group._register_backend(HOST, td.ProcessGroup.BackendType.GLOO, made._get_backend(HOST))
-    group._set_group_name(GroupName(name))  # which it asks one of its back-ends for
+    group._set_group_name(GroupName(name))  # torch reads the name from a back-end, perhaps from the new one
 
 
 def make_fake_group(name: str, rank: int, size: int) -> Made:

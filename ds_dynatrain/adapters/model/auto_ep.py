@@ -197,7 +197,7 @@ def replace_layers(
     for spec in specs:
         layer = module.get_submodule(spec.moe_module_name)
         for name, buffer in layer.named_buffers(recurse=False):
-            if buffer.is_meta:  # its own count of tokens, which begins at zero
+            if buffer.is_meta:  # a count of tokens, which begins at zero
                 setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=compute_device()))
     return replaced
 

@@ -324,7 +324,7 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
             parent, _, key = name.rpartition(".")
             part = _part(module, parent)
             held = None if part is None else part._buffers.get(key)
-            if part is not None and held is not None and id(held) in written:  # one buffer here, two in the state
+            if part is not None and held is not None and id(held) in written:  # shared here, separate in the state
                 held = part._buffers[key] = held.clone()
             is_cast = casts and held is not None and held.is_floating_point() and value.is_floating_point()
             if held is not None and held.shape == value.shape and (held.dtype == value.dtype or is_cast):

@@ -136,7 +136,7 @@ def enter_layers(engine: Any, size: int) -> None:
     parts = list(engine.module.modules())
     layers = layers_with_experts(engine.module)
     marked = [group for group in engine.basic_optimizer.param_groups if group.get("moe")]
-    engine.has_moe_layers = bool(layers or marked)  # without experts it joins others' collectives
+    engine.has_moe_layers = bool(layers or marked)  # a rank without experts takes part in the experts' collectives
     engine.num_experts = [layer.num_experts for layer in layers]
     engine.gate_modules = [part for part in parts if isinstance(part, TopKGate)]
     engine.moe_layers = [part for part in parts if isinstance(part, MOELayer)]
@@ -158,7 +158,7 @@ def clip(model: nn.Module, limit: float, layout: Layout) -> None:
     The world of the layout must be installed. Tensors that pipeline stages share count on the stage that owns them.
     """
     given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
-    squares = torch.zeros(3, device=compute_device())  # sums over whole tensors, parts of tensors, experts
+    squares = torch.zeros(3, device=compute_device())  # one sum each for whole tensors, parts of tensors, and experts
     for held, gradient in given:
         if not getattr(held, "ds_pipe_replicated", False):
             kind = 2 if is_moe_param(held) else int(is_model_parallel_parameter(held))

@@ -452,7 +452,7 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
                 "one shape and type on all stages"
             )
         if any(mark != marks[0] for mark in marks):
-            value = held.detach().to(HOST, copy=True)  # some have it on the device by now, others do not
+            value = held.detach().to(HOST, copy=True)  # only some processes have moved the buffer to the device
             td.broadcast(value, owners.get(layer_of(name), 0))
             held.copy_(value)
         held.data = held.data.to(compute_device())

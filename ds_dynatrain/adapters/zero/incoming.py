@@ -431,7 +431,7 @@ class ElasticInit(Init):  # type: ignore[misc]
             super()._post_init_method(module)
             return
         _drop(module.parameters(recurse=False))
-        with replaced(module, "_parameters", {}):  # DeepSpeed sees to buffers
+        with replaced(module, "_parameters", {}):  # so that DeepSpeed handles only the buffers
             super()._post_init_method(module)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:

@@ -444,7 +444,8 @@ def _plain(saved: Saved, carry: Mapping[str, Any]) -> dict[Keys, Any]:
     tensors = saved.record.logical_tensors()
     for name, table in carry.get("scalars", {}).items():
         for number, value in table.items():
-            short, whole = torch.tensor(value), torch.tensor(value, dtype=torch.float64)  # torch's own have 32 bits
+            # torch's optimizers have scalars of 32 bits
+            short, whole = torch.tensor(value), torch.tensor(value, dtype=torch.float64)
             found["optim", "state", tensors[int(number)].name, name] = short if short == whole else whole
     for tensor in tensors:
         for key, value in carry["groups"][tensor.group].items() if tensor.trainable and "groups" in carry else ():

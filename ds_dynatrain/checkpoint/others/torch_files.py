@@ -80,12 +80,12 @@ class _Made:
 
 def check_pickle(data: bytes) -> None:
     """Raise ValueError if a pickle has too many values, is nested too deeply, or has a value that contains itself."""
-    stack: list[_Made | None] = []  # None: a mark
+    stack: list[_Made | None] = []  # None stands for pickle's mark
     memo: dict[int, _Made] = {}
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
         if opcode.name in _PUTS:
             top, index = stack[-1], len(memo) if opcode.name == "MEMOIZE" else int(argument or 0)
-            if top is None or index > count:  # Python's unpickler allocates all lower places
+            if top is None or index > count:  # a large index makes Python's unpickler allocate a large table
                 raise ValueError(f"value {index} is noted by operation {count}")
             memo[index] = top
         elif opcode.name in _GETS:

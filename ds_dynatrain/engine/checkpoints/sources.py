@@ -254,7 +254,7 @@ class Universal(FromCheckpoint):
         super().__init__(saved.path, saved.manifest, engine, goal, present, part)
         self.saved, self.kinds, self.tensors = saved, saved.record.kinds, saved.record.logical_tensors()
         self.carry = shared_of(saved)
-        said = self.carry.get("registration")  # an early checkpoint has none
+        said = self.carry.get("registration")  # None in a checkpoint of an old version
         self.registration = None if said is None else Regrouping.from_json(said)
 
     def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:

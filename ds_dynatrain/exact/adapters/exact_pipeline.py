@@ -123,7 +123,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         if module.activation_checkpoint_func is not non_reentrant_checkpoint and module.activation_checkpoint_interval:
             row = usage("exact: reentrant checkpointing in a pipeline")
             raise row.error(f"exact: activation_checkpoint_interval={module.activation_checkpoint_interval}")
-        first = int(module._local_start)  # else numpy's integer, which would make other seeds
+        first = int(module._local_start)  # it may be an integer of numpy, with which seeds would differ
         layers = [partial(self._run_layer, first + at, layer) for at, layer in enumerate(module.forward_funcs)]
         self._host.uses.renew()
         with replaced(self, "_leaves", self._dealt()), replaced(module, "forward_funcs", layers):
@@ -199,8 +199,10 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
     }
 
     def _total_loss(self) -> torch.Tensor:
-        """Return the mean loss over all samples. Losses are added in the order of the leaves (micro-batches of fixed
-        size). If no global batch of leaves is being trained, it is DeepSpeed's loss.
+        """Return the mean loss over all samples.
+
+        Losses are added in the order of the leaves (micro-batches of fixed size). If no global batch of leaves is being
+        trained, it is DeepSpeed's loss.
         """
         if self._leaves is None:
             return super()._total_loss()
