@@ -337,7 +337,7 @@ class Balancer:
         """Return the number of newest steps that have the new costs if the window that ends here confirms a change.
 
         These are the steps since the doubted window began. The step of that window may be later than this one, since
-        loading a checkpoint goes back in steps.
+        loading a checkpoint may return to an earlier step.
         """
         doubted = None if self._averaged is None else self._averaged.doubted
         return self._settings.window_steps + (0 if doubted is None else max(0, step - doubted.step))

@@ -134,8 +134,8 @@ class Simulated:
 def simulate(work: StageWork, micro_batches: int) -> Simulated:
     """Simulate the pipeline's schedule. Raises LayoutError if there is no micro-batch.
 
-    At each step a stage meets only one neighbour: the previous stage if it is forward, otherwise the next one. Both
-    have the same two messages for each other in the same order, so a step is one meeting and one pass.
+    At each step a stage exchanges messages with only one neighbour: the previous stage if it is forward, otherwise the
+    next one. Both exchange the same two messages in the same order, so a step is one exchange and one pass.
     """
     if micro_batches < 1:
         raise LayoutError(f"{micro_batches} micro-batches: a batch has at least one; give 1 or more")

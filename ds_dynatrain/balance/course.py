@@ -64,7 +64,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class WantedMove:
-    """A move that is to be made now.
+    """A move to be made now.
 
     layout: the layout to move to.
     predicted_gain: the fraction of a step that the move is to save.
@@ -171,7 +171,7 @@ class Course:
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
         """Return the drift of the layers that have stayed on their stage since the move.
 
-        Layers that moved are left out: if they became slower, that speaks against the move.
+        Layers that moved are left out: if they became slower, the move may be the reason.
 
         least: the fraction of the whole that a change must exceed.
         """

@@ -6,8 +6,9 @@ stage 2 on, and once more in the type of the masters while the optimizer steps, 
 held for each micro-batch in flight. All numbers except the gathered weights of stage 3 are sums over layers, so the
 partition can respect them.
 
-A profile knows layers, not tensors. A layer's bytes count in full at each index of the tensor and expert axes, which is
-too much if these axes cut the layer. The buffers of DeepSpeed's reductions and the allocator's losses are not included.
+A profile describes layers, not tensors. A layer's bytes count in full at each index of the tensor and expert axes,
+which is too much if these axes cut the layer. The buffers of DeepSpeed's reductions and the allocator's losses are not
+included.
 """
 
 from __future__ import annotations

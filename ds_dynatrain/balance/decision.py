@@ -258,7 +258,7 @@ def judge(
 
 
 RECENT = 16
-"""Number of latest switches that count; older ones may have run beside other programs on the machine."""
+"""Number of latest switches that count; during older ones, other programs may have run on the machine."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class Pause:
         made: (bytes moved, seconds) of each switch, the latest last.
 
         The fit is by least squares with neither part below 0. If all switches moved the same number of bytes, the two
-        parts cannot be told apart, and only the fixed part is corrected.
+        parts cannot be distinguished, and only the fixed part is corrected.
         """
         if not made:
             return self

@@ -85,7 +85,7 @@ def fastest(
 
     The profile's speeds count if these are the present members and it has a speed for each; otherwise all members are
     equally fast. Ranks follow the order of the members, as in a switch. The ZeRO stage stays as it is: stages differ in
-    communication, which no profile knows.
+    communication, which no profile contains.
     """
     search = Search(
         zero_stages=(engine.layout.zero_stage,),

@@ -33,7 +33,7 @@ class Problem:
     seconds: [stages, layers], the seconds of each layer on each stage, not negative.
     taken: [stages, layers], the bytes that each layer takes on each stage.
     room: [stages], the bytes that each stage can hold.
-    moved: [layers], the bytes that travel if a layer comes to a stage that did not hold it.
+    moved: [layers], the bytes that are sent if a layer moves to another stage.
     """
 
     names: tuple[str, ...]

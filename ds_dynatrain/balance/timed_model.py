@@ -22,7 +22,7 @@ from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.space.kind import WEIGHT
 
 WHOLE, REST = "model", "rest"
-"""Names of the layer that is a whole model without stages, and of the layer that is the rest beside named modules."""
+"""Names of layers that are no module with a name: a whole model without stages, and the rest of a model."""
 
 
 class TimedModel:

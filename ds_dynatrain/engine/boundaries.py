@@ -1,6 +1,6 @@
 """Boundaries of one process in a job whose members come and go, and recovery after a lost world.
 
-The first engine of a process speaks for all of its engines: members come and go at that engine's boundaries, while no
+The first engine of a process represents all of its engines: members come and go at that engine's boundaries, while no
 other engine is inside a global batch, and all engines change in one transaction.
 """
 
@@ -38,7 +38,7 @@ MOST_TRIES = 3
 GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
 """Location in gloo's source code with which its error messages begin."""
 SPARE = 1000
-"""Discarded batches that a loop may take in one round, beyond twice the most batches of any earlier round."""
+"""How many discarded batches a loop may take in one round, beyond twice the most batches of any earlier round."""
 
 
 class Boundaries:
@@ -59,7 +59,7 @@ class Boundaries:
 
     @property
     def first(self) -> EngineParts:
-        """The engine that was made first; it speaks for all engines of the process."""
+        """The engine that was made first; it represents all engines of the process."""
         return self.engines[0]
 
     def remove(self) -> None:

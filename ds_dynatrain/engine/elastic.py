@@ -1,4 +1,4 @@
-"""Membership of this process in a job whose members come and go: the changes it hears of, and the worlds it aborts.
+"""Membership of this process in a job whose members come and go: the changes it learns of, and the worlds it aborts.
 
 The coordinator (`ds_dynatrain.elastic`) publishes which members there are; `membership.boundary_machine` decides what
 follows at the boundaries.

@@ -1,7 +1,7 @@
-"""State of an engine on this member, declared in one place, and the arithmetic on it.
+"""State of an engine on this member, declared in one place, and what can be computed from it.
 
-Every part of an engine works on an `EngineCore` and on the other arguments of its own constructor. `EngineCore` knows
-none of these parts.
+Every part of an engine works on an `EngineCore` and on the other arguments of its own constructor. `EngineCore` does
+not depend on any of these parts.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ class MoveBatch:
 def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch]:
     """Divide moves into messages, and return the messages in sending order.
 
-    lengths: the length of each move in bytes. chunk: most bytes of a message of packed moves. longest: most bytes of a
-    message with part of a single large move.
+    lengths: the length of each move in bytes.
+    chunk: most bytes of a message of packed moves.
+    longest: most bytes of a message with part of a single large move.
     """
     length = np.array([*lengths], dtype=np.int64)
     direct = length >= min(DIRECT_BYTES, chunk)

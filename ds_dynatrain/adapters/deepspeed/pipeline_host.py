@@ -47,8 +47,10 @@ from ds_dynatrain.space import Columns, Layout, LogicalTensor
 def frozen_layers(prefixes: Sequence[str], trained: Collection[str]) -> int:
     """Return the number of layers before the first trained one, or the number of all layers if none is trained.
 
-    prefixes: the prefix of each layer's parameter names, see `PipelineTemplate.prefixes`. trained: names of the
-    parameters that require a gradient. A tied layer counts as trained wherever it occurs.
+    prefixes: the prefix of each layer's parameter names, see `PipelineTemplate.prefixes`.
+    trained: names of the parameters that require a gradient.
+
+    A tied layer counts as trained wherever it occurs.
     """
     layers = set(map(layer_of, trained))
     return next((number for number, prefix in enumerate(prefixes) if prefix in layers), len(prefixes))

@@ -105,7 +105,7 @@ class Connections:
 class Communicator:
     """The back-end on `device` that connects some members, in their order.
 
-    users: the number of worlds that use the communicator; two while one world hands it on to the next.
+    users: the number of worlds that use the communicator; two while the next world takes it over.
     since: the time at which it was made. Two communicators are made in the same order on all members that have both.
     ending: a lock that is acquired, and never released, by the first caller in any thread that ends the communicator.
     """
@@ -191,9 +191,11 @@ class Endpoint:
 def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] = go_on) -> Communicator:
     """Make a communicator, and connect it if its library can connect ahead of use. All of its members must call this.
 
-    seconds: time-out for connecting; collectives have the time-out of any DeepSpeed job. stop: callback that is called
-    repeatedly while this call waits; it may raise. Raises RuntimeError, after aborting the communicator, if it cannot
-    be connected in that time, and if torch does not know the accelerator's back-end.
+    seconds: time-out for connecting; collectives have the time-out of any DeepSpeed job.
+    stop: callback that is called repeatedly while this call waits; it may raise.
+
+    Raises RuntimeError, after aborting the communicator, if it cannot be connected in that time, and if torch does not
+    know the accelerator's back-end.
 
     A library may wait for a peer forever, so it connects in a separate thread. After a time-out that thread is
     abandoned, and a communicator that it still makes is aborted.
@@ -286,8 +288,8 @@ def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
 class CommunicatorLink:
     """A `transfer.DeviceLink` that uses a communicator.
 
-    members: members of the communicator, in its order. stop: callback that is called repeatedly during waits; it may
-    raise.
+    members: members of the communicator, in its order.
+    stop: callback that is called repeatedly during waits; it may raise.
     """
 
     def __init__(

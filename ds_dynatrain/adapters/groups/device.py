@@ -1,4 +1,4 @@
-"""The device that this process computes on, as DeepSpeed's accelerator reports it. No other file asks for it."""
+"""The device that this process computes on, as DeepSpeed's accelerator reports it. Only this file asks DeepSpeed."""
 
 from __future__ import annotations
 

@@ -32,8 +32,9 @@ TORN = "a member of this world is gone, and its communicators were aborted: what
 class Gate:
     """One member's record of whether results of the accelerator's collectives in one world may be trusted.
 
-    is_torn: whether the world's communicators were aborted, or are about to be. is_in_doubt: whether the last optimizer
-    step used results that no `agree` has confirmed since. communicators: the current communicators of the world.
+    is_torn: whether the world's communicators were aborted, or are about to be.
+    is_in_doubt: whether the last optimizer step used results that no `agree` has confirmed since.
+    communicators: the current communicators of the world.
     """
 
     def __init__(self) -> None:

@@ -109,9 +109,10 @@ def _copy(
 ) -> Work:
     """Copy each input to its output; all are compared before the first is written.
 
-    outputs, inputs: a tensor, or a list of tensors. to_ranks: whether `outputs` lists what each rank gets. from_ranks:
-    whether `inputs` lists what each rank gives. (For `gather` on its root `outputs` lists places for each input, which
-    is the same with one of each.)
+    outputs, inputs: a tensor, or a list of tensors.
+    to_ranks: whether `outputs` lists what each rank gets.
+    from_ranks: whether `inputs` lists what each rank gives. (For `gather` on its root `outputs` lists places for each
+    input, which is the same with one of each.)
     """
     _check(opts)
     outputs, inputs = _only(outputs) if to_ranks else outputs, _only(inputs) if from_ranks else inputs

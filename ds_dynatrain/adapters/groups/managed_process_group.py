@@ -119,7 +119,8 @@ class ManagedProcessGroup(PythonGroup):
     longer.
 
     status: status of the world that the group serves, if members come and go; failures are recorded there and raise
-    WorldChanged. traffic: counts of the group's calls.
+    WorldChanged.
+    traffic: counts of the group's calls.
     """
 
     def __init__(self, group: td.ProcessGroup, status: GroupStatus | None = None) -> None:
@@ -189,8 +190,8 @@ class ManagedProcessGroup(PythonGroup):
 class ManagedWork(Work):
     """The work handle of a running collective, which wraps torch's `work`.
 
-    name: name of the group's method. on_device: whether an accelerator runs the collective; a stream then waits for it,
-    not the host.
+    name: name of the group's method.
+    on_device: whether an accelerator runs the collective; a stream then waits for it, not the host.
     """
 
     def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, name: str, on_device: bool = False) -> None:

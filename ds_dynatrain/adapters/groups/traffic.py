@@ -21,8 +21,8 @@ Said = dict[str, dict[str, Any]]
 class Traffic:
     """Counts of calls of one group on one member. Any thread may use it.
 
-    is_closed: whether no further call may begin. has_failed: whether messages may have been left behind, or cannot be
-    counted.
+    is_closed: whether no further call may begin.
+    has_failed: whether messages may have been left behind, or cannot be counted.
     """
 
     def __init__(self, rank: int) -> None:

@@ -160,8 +160,8 @@ for _name in (
 class HeldGroup:
     """A group, and the store that it was made over.
 
-    over: the replaceable store behind that store, if the group can move on to the next world's store. users: number of
-    worlds that hold the group; two while one world hands it on to the next. A group that is handed on keeps its
+    over: the replaceable store behind that store, if the group can move on to the next world's store.
+    users: the number of worlds that hold the group; two while the next world takes it over. The group then keeps its
     connections; only the ranks of its members may change.
     """
 
@@ -418,8 +418,9 @@ class World:
     def renew(self, ended: Communicator, again: str, seconds: float, stop: Callable[[], None] = go_on) -> None:
         """Replace a communicator that was aborted although its members are alive; all of them must call this.
 
-        again: a name that no other call has used. Raises RuntimeError if no new communicator can be made; the world
-        then cannot use the device any more.
+        again: a name that no other call has used.
+
+        Raises RuntimeError if no new communicator can be made; the world then cannot use the device any more.
         """
         between = next(each for each, found in self.communicators.items() if found is ended)
         kinds = [kind for kind in self._served() if self.between(kind) == between]

@@ -162,8 +162,9 @@ class AutoEPShaper(Conversion, Shaper):
 def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) -> nn.Module:
     """Give a module, on the meta device and as the user wrote it, DeepSpeed's layers for one expert index; return it.
 
-    block: `expert_parallel` of the configuration. Raises LayoutError for a size that does not divide the experts of a
-    layer.
+    block: `expert_parallel` of the configuration.
+
+    Raises LayoutError for a size that does not divide the experts of a layer.
     """
     replace_layers(module, block, size, index)
     return module
@@ -179,8 +180,10 @@ def replace_layers(
 ) -> Any:
     """Give a module, on the meta device or real, DeepSpeed's layers for one expert index.
 
-    each: function that is called with each new layer before the next one is made. listed: whether to return which
-    parameters replace which. Raises LayoutError as `convert` does, and ValueError for what DeepSpeed refuses.
+    each: function that is called with each new layer before the next one is made.
+    listed: whether to return which parameters replace which.
+
+    Raises LayoutError as `convert` does, and ValueError for what DeepSpeed refuses.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_post_detection

@@ -293,9 +293,10 @@ class NativeShaper(Shaper):
 def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:
     """Give a user's model all experts of its layers; experts of other ranks have no memory.
 
-    member: the number of this process in the launch. lists: the caller's lists of parameters, such as an optimizer's;
-    the parameters of all experts are added to them. Raises UnsupportedError for layers of several sizes, or with
-    experts that differ from each other.
+    member: the number of this process in the launch.
+    lists: the caller's lists of parameters, such as an optimizer's; the parameters of all experts are added to them.
+
+    Raises UnsupportedError for layers of several sizes, or with experts that differ from each other.
 
     If each process has built only the experts of its own rank, returns the process of the launch that has the first
     value of each expert's parameter, by the parameter's id. Returns {} if every process has built all experts.

@@ -79,8 +79,9 @@ def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
 def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
     """Return the expert size to start with.
 
-    asked: the size in the `dynatrain` block; None if the block leaves it to DeepSpeed's settings. Raises ConfigError if
-    this size and DeepSpeed's differ.
+    asked: the size in the `dynatrain` block; None if the block leaves it to DeepSpeed's settings.
+
+    Raises ConfigError if this size and DeepSpeed's differ.
     """
     settled: int | None = None
     if experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:

@@ -81,8 +81,8 @@ class PipelineShaper(Shaper):
     """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank has some experts of each
     layer.
 
-    owners: process that has the first value of a parameter, by the parameter's id; see `moe.complete`. autoep: AutoEP's
-    conversion of the layers, if AutoEP is on.
+    owners: process that has the first value of a parameter, by the parameter's id; see `moe.complete`.
+    autoep: AutoEP's conversion of the layers, if AutoEP is on.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class PipelineShaper(Shaper):
         """Take over a user's model, as `moe.complete` or AutoEP does, and keep a template of it.
 
         config: DeepSpeed's configuration; its `pipeline.partition` determines how layers are assigned to stages,
-        because DeepSpeed does not keep the method that the module was built with. owners: the result of `put_together`.
+        because DeepSpeed does not keep the method that the module was built with.
+        owners: the result of `put_together`.
         cut: the function that partitions the layers for the method "profile".
         """
         method, owners = (config.get("pipeline") or {}).get("partition", "best"), owners or {}
@@ -269,9 +270,11 @@ class StageExperts(Conversion):
         """Take over a module with all layers: from now on it has DeepSpeed's layers, with the values of the former
         ones.
 
-        source: the module's template. listed: whether the caller has lists of its parameters. first: the process that
-        has the first value of each layer. Raises UnsupportedError, naming the part, for a module whose stages cannot be
-        changed.
+        source: the module's template.
+        listed: whether the caller has lists of its parameters.
+        first: the process that has the first value of each layer.
+
+        Raises UnsupportedError, naming the part, for a module whose stages cannot be changed.
         """
         super().__init__(model, config)
         native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)

@@ -1,4 +1,4 @@
-"""Differences between the DeepSpeed series that this package is tested with; no other file asks for a version.
+"""Differences between the DeepSpeed series that this package is tested with. No other file looks at the version.
 
 A series is a minor version. Within a series, patch versions from the tested one on are accepted: the private names that
 the adapters rely on are checked before any other adapter is imported, and the census of every switch checks where
@@ -433,7 +433,8 @@ def check_names(*names: Names) -> None:
 def paths(holder: str, names: str) -> list[list[str]]:
     """Return the path to each name: its module, and the attributes that lead to it.
 
-    holder: "module" or "module:Class". names: the names, separated by spaces; a name may have dots.
+    holder: "module" or "module:Class".
+    names: the names, separated by spaces; a name may have dots.
     """
     module, *classes = holder.split(":")
     return [[module, *classes, *name.split(".")] for name in names.split()]

@@ -104,9 +104,12 @@ def provide(
 ) -> Buffers:
     """Return every buffer of a rank: kept buffers in place, the others zeroed, from `allocate(elements, memory)`.
 
-    memory: element type and memory of each state kind. keep: buffers to keep; of the sub-group buffers of a kind, which
-    are slices of one tensor, either all or none. live: the present buffers. If weight and master have the same type
-    (fp32) and device, they share memory at ZeRO stages 0 and 3, as in DeepSpeed.
+    memory: element type and memory of each state kind.
+    keep: buffers to keep; of the sub-group buffers of a kind, which are slices of one tensor, either all or none.
+    live: the present buffers.
+
+    If weight and master have the same type (fp32) and device, they share memory at ZeRO stages 0 and 3, as in
+    DeepSpeed.
     """
     one_memory, sizes = is_one_memory(memory, local.layout), local.sizes()
     buffers: Buffers = {}

@@ -32,8 +32,10 @@ class BatchSizes:
     def of(config: dict[str, Any], data: int, in_leaves: bool = False) -> BatchSizes:
         """Complete the sizes by DeepSpeed's own rules, except that data ranks need not divide the batch evenly.
 
-        data: the number of data ranks. Raises ConfigError, with the arithmetic, if all three sizes are given and
-        disagree, or if neither batch size is given.
+        data: the number of data ranks.
+
+        Raises ConfigError, with the arithmetic, if all three sizes are given and disagree, or if neither batch size is
+        given.
         """
         batch, micro, steps = (config.get(key) for key in SIZES)
         for key in SIZES:

@@ -103,9 +103,11 @@ def draw(
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Initialize a module's parameters, and yield each parameter in `own` with its flat value.
 
-    seed: string that determines the random values. types: element types of the values, by the parameters' ids. init:
-    function to call in place of the module's `reset_parameters`. The memory is released at the end. Raises
-    UnsupportedError if the module leaves one of the parameters unset.
+    seed: string that determines the random values.
+    types: element types of the values, by the parameters' ids.
+    init: function to call in place of the module's `reset_parameters`.
+
+    The memory is released at the end. Raises UnsupportedError if the module leaves one of the parameters unset.
     """
     stand_ins = [(held, held.data) for held in module.parameters(recurse=False)]
     try:
@@ -159,9 +161,10 @@ Place = tuple[int, int, BufferId, int]
 class Incoming:
     """The parameters of a model, in the module's order, before its engine is built.
 
-    forms, types: how each parameter arrives, and its element type, by its id. owners: process that has the value of a
-    parameter, by the parameter's id; process 0 if not listed. held: this process's part of each parameter, or the whole
-    parameter; emptied as values are yielded. place: index of the part that this process has of each parameter.
+    forms, types: how each parameter arrives, and its element type, by its id.
+    owners: process that has the value of a parameter, by the parameter's id; process 0 if not listed.
+    held: this process's part of each parameter, or the whole parameter; emptied as values are yielded.
+    place: index of the part that this process has of each parameter.
     """
 
     def __init__(
@@ -174,8 +177,9 @@ class Incoming:
     ) -> None:
         """Read a model without changing it.
 
-        joins: whether all values come from a running job. Raises UnsupportedError, naming the parameter or buffer, for
-        a model that cannot be taken over.
+        joins: whether all values come from a running job.
+
+        Raises UnsupportedError, naming the parameter or buffer, for a model that cannot be taken over.
         """
         if partition_parameters.top_level_context is not None:
             raise UnsupportedError(
@@ -445,7 +449,8 @@ def install_zero_init(join: Callable[[], bool], read: Callable[[Any], dict[str, 
     """Replace `deepspeed.zero.Init` by our class; DeepSpeed's engines keep the original.
 
     join: function that is called before each use; it brings this process into the job, and returns whether the process
-    joins a running job. read: function that returns a configuration as a dictionary.
+    joins a running job.
+    read: function that returns a configuration as a dictionary.
     """
     zero.Init = type("Init", (ElasticInit,), {"join": staticmethod(join), "read": staticmethod(read)})
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)

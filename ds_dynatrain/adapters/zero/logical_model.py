@@ -70,8 +70,10 @@ class ModelMap:
     def reshaped(self, parameters: Mapping[str, nn.Parameter], tensors: Sequence[LogicalTensor]) -> ModelMap:
         """Return the map of the same model in another shape, whose parameters are given by the logical tensors' names.
 
-        tensors: this rank's local tensors. A tensor without elements may have no parameter, and then gets an empty one.
-        Raises UnsupportedError for a parameter that is missing or has another shape than its tensor.
+        tensors: this rank's local tensors.
+
+        A tensor without elements may have no parameter, and then gets an empty one. Raises UnsupportedError for a
+        parameter that is missing or has another shape than its tensor.
         """
         held: list[nn.Parameter] = []
         for before, tensor in zip(self.parameters, tensors, strict=True):
@@ -94,8 +96,10 @@ class ModelMap:
     def regrouped(self, groups: Sequence[Sequence[str]], requires_grad: Collection[str]) -> ModelMap:
         """Return the map of the same parameters in other optimizer groups.
 
-        groups: names of the tensors in each group. requires_grad: names of the parameters that require a gradient from
-        now on; their flags are not set here. Frozen tensors keep their order.
+        groups: names of the tensors in each group.
+        requires_grad: names of the parameters that require a gradient from now on; their flags are not set here.
+
+        Frozen tensors keep their order.
         """
         number = {tensor.name: at for at, tensor in enumerate(self.tensors)}
         trained = [(number[name], group) for group, listed in enumerate(groups) for name in listed]

@@ -167,8 +167,8 @@ def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None
 
     own: number of tokens of this rank in the window; None (on all ranks) if no counts were given, in which case
     gradients are not divided. Otherwise this is a collective over the data and sequence axes, because DeepSpeed
-    averages over data ranks and sums over sequence ranks. slots: number of micro-batches, by which the gradients are
-    divided already.
+    averages over data ranks and sums over sequence ranks.
+    slots: number of micro-batches, by which the gradients are divided already.
     """
     if own is None:
         yield

@@ -61,9 +61,11 @@ def refuse_moved_states(host: Any) -> None:
 def working_bytes(local: LocalSpace, weight: torch.dtype, accumulates: bool) -> int:
     """Return the most bytes that offload takes on a rank in addition to the state.
 
-    weight: element type of the weights. accumulates: whether a step has several micro-batches. Stages 1 and 2 take a
-    copy of the rank's part of the weights, two buffers as large as the largest tensor and, if gradients are
-    accumulated, the whole gradient of each parameter that overlaps the part.
+    weight: element type of the weights.
+    accumulates: whether a step has several micro-batches.
+
+    Stages 1 and 2 take a copy of the rank's part of the weights, two buffers as large as the largest tensor and, if
+    gradients are accumulated, the whole gradient of each parameter that overlaps the part.
     """
     if local.layout.zero_stage not in (1, 2):
         return 0

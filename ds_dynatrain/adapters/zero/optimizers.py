@@ -167,7 +167,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
 def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout) -> None:
     """Raise UnsupportedError for an optimizer that a switch cannot transfer, or that cannot start in this layout.
 
-    config: DeepSpeed's configuration. layout: the layout to start in.
+    config: DeepSpeed's configuration.
+    layout: the layout to start in.
     """
     rule = rule_of(optimizer)
     try:
@@ -223,7 +224,8 @@ def refuse_optimizer_layout(
 ) -> None:
     """Raise SwitchRefused for a layout in which DeepSpeed rejects this optimizer, or handles it wrongly.
 
-    config: the user's configuration. present: the layout before a switch; None at the start.
+    config: the user's configuration.
+    present: the layout before a switch; None at the start.
     """
     cls = type(optimizer)
     if full_name(cls) == MUON:

@@ -1,8 +1,8 @@
 """State that DeepSpeed keeps once per process and not per engine, apart from groups (`worlds`).
 
-It consists of globals that DeepSpeed sets, and of random streams beside torch's: those of the tracker of activation
-checkpointing, and the accelerator's own. Code that runs under `get_cuda_rng_tracker().fork(name)` draws from the
-tracker's named states, which every fork advances; nothing else in a job knows of them.
+It consists of globals that DeepSpeed sets, and of random streams in addition to torch's: those of the tracker of
+activation checkpointing, and the accelerator's own. Code that runs under `get_cuda_rng_tracker().fork(name)` draws from
+the tracker's named states, which every fork advances; nothing else in a job saves them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TRACKED = "checkpointing:"
 
 
 def further_streams() -> dict[str, np.ndarray[Any, Any]]:
-    """Return the state (as bytes) of each random stream beside torch's own that is in use, by name."""
+    """Return the state (as bytes) of each random stream in use that is not torch's own, by name."""
     found: dict[str, np.ndarray[Any, Any]] = {}
     for name, state in get_cuda_rng_tracker().get_states().items():
         found[f"{_TRACKED}{name}"] = state.cpu().numpy()

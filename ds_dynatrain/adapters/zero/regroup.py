@@ -26,9 +26,10 @@ LIKE = "like"
 class NewGroup:
     """An optimizer group after a registration.
 
-    origin: number of the existing group that it continues, or whose hyper-parameters it copies. fresh: whether its
-    optimizer state starts anew. names: names of its parameters, frozen ones included. values: hyper-parameters that
-    differ from the origin's.
+    origin: number of the existing group that it continues, or whose hyper-parameters it copies.
+    fresh: whether its optimizer state starts anew.
+    names: names of its parameters, frozen ones included.
+    values: hyper-parameters that differ from the origin's.
     """
 
     origin: int
@@ -71,7 +72,8 @@ class RegroupRequest:
     """Changes that one registration requests.
 
     requires_grad: whether each parameter requires a gradient from now on, by its tensor's name; parameters that are not
-    listed keep their flag. groups: names of the parameters of each requested group, and the group's other entries.
+    listed keep their flag.
+    groups: names of the parameters of each requested group, and the group's other entries.
     begun: whether the optimizer has states already.
     """
 
@@ -83,8 +85,9 @@ class RegroupRequest:
 def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, Any]], begun: bool) -> RegroupRequest:
     """Return the changes that the caller's `groups` and the `requires_grad` flags of this rank's parameters request.
 
-    begun: whether the optimizer has states already. Raises SwitchRefused, naming the parameter, for a parameter that
-    the model map does not know.
+    begun: whether the optimizer has states already.
+
+    Raises SwitchRefused, naming the parameter, for a parameter that the model map does not know.
     """
     strange = _strange(model, module)
     if strange is not None:

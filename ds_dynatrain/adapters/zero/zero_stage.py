@@ -127,7 +127,8 @@ class ZeroStage(ABC):
 def rows_of(kind: str, held: torch.Tensor, slots: Slots, low: int = 0) -> list[Found]:
     """Return the census rows of the tensors of a flat group that overlap `held`.
 
-    slots: position of each tensor in the flat group. low: position in the group at which `held` begins.
+    slots: position of each tensor in the flat group.
+    low: position in the group at which `held` begins.
     """
     rows, high = [], low + held.numel()
     for number, position, numel in slots:
@@ -181,8 +182,9 @@ def read_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return (moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
 
-    whole: number of elements of all tensors that the holder has a part of, if moments are kept for whole tensors. Both
-    results are empty before the first step. Raises CensusError for states that the optimizer's rule does not list.
+    whole: number of elements of all tensors that the holder has a part of, if moments are kept for whole tensors.
+
+    Both results are empty before the first step. Raises CensusError for states that the optimizer's rule does not list.
     """
     state: dict[str, Any] = optimizer.state.get(holder, {})
     rule, settings, kind = rule_of(optimizer), optimizer.param_groups[group], full_name(type(optimizer))

@@ -97,8 +97,9 @@ def is_dcp(path: Path) -> bool:
 def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
     """Return a description of a torch distributed checkpoint; tensor values are not read.
 
-    trust_pickle: whether to unpickle values that are neither tensors nor plain; the metadata is never executed. Raises
-    CheckpointError for refused content, and CheckpointDamaged if a part is missing or invalid.
+    trust_pickle: whether to unpickle values that are neither tensors nor plain; the metadata is never executed.
+
+    Raises CheckpointError for refused content, and CheckpointDamaged if a part is missing or invalid.
     """
     return _Folder.open(path, trust_pickle).foreign()
 
@@ -219,9 +220,10 @@ class _Folder:
     def _groups(self, weights: Collection[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return (hyper-parameters of each optimizer group, number of each tensor's group).
 
-        weights: the names of all weights. If the checkpoint has hyper-parameters per tensor, tensors with equal ones
-        form a group. Otherwise it has groups. Raises CheckpointError if a group lists something that is no weight or is
-        in two groups.
+        weights: the names of all weights.
+
+        If the checkpoint has hyper-parameters per tensor, tensors with equal ones form a group. Otherwise it has
+        groups. Raises CheckpointError if a group lists something that is no weight or is in two groups.
         """
         said: dict[str, dict[str, Any]] = {}
         for key, each in self.keys.items():

@@ -131,7 +131,7 @@ def restored(
 ) -> Restored:
     """Restore everything from one given checkpoint.
 
-    old: the state to go back to on failure; None if members have already let go of theirs.
+    old: the state to go back to on failure; None if members have already released theirs.
 
     Raises CheckpointError, on all members alike, if it fails, and CheckpointDamaged for a damaged checkpoint: the
     engine is then as before.

@@ -341,8 +341,10 @@ def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buff
 def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], list[str]]:
     """Compare the members' extra state. Return the first rank with equal per-rank state, for each rank, and all kinds.
 
-    found: the record that each member has posted. The second item of the result lists the state kinds that some member
-    has. Raises CheckpointError if state that all members share differs between them.
+    found: the record that each member has posted.
+
+    The second item of the result lists the state kinds that some member has. Raises CheckpointError if state that all
+    members share differs between them.
     """
     first, *others = engine.members
     for member in others:

@@ -42,8 +42,8 @@ class BitComparison:
 
     steps: the steps that both runs have, up to the first that differs, without that one.
     states: those of `steps` for which both runs have digests of weights and moments.
-    unknown: the number of losses and norms in these steps that only one run has, for example because a rank died with
-    its own.
+    unknown: the number of losses and norms in these steps that only one run has, for example because a rank died before
+    it sent its own.
     step: the first step that differs; None if there is none.
     differences: all differences in that step, in the order in which a step computes the values: losses by leaf
     (micro-batch of fixed size), the norm, weights, masters, moments.
