@@ -236,9 +236,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.micro_batches = self._columns.counts[self.grid.get_data_parallel_id()]
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Train a batch as DeepSpeed does; `seed_layers` seeds by the passes of the longest column, so that columns
-        stay alike.
-        """
+        """Train a batch as DeepSpeed does; columns count as many passes as the longest one, for `seed_layers`."""
         passes = self.module.micro_offset
         loss: torch.Tensor = super().train_batch(data_iter)
         self.module.micro_offset = passes + self._columns.longest

@@ -67,9 +67,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def unfinished() -> str:
-    """Return a description of the first NCCL collective that torch's flight recorder has not seen end, or "" if there
-    is none.
-    """
+    """Return a description of the first NCCL collective that has not ended, by torch's flight recorder; else ""."""
     dump = getattr(distributed_c, "_dump_nccl_trace_json", None)
     try:
         entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])

@@ -23,8 +23,9 @@ from ds_dynatrain.adapters.groups.device import start_thread, synchronize
 from ds_dynatrain.errors import WorldChanged
 
 ABORT_SECONDS = 60.0
-"""Time limit for aborting communicators and waiting for the device. A device that exceeds it is of no further use to
-the process.
+"""Time limit for aborting communicators and waiting for the device.
+
+If a device exceeds it, the process cannot use that device any more.
 """
 TORN = "a member of this world is gone, and its communicators were aborted: what they have left is not known"
 
@@ -41,17 +42,13 @@ class Gate:
         self.is_torn = self.is_in_doubt = False
         self.communicators: list[Communicator] = []
         self.agreeing = threading.Lock()
-        """Lock that is held while this member waits for the others' answers; the member aborts no communicator while it
-        is held.
-        """
+        """Lock that is held while this member waits for the others' answers; it aborts no communicator meanwhile."""
         self._has_begun = False
         self._wait: tuple[str, float] | None = None
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Record that the main thread waits for other ranks inside the block; of nested blocks, only the outermost
-        counts.
-        """
+        """Record that the main thread waits for other ranks inside the block; a nested block makes no difference."""
         is_noted = self._wait is None and threading.current_thread() is threading.main_thread()
         if is_noted:
             self._wait = what, time.monotonic()

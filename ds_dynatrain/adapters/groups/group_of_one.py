@@ -42,8 +42,9 @@ class GroupOfOne(PythonGroup):
         self._set_group_name(GroupName(name))
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Do what the collective means for one rank. Raise RuntimeError for a collective that this package does not
-        know.
+        """Do what the collective means for one rank.
+
+        Raise RuntimeError for a collective that this package does not know.
         """
         if name not in MEANINGS:
             raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")

@@ -25,8 +25,9 @@ from ds_dynatrain.errors import WorldChanged
 T = TypeVar("T")
 Kind = td.ProcessGroup.BackendType
 LOOK = timedelta(seconds=0.25)
-"""Interval at which a waiting collective checks whether its world is lost. It does not delay collectives of a live
-world.
+"""Interval at which a waiting collective checks whether its world is lost.
+
+It does not delay collectives of a live world.
 """
 NO_LIMIT = timedelta(0)
 """Value that torch passes to `wait` if the caller has given no time-out."""

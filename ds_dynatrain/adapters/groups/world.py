@@ -218,8 +218,9 @@ class World:
         self._held[kind], self._ranks[kind] = held, ranks
 
     def held(self, kind: str) -> HeldGroup:
-        """Return the group of a kind with its store. Raise RuntimeError on a member without a rank, and after
-        `drop`.
+        """Return the group of a kind with its store.
+
+        Raise RuntimeError on a member without a rank, and after `drop`.
         """
         if kind not in self._held:
             raise RuntimeError(f"generation {self.generation} has no {kind} group on this member: it holds no rank")
@@ -230,9 +231,7 @@ class World:
         return self.held(kind).group
 
     def ranks(self, kind: str) -> tuple[int, ...]:
-        """Return the ranks of this world in the group of a kind, in the group's order; raises RuntimeError as in
-        `held`.
-        """
+        """Return the ranks of this world in the group of a kind, in the group's order; raises the errors of `held`."""
         self.held(kind)
         return self._ranks[kind]
 

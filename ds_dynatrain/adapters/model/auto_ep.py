@@ -56,8 +56,9 @@ class Conversion:
     """AutoEP's conversion of a model: it replaces layers with experts, and distributes the experts over ranks."""
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Keep the settings. Raises UnsupportedError for a model that is not whole, and ConfigError for one that
-        DeepSpeed refuses.
+        """Keep the settings.
+
+        Raises UnsupportedError for a model that is not whole, and ConfigError for one that DeepSpeed refuses.
         """
         refuse_parts(model)
         self._block, self._config = dict(config["expert_parallel"]), config

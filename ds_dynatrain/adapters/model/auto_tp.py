@@ -313,8 +313,9 @@ class TensorShaper(Shaper):
 
 
 def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with a weak reference to its layer, whose memory would otherwise be freed only by the garbage
-    collector.
+    """Return the method with only a weak reference to its layer.
+
+    Otherwise the layer's memory would not be freed before the garbage collector runs.
     """
     reference = WeakMethod(method)
 

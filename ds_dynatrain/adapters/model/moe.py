@@ -83,8 +83,9 @@ def expert_index(layout: Layout) -> int:
 
 
 def check_size(counts: Mapping[str, int], size: int) -> None:
-    """Raise LayoutError, naming the layer and the nearest sizes, unless the size divides the number of experts of every
-    layer.
+    """Raise LayoutError unless the expert size divides the number of experts of every layer.
+
+    The error names the layer and the nearest sizes.
 
     counts: the number of experts of each layer, by the layer's name.
     """
@@ -99,8 +100,9 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
 
 
 def refuse_other_axes(layout: Layout, *tried: str) -> None:
-    """Raise LayoutError for axes that were not tested together with experts. tried: the axes besides data and expert
-    that were tested.
+    """Raise LayoutError for axes that were not tested together with experts.
+
+    tried: the axes besides data and expert that were tested.
     """
     known = {"data", "expert", *tried}
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in known and size > 1]
@@ -152,10 +154,10 @@ def enter_layers(engine: Any, size: int) -> None:
 
 
 def clip(model: nn.Module, limit: float, layout: Layout) -> None:
-    """Clip the gradients of ZeRO stage 0 in fp32 by the norm over all experts, all tensor parts and all replicated
-    tensors.
+    """Clip the gradients of ZeRO stage 0 in fp32 by their norm over the whole model.
 
-    The world of the layout must be installed. Tensors that pipeline stages share count on the stage that owns them.
+    The norm counts all experts, all parts of cut tensors, and each replicated tensor once. Tensors that pipeline stages
+    share count on the stage that owns them. The world of the layout must be installed.
     """
     given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
     squares = torch.zeros(3, device=compute_device())  # one sum each for whole tensors, parts of tensors, and experts
@@ -204,10 +206,9 @@ def layers_with_experts(model: nn.Module) -> list[Any]:
 
 
 def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UnsupportedError, with the group's number, for an optimizer group that holds experts but is not marked as a
-    group of experts alone.
+    """Raise UnsupportedError for an optimizer group that holds experts but is not marked as a group of experts alone.
 
-    DeepSpeed accepts such a group in stages 0 and 3 only.
+    The error contains the group's number. DeepSpeed accepts such a group in stages 0 and 3 only.
     """
     for number, group in enumerate(parameter_groups):
         routed = [is_moe_param(held) for held in group["params"]]
@@ -225,8 +226,9 @@ def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def start_size(model: nn.Module) -> int:
-    """Return the expert size that the user built the model with. Raises UnsupportedError if layers have different
-    sizes.
+    """Return the expert size that the user built the model with.
+
+    Raises UnsupportedError if layers have different sizes.
     """
     sizes = {name: int(layer.ep_size) for name, layer in layers(model)}
     if len(set(sizes.values())) > 1:
@@ -271,9 +273,7 @@ class NativeShaper(Shaper):
         return Made(convert(copied(self._template), layout.expert))
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Reshape as `Shaper.reshape` specifies; new parameters have unwritten memory, and buffers are the
-        template's.
-        """
+        """Do what `Shaper.reshape` specifies; new parameters have unwritten memory, buffers are the template's."""
         made = made or self.make(layout, td.get_rank())
         adopt(root, with_memory(made.module, next(root.parameters()).dtype))
 
@@ -346,8 +346,9 @@ def parameters(root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
 
 
 def names(module: nn.Module, index: int) -> dict[str, str]:
-    """Return the logical name of each parameter of a rank's module, by its local name. index: the rank's expert
-    index.
+    """Return the logical name of each parameter of a rank's module, by its local name.
+
+    index: the rank's expert index.
     """
     found = {name: name for name, _ in module.named_parameters()}
     for path, layer in layers(module):
@@ -359,9 +360,7 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
 
 
 def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> None:
-    """Extend each list that contains parameters of some experts of a layer by the same parameters of all experts of
-    that layer.
-    """
+    """Extend lists with parameters of some experts of a layer by the same parameters of all experts of that layer."""
     alike: dict[str, list[nn.Parameter]] = {}
     for path, layer in layers(model):
         for _, prefix, held in _experts(path, layer):
@@ -415,8 +414,9 @@ def _mark(layer: Any, size: int) -> None:
 
 
 def _pattern(path: str, experts: nn.ModuleList) -> nn.Module:
-    """Return a template of the experts of a layer. Raises UnsupportedError if the experts differ from each other or
-    hold buffers.
+    """Return a template of the experts of a layer.
+
+    Raises UnsupportedError if the experts differ from each other or hold buffers.
     """
     if next(experts.buffers(), None) is not None:
         raise UnsupportedError(

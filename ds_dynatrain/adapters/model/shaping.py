@@ -202,8 +202,9 @@ def rules_of(host: Any) -> ZeroRules:
 
 
 def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
-    """Return the features that decide in which layouts DeepSpeed trains a model that it has not altered yet; see
-    `support/axes`.
+    """Return the features of a model, not yet altered by DeepSpeed, that decide which layouts it can have.
+
+    See `support/axes`.
     """
     found = {
         PIPELINE: is_pipeline(model),

@@ -237,8 +237,9 @@ def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | Non
 
 
 def mend() -> None:
-    """Repair defects of the installed series that affect every engine. Called once in a process, before an engine is
-    built.
+    """Repair defects of the installed series that affect every engine.
+
+    Called once in a process, before an engine is built.
     """
     if present().waits_for_last_gather:
         gather_one_by_one(importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init)

@@ -75,9 +75,7 @@ def tested_torches() -> str:
 
 
 def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) -> None:
-    """Raise ImportError, naming this version and the tested ones, for a torch that is too old or lacks one of the
-    names.
-    """
+    """Raise ImportError, naming this version and the tested ones, for a torch that is too old or lacks a name."""
     version = version or torch.__version__
     if Version(version).release < Version(OLDEST).release:
         raise ImportError(

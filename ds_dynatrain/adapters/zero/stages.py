@@ -116,9 +116,7 @@ def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
 
 
 class FlatGroups(ZeroStage):
-    """Stages with a flat weight buffer for each optimizer group, and a flat fp32 master that is whole or a
-    rank's part.
-    """
+    """Stages with a flat weight buffer and a flat fp32 master, whole or a rank's part, for each optimizer group."""
 
     flats: ClassVar[str]
     masters: ClassVar[str]

@@ -83,13 +83,12 @@ def restore(
     is_wanted: Callable[[str], bool] = lambda tag: True,
     left_out: list[str] | None = None,
 ) -> Restored:
-    """Restore everything from the newest whole checkpoint in a folder, in a world that was just built. Used after
-    failures.
+    """Restore everything from the newest whole checkpoint in a folder, in a world that was just built.
 
-    Call it on the main thread of every member in `members`, including members that were idle or have just joined. All
-    of them must share `engine.control`. Open accumulation windows are discarded, and loaders may be at any position. No
-    state of the members is used: an optimizer that is attached is detached, without a message to any member. Groups of
-    an old world are neither used nor shut down: abort them before this call, and drop them after it.
+    Call it after a failure, on the main thread of every member in `members`, including members that were idle or have
+    just joined. All of them must share `engine.control`. Open accumulation windows are discarded, and loaders may be at
+    any position. No state of the members is used: an optimizer that is attached is detached, without a message to any
+    member. Groups of an old world are neither used nor shut down: abort them before this call, and drop them after it.
 
     members: the member at each rank of `layout`.
     world: this member's world, which `adapters.worlds.build_world` has built for the layout and members, with a
