@@ -22,8 +22,9 @@ from ds_dynatrain.space.layout import Layout
 SLACK = 0.02
 """Fraction by which the slowest stage may exceed the optimum if fewer bytes move that way."""
 Shape = Literal["boundaries", "any"]
-"""Freedom of the search: "boundaries" keeps the number of stages and data ranks, "any" may change both, and also the
-shares of samples.
+"""The changes that the search may propose.
+
+"boundaries" keeps the numbers of stages and data ranks; "any" may change both, and also the shares of samples.
 """
 MoveTo = Callable[[Layout, tuple[int, ...]], "MoveCost | None"]
 """Callback that returns the cost of moving to a layout without the given ranks; None if a switch would be refused."""
@@ -39,13 +40,13 @@ class MoveCost:
 
 @dataclass(frozen=True)
 class Advice:
-    """The present and the proposed layout, the predicted step time of each, and whether a move pays. `print` shows it.
+    """The present and the proposed layout, the predicted step time of each, and whether a move pays.
 
     move: the cost of moving to the proposed layout.
-    decision: the answer, with its arithmetic.
+    decision: whether to move, and the numbers behind the answer.
     without: the slow ranks that would leave the layout.
 
-    The proposed layout is the present one if nothing better is known.
+    The proposed layout is the present one if nothing better is known. `str` returns a report in words.
     """
 
     present: Layout
@@ -134,7 +135,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
         best, without = fewer, tuple(sorted(at.slow))
     move = move_to(best.layout, without) if without or best.layout != at.present else None
     moved = move or MoveCost(0, 0.0)
-    # The saving is predicted; further time of a step (messages, data) is part of the measured one.
+    # The saving is a prediction; the present step includes time that is not predicted, if it was measured.
     present = max(now.seconds, at.step_seconds)
     error = _error(profile, at.deal(profile), at.present, best.layout)
     offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds)

@@ -1,9 +1,8 @@
-"""The balancer of a job: it times layers in windows, merges the timings of all members into one profile, and proposes
-or makes moves.
+"""The balancer of a job: it times layers and members, and proposes or makes moves to faster layouts.
 
-All members pass the same steps and open their windows at the same ones. At the end of a window each member sends its
-timings to the first member of the world, which merges them with the earlier windows and decides. All members use its
-answer, including those that have just joined.
+Layers are timed in windows of some steps, which all members begin at the same step. At the end of a window each member
+sends its timings to the first member of the world, which merges them with the earlier windows into one profile, and
+decides. All members use its answer, including those that have just joined.
 """
 
 from __future__ import annotations
@@ -104,12 +103,12 @@ class Acting:
 
 
 SETTLING = 2
-"""Number of steps that are not timed after a change of members or layout, or after a load of state, since the first
-steps touch new memory.
+"""Number of steps that are not timed after a change of members or layout, or after state was loaded.
+
+The first steps are slow, since they use new memory.
 """
 ASSUMED_PAUSE_SECONDS = 0.5
-"""Seconds that a switch is assumed to take in addition to the transfer of its bytes, until a switch has been measured.
-"""
+"""Seconds that a switch is assumed to take beside the transfer of its bytes, until a switch has been measured."""
 
 
 class Balancer:
@@ -176,7 +175,7 @@ class Balancer:
     def meter(self, names: Sequence[str]) -> None:
         """Time the modules of these names apart from the rest of the model; `engine.meter` calls this.
 
-        ConfigError once the first window has begun, and for names that cannot be timed.
+        Raises ConfigError once the first window has begun, and for names that cannot be timed.
         """
         if self._timer is not None or self.profile is not None:
             raise ConfigError("engine.meter: the first window has begun; call it before training begins")
@@ -186,8 +185,8 @@ class Balancer:
         """Return the best layout of the present members, and whether a move would pay. Communicates nothing, changes
         nothing.
 
-        The result is the same on all working members. ProfileError before a window has ended in a world of these sizes;
-        LayoutError if nothing fits into `memory_limit_bytes`.
+        The result is the same on all working members. Raises ProfileError before a window has ended in a world of these
+        sizes, and LayoutError if nothing fits into `memory_limit_bytes`.
         """
         engine, profile = self._engine, self.profile
         if engine.idle or profile is None or self._averaged is None:
@@ -278,7 +277,7 @@ class Balancer:
     def finish_step(self) -> None:
         """End the window if this step was its last one; called after each step.
 
-        MemberMissing, naming the members, if others do not reach the end of a window.
+        Raises MemberMissing, naming the members, if others do not reach the end of a window.
         """
         engine = self._engine
         self._acting.look()
@@ -335,11 +334,10 @@ class Balancer:
         return found.course
 
     def _steps_if_changed(self, step: int) -> int:
-        """Return the number of steps that already have the new costs if the window ending at this step confirms a
-        change.
+        """Return the number of newest steps that have the new costs if the window that ends here confirms a change.
 
-        These are the steps since the doubted window began. That window may be at a later step, since loading a
-        checkpoint goes back in steps.
+        These are the steps since the doubted window began. The step of that window may be later than this one, since
+        loading a checkpoint may return to an earlier step.
         """
         doubted = None if self._averaged is None else self._averaged.doubted
         return self._settings.window_steps + (0 if doubted is None else max(0, step - doubted.step))

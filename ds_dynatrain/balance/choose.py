@@ -1,4 +1,4 @@
-"""A search over all layouts that fit the members and their memory, ranked by predicted seconds per step, fastest first.
+"""A search for the fastest layouts, by predicted seconds of a step, among all that fit the members and their memory.
 
 The search tries every combination of pipeline stages, data ranks, ZeRO stage and number of micro-batches; other axes
 stay as they are. For each combination `partition` finds the boundaries; without pipeline stages, slow members get
@@ -28,15 +28,17 @@ from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.space.zero import group_size
 
 _ROUNDING = 1 - 1e-9
-"""Factor that keeps lower bounds just below the exact value, since the same numbers summed in another order differ in
-the last digits.
+"""Factor that keeps lower bounds just below the exact value.
+
+The same numbers summed in another order differ in the last digits.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """Lower bounds of the seconds that the passes of a step take, whatever the boundaries. speeds: the speed of each
-    member.
+    """Lower bounds of the seconds that the passes of a step take, whatever the boundaries.
+
+    speeds: the speed of each member.
     """
 
     profile: Profile
@@ -53,8 +55,10 @@ class Bound:
         return float(batch * max(together, self._passes.max() / data / self._fastest[0])) * _ROUNDING
 
     def of(self, layout: Layout, deal: Deal, pace: Floats) -> float:
-        """Return the lower bound for one layout: stages share the layers, one of them has the largest layer, and a
-        pipeline fills and empties.
+        """Return the lower bound for one layout.
+
+        It takes into account that stages share the layers, that one of them has the largest layer, and that a pipeline
+        fills and empties.
 
         pace: [stages, data], the speed of each stage at each data index.
 
@@ -69,8 +73,9 @@ class Bound:
         return float(np.maximum(alone, together).max()) * _ROUNDING
 
     def is_beyond(self, seconds: float, layout: Layout, deal: Deal, pace: Floats) -> bool:
-        """Return whether no boundaries allow a step of this many seconds; a tighter test than `of`, but slower to
-        compute.
+        """Return whether no boundaries allow a step of this many seconds.
+
+        This excludes more layouts than `of`, but takes longer to compute.
 
         With n micro-batches, stage s finishes n l_s + (l_0 + ... + l_(s-1)) after the start at the earliest. If it
         holds the layers from k up to stop, this is n (S_stop - S_k) + S_k, where S are cumulative sums over layers; so
@@ -79,7 +84,7 @@ class Bound:
         alone = self._samples(deal) / pace.max(axis=0)
         slowest = int(alone.argmax())
         number = max(deal.counts[slowest], 1)
-        room = seconds / _ROUNDING * number / alone[slowest]  # seconds of layers of one micro-batch as it was timed
+        room = seconds / _ROUNDING * number / alone[slowest]  # in seconds of a timed micro-batch, for all micro-batches
         done = 0.0
         for _ in range(layout.pipe):
             reach = bisect.bisect_right(self._sums, done + (room - done) / number * (1 + 1e-12))
@@ -251,9 +256,9 @@ def choose(
     refused: Refuses = lambda layout, deal: False,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
 ) -> tuple[FittingLayout, ...]:
-    """Return the best layouts, best first. Axes other than pipe and data stay as in `present`, the layout that moves
-    start from.
+    """Return the best layouts, best first.
 
+    present: the layout before the switch; axes other than pipe and data stay as they are in it.
     refused: returns whether a switch would refuse a layout for reasons not covered by `is_possible`.
     switch_seconds: returns the seconds of a switch from `present` to a layout; not called for `present` itself.
 
@@ -274,9 +279,7 @@ def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
 
 
 def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -> Problem:
-    """Return the partition problem of a layout: the seconds of a step on each stage, and the bytes on each stage's
-    ranks.
-    """
+    """Return the problem of finding the boundaries of a layout: how long layers take, and how many bytes they need."""
     passes = profile.forward_with_loading(layout.pipe) + profile.seconds("backward_seconds")
     stepped = np.where(profile.trained, profile.seconds("optimizer_seconds"), 0.0)
     samples = max(deal.shares) / profile.micro_batch_size
@@ -312,7 +315,7 @@ class _Candidate:
 class _Choosing:
     """One search, whose other fields are the arguments of `choose`.
 
-    reasons: the reason why layouts do not fit, by number of members.
+    reasons: by number of members, the reason why the first of the layouts that do not fit does not.
     seen: the layouts and deals tried so far.
     dealt: the deals found so far, by number of data ranks and shares.
     """
@@ -347,8 +350,10 @@ class _Choosing:
         return tuple(found)
 
     def _in_order(self) -> Iterator[_Candidate]:
-        """Yield candidates in the order of their lower bounds. A pair of stages and data ranks is expanded only when
-        its own bound is reached.
+        """Yield candidates in the order of their lower bounds.
+
+        To save time, the layouts with a given pair of numbers of stages and data ranks are listed only once the bound
+        for this pair is reached.
         """
         known: list[_Candidate] = []
         sizes = sorted((self.bound.of_size(*size), number, size) for number, size in enumerate(self._sizes()))
@@ -391,8 +396,9 @@ class _Choosing:
                         yield shared, deal
 
     def _deals(self, layout: Layout) -> tuple[Deal, ...]:
-        """Return the deals (divisions of the samples) of a layout. Unless the job sets the number of micro-batches
-        itself, they do not depend on the number of stages.
+        """Return the deals (divisions of the samples) of a layout.
+
+        Unless the job sets the number of micro-batches itself, they do not depend on the number of stages.
         """
         if self.search.accumulation is not None:
             return tuple(self.search.deals(self.profile, layout))
@@ -402,9 +408,7 @@ class _Choosing:
         return self.dealt[key]
 
     def _shared(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with equal shares, with the present shares if they apply, and with shares that suit the
-        members' speeds.
-        """
+        """Yield the layout with different shares: equal ones, its own, and those that suit the members' speeds."""
         even = layout if layout.shares is None else layout.replace(shares=None)
         found = {even: None, layout: None}
         if layout.data > 1 and not self.members.are_alike:
@@ -427,8 +431,9 @@ class _Choosing:
         return _samples(deal, counts)
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[FittingLayout]:
-        """Yield layouts that fit, with the best boundaries, and with the present ones, which were found for other costs
-        and may not fit.
+        """Yield the layouts that fit among those with the best boundaries and the one with the present boundaries.
+
+        The present boundaries were found for other costs, and may not fit any more.
         """
         found = {(layout.replace(boundaries=cut), deal): None for cut in self._boundaries(layout, deal)}
         for each, _ in [*found]:
@@ -448,8 +453,10 @@ class _Choosing:
             yield choice
 
     def _dealt_again(self, layout: Layout, deal: Deal) -> Iterator[tuple[Layout, Deal]]:
-        """Yield the layout with shares that suit its boundaries if members differ in speed, then with new boundaries
-        for those shares.
+        """Yield the layout with shares that suit its boundaries, then with new boundaries for these shares.
+
+        Yields nothing unless there are several stages, several data ranks and members of different speed, and if the
+        shares would stay the same.
         """
         if not self._may_be_dealt_again(layout):
             return
@@ -467,8 +474,9 @@ class _Choosing:
                 yield from ((shared.replace(boundaries=cut), its) for cut in self._boundaries(shared, its))
 
     def _boundaries(self, layout: Layout, deal: Deal) -> tuple[tuple[int, ...] | None, ...]:
-        """Return a tuple with the best boundaries, empty if none fit. A layout of one stage keeps its present
-        boundaries.
+        """Return a tuple with the best boundaries, or an empty one if no boundaries fit.
+
+        A layout of one stage keeps its present boundaries.
         """
         try:
             problem = problem_of(self.profile, layout, deal, self.members)

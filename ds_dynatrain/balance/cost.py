@@ -1,8 +1,8 @@
-"""Seconds of one step of a layout, from a profile: the schedule of a pipeline, then the messages between data ranks.
+"""Predictions of the seconds of a step in a layout, from a profile.
 
-The result is a prediction, not a measurement. Seconds of a layer are proportional to the samples of a micro-batch and
-inversely proportional to the speed of its rank. Nothing on a rank overlaps, so communication that DeepSpeed overlaps is
-counted in full.
+The passes follow the schedule of a pipeline; then come the optimizer's step and the messages between data ranks.
+Seconds of a layer are proportional to the samples of a micro-batch and inversely proportional to the speed of its rank.
+Nothing on a rank is assumed to overlap, so communication that DeepSpeed overlaps is counted in full.
 
 The schedule is that of DeepSpeed 0.19.8: `runtime/pipe/schedule.py` `TrainSchedule` (one forward, one backward) and
 `runtime/pipe/engine.py` `_exec_schedule`. Stage s of P passes micro-batch m forward at step 2 m + s and backward at
@@ -10,8 +10,8 @@ step 2 m + 2 P - s - 1, so at each step a stage is either forward or backward. I
 step: to the next stage after taking a gradient from there, or to the previous stage before taking activations from
 there.
 
-A send waits until the message is received, as it does in gloo and, for messages beyond its buffers, in NCCL: both
-stages continue at the same moment. A late stage therefore holds up its neighbours, even if they only pass something on.
+A send waits until the message is received, as it does in gloo and, for messages that exceed its buffers, in NCCL: both
+stages continue at the same moment. A late stage therefore delays its neighbours, even if they only send it something.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ class LinkCosts:
 
 
 def step_count(stages: int, micro_batches: int) -> int:
-    """Return the number of steps in a pipeline's schedule: two for each micro-batch, and two for each stage after the
-    first.
-    """
+    """Return the number of steps in a pipeline's schedule: 2 for each micro-batch, and 2 for each further stage."""
     return 2 * (micro_batches + stages - 1)
 
 
@@ -136,8 +134,8 @@ class Simulated:
 def simulate(work: StageWork, micro_batches: int) -> Simulated:
     """Simulate the pipeline's schedule. Raises LayoutError if there is no micro-batch.
 
-    At each step a stage meets only one neighbour: the previous stage if it is forward, otherwise the next one. Both
-    have the same two messages for each other in the same order, so a step is one meeting and one pass.
+    At each step a stage exchanges messages with only one neighbour: the previous stage if it is forward, otherwise the
+    next one. Both exchange the same two messages in the same order, so a step is one exchange and one pass.
     """
     if micro_batches < 1:
         raise LayoutError(f"{micro_batches} micro-batches: a batch has at least one; give 1 or more")
@@ -332,8 +330,9 @@ class _Model:
         return np.array(found)
 
     def _reductions(self) -> Floats:
-        """Return [stages], seconds to reduce gradients: once per step in ZeRO stages 0 and 1, with every micro-batch in
-        stages 2 and 3.
+        """Return [stages], seconds to reduce gradients in a step.
+
+        They are reduced once in ZeRO stages 0 and 1, and for every micro-batch in stages 2 and 3.
 
         In stages 1 and 2 DeepSpeed reduces whole buckets, of which each rank keeps its part.
         """
@@ -345,8 +344,9 @@ class _Model:
         return self.deal.micro_batches * self._rings(way, gradients)
 
     def _gathers(self) -> Floats:
-        """Return [stages], seconds to gather weights: after the step in ZeRO stages 1 and 2, in each pass of a
-        micro-batch in stage 3.
+        """Return [stages], seconds to gather weights in a step.
+
+        They are gathered after the step in ZeRO stages 1 and 2, and in each pass of a micro-batch in stage 3.
         """
         weights = self.profile.kind_bytes(WEIGHT).astype(np.float64)
         if self.layout.zero_stage == 0:

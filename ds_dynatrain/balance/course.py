@@ -1,6 +1,7 @@
-"""The course of moves, shared by all members: each window judges the last move and decides on the next one.
+"""The course of moves: at the end of each window the last move is judged, and the next one is decided on.
 
-It is a pure function of numbers: the first member of a world evaluates it, and all members take its answer.
+A move is a switch to a layout that is predicted to be faster; a window is some timed steps. The decision depends on
+numbers alone: the first member of a world makes it, and all members adopt it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from ds_dynatrain.space.layout import Layout
 ENOUGH_STEPS = 4
 """Number of measured steps required before a move, and again after it to judge it."""
 EXPLAINS = 0.5
-"""Least ratio of a change of layers' seconds to a change of a step's seconds at which the first may explain the second.
-"""
+"""Least change of the layers' seconds that may explain a change of a step's seconds, as a fraction of the latter."""
 
 
 def can_judge(move: PastMove, measured: Measured) -> bool:
@@ -64,7 +64,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class WantedMove:
-    """A move that is to be made now.
+    """A move to be made now.
 
     layout: the layout to move to.
     predicted_gain: the fraction of a step that the move is to save.
@@ -86,15 +86,15 @@ class WantedMove:
 
 @dataclass(frozen=True)
 class Course:
-    """The state of the course; immutable, so its methods return the next state.
+    """The state of the course: the decisions made so far, and the next one. Its methods return a new state.
 
     history: the memory of decisions.
     slow: the members found slow.
     left: the layout before the move that is not judged yet.
     costs: the costs of the layers in that layout.
-    verdict: the last window's judgement of a move.
-    gain: the fraction by which a step became shorter by that move; None if that cannot be told.
-    wanted: the next move.
+    verdict: the judgement of a move by the last window; None if it judged none.
+    gain: the fraction by which a step became shorter by that move; None if it is unknown.
+    wanted: the next move; None for none.
     needs_steps: whether a move would be made if enough steps had been measured before it.
     why: the decision in words.
     """
@@ -115,7 +115,7 @@ class Course:
         return cls(DecisionHistory.new(rules, step))
 
     def at(self, since: tuple[int, ...], slow: Slow | None = None) -> Course:
-        """Return the course with the changes of costs that are known by now.
+        """Return the course with the present knowledge of changed costs and slow members.
 
         since: the steps at which costs changed, see `DecisionHistory`.
         slow: the slow members; None to keep those known.
@@ -123,9 +123,7 @@ class Course:
         return replace(self, history=replace(self.history, since=since), slow=self.slow if slow is None else slow)
 
     def in_doubt(self) -> Course:
-        """Return the course after a window that differs from the earlier ones: nothing is decided before the next
-        window.
-        """
+        """Return the course after a window that differs from the earlier ones: the next window decides."""
         return self._unjudged(
             "this window differs from those before it: the next one is to say whether costs have changed"
         )
@@ -173,8 +171,9 @@ class Course:
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
         """Return the drift of the layers that have stayed on their stage since the move.
 
-        least: the fraction of the whole that a change must exceed. Layers that became slower because they moved speak
-        against the move, so they are left out.
+        Layers that moved are left out: if they became slower, the move may be the reason.
+
+        least: the fraction of the whole that a change must exceed.
         """
         if self.left is None or self.costs is None or len(self.costs.seconds) != len(now.seconds):
             return Drift.MIXED
@@ -201,8 +200,9 @@ class Course:
         return replace(self, history=self.history.moved(move), left=left, costs=wanted.costs, wanted=None)
 
     def overtaken(self) -> Course:
-        """Return the course after a switch that the balancer did not ask for, made by the script or for a change of
-        members: the last move is never judged.
+        """Return the course after a switch that the balancer did not ask for: the last move is never judged.
+
+        The script asked for it, or members changed.
         """
         return replace(self, history=replace(self.history, open=None), left=None, costs=None, wanted=None)
 

@@ -6,8 +6,9 @@ stage 2 on, and once more in the type of the masters while the optimizer steps, 
 held for each micro-batch in flight. All numbers except the gathered weights of stage 3 are sums over layers, so the
 partition can respect them.
 
-A profile knows layers, not tensors. A layer's bytes count in full at each index of the tensor and expert axes, which is
-too much if these axes cut the layer. The buffers of DeepSpeed's reductions and the allocator's losses are not included.
+A profile describes layers, not tensors. A layer's bytes count in full at each index of the tensor and expert axes,
+which is too much if these axes cut the layer. The buffers of DeepSpeed's reductions and the allocator's losses are not
+included.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ class Deal:
     micro_batches: int
 
     def __post_init__(self) -> None:
-        """Raise LayoutError if a share is below 1, or if the number of micro-batches is not between 1 and the largest
-        share.
-        """
+        """Raise LayoutError if a share is below 1, or the number of micro-batches is below 1 or above all shares."""
         if not self.shares or min(self.shares) < 1:
             raise LayoutError(f"shares {self.shares}: each data index needs a sample; use fewer data ranks")
         if not 1 <= self.micro_batches <= max(self.shares):
@@ -59,8 +58,8 @@ class Deal:
         """Return the deal (division of the samples) of a layout.
 
         micro_batches: the number of micro-batches; None for micro-batches as large as the timed ones.
-        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`); None if it
-        is one exactly when there are several stages.
+        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`); None to
+        assume that it is one if there are several stages.
 
         Raises LayoutError if the shares do not add up to all samples, or if no size gives this number of micro-batches.
         """
@@ -159,8 +158,9 @@ def taken_bytes(profile: Profile, layout: Layout, deal: Deal) -> Ints:
 
 
 def gathered_bytes(profile: Profile, layout: Layout) -> int:
-    """Return the peak bytes of gathered weights in ZeRO stage 3: those of the current layer and of the next one,
-    fetched ahead. 0 in other stages.
+    """Return the peak bytes of gathered weights in ZeRO stage 3; 0 in other stages.
+
+    The weights of a layer are held together with those of the next one, which are fetched ahead.
     """
     if layout.zero_stage < 3:
         return 0
@@ -181,8 +181,9 @@ def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
 
 
 def in_flight(stages: int, micro_batches: int, stage: int) -> int:
-    """Return the largest number of micro-batches that a stage has passed forward but not yet backward, so that it holds
-    their activations.
+    """Return for how many micro-batches a stage holds activations at most.
+
+    These are the micro-batches that it has passed forward but not yet backward.
     """
     return min(stages - stage, micro_batches)
 

@@ -2,8 +2,8 @@
 
 A move pays if its gain is large enough, is not noise, and earns several times the cost of the move over the steps for
 which costs are expected to stay the same. A move that made steps slower is taken back, and the next one has to wait
-twice as long. Nothing here measures, moves or waits: the functions turn numbers into an answer with its arithmetic, the
-same on all members.
+twice as long. Nothing here measures, moves or waits: the functions turn numbers into an answer, together with the
+numbers behind it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.errors import ConfigError
 
 ERRORS = 3.0
-"""Number of standard errors that a difference must exceed to count. Two would do for a single test, but every window at
-every stage is a test: with 10 % of noise, and moves that cost nothing, 1 of 225 simulated runs of 2,000 steps moved
-with two, none with three.
+"""Number of standard errors that a difference must exceed to count.
+
+Two would be enough for a single test, but every window is a test at every stage. In 225 simulated runs of 2,000 steps
+with 10 % of noise, and with moves that cost nothing, one run made a move with two, and none with three.
 """
 CERTAIN = 4.0
-"""Number of standard errors by which a layer or member must differ to count as changed; higher because each of them is
-tested in every window.
+"""Number of standard errors by which a layer or member must differ to count as changed.
+
+It is higher than `ERRORS`, since each layer and member is tested in every window.
 """
 REMEMBERED = 9
 """Number of changes of costs that are remembered, to know the intervals between them."""
@@ -70,8 +72,10 @@ SPEAKING = {
     MoveVerdict.LESS: (Drift.SAME,),
     MoveVerdict.BACK: (Drift.SAME, Drift.SHORTER),
 }
-"""The drifts that allow each verdict. Slower layers may explain why steps did not become faster, but not why they did.
-Layers often take longer once stages that used to wait compute side by side, since they share caches and memory.
+"""The drifts that allow each verdict.
+
+Slower layers may explain why steps did not become faster, but not why they did. Layers often take longer once stages
+that used to wait compute side by side, since they share caches and memory.
 """
 
 
@@ -132,7 +136,7 @@ class BalanceDecision:
 
 @dataclass(frozen=True)
 class DecisionHistory:
-    """The memory of decisions; immutable, so its methods return the next state.
+    """The memory of decisions. Its methods return a new memory.
 
     waits: the number of steps to wait after the next move.
     since: the steps at which costs changed, beginning with the step at which measuring began; only the last few are
@@ -172,8 +176,9 @@ class DecisionHistory:
 
 
 def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> bool:
-    """Return whether the seconds of layers, or the speeds of members, have changed: the changes beyond noise add up to
-    more than the fraction `least` of the whole.
+    """Return whether the seconds of layers, or the speeds of members, have changed.
+
+    They have if the changes that exceed the noise add up to more than the fraction `least` of the whole.
 
     error: the standard error of each difference.
     """
@@ -181,8 +186,9 @@ def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> 
 
 
 def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drift:
-    """Return in which direction seconds have changed, by the rule of `costs_differ`; MIXED if the net change is below
-    half of the sum of all changes.
+    """Return in which direction seconds have changed; SAME if they have not, by the rule of `costs_differ`.
+
+    It is MIXED if the sum of all changes is below half of the sum of their absolute values.
     """
     difference = after - before
     certain = difference[np.abs(difference) > CERTAIN * error]
@@ -252,7 +258,7 @@ def judge(
 
 
 RECENT = 16
-"""Number of latest switches that count; older ones may have run beside other programs on the machine."""
+"""Number of latest switches that count; during older ones, other programs may have run on the machine."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,7 @@ class Pause:
         made: (bytes moved, seconds) of each switch, the latest last.
 
         The fit is by least squares with neither part below 0. If all switches moved the same number of bytes, the two
-        parts cannot be told apart, and only the fixed part is corrected.
+        parts cannot be distinguished, and only the fixed part is corrected.
         """
         if not made:
             return self

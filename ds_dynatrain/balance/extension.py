@@ -85,7 +85,7 @@ def fastest(
 
     The profile's speeds count if these are the present members and it has a speed for each; otherwise all members are
     equally fast. Ranks follow the order of the members, as in a switch. The ZeRO stage stays as it is: stages differ in
-    communication, which no profile knows.
+    communication, which no profile contains.
     """
     search = Search(
         zero_stages=(engine.layout.zero_stage,),
@@ -137,11 +137,10 @@ class Balance(Extension):
     # ---- when an engine is made --------------------------------------------------------------------------------------
 
     def stage_cut(self, config: Mapping[str, Any], exchange: Callable[[str, Any], Mapping[int, Any]]) -> Cut | None:
-        """Return a function that cuts the layers by the configured profile, for `pipeline.partition: "profile"`;
-        otherwise None.
+        """Return a function that cuts the layers by the configured profile.
 
-        DeepSpeed knows that setting, but raises an error for it. Raises ConfigError if the profile cannot be read, or
-        is not the same on all processes.
+        Returns None unless `pipeline.partition` is "profile", a setting for which DeepSpeed itself raises an error.
+        Raises ConfigError if the profile cannot be read, or is not the same on all processes.
         """
         file = self._settings.profile
         if file is None or str((config.get("pipeline") or {}).get("partition", "")).lower() != PROFILE:

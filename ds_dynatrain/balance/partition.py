@@ -33,7 +33,7 @@ class Problem:
     seconds: [stages, layers], the seconds of each layer on each stage, not negative.
     taken: [stages, layers], the bytes that each layer takes on each stage.
     room: [stages], the bytes that each stage can hold.
-    moved: [layers], the bytes that travel if a layer comes to a stage that did not hold it.
+    moved: [layers], the bytes that are sent if a layer moves to another stage.
     """
 
     names: tuple[str, ...]
@@ -88,8 +88,9 @@ class Problem:
         return len(self.names)
 
     def stage_seconds(self, boundaries: Sequence[int]) -> Floats:
-        """Return [stages], the seconds of each stage with these boundaries, added up in the same order as in the
-        solver.
+        """Return [stages], the seconds of each stage with these boundaries.
+
+        They are added up in the same order as by `partition`, so the sums have the same bits.
         """
         sums = [_sums(each) for each in self.seconds]
         cuts = itertools.pairwise(boundaries)
@@ -102,8 +103,9 @@ class Problem:
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Return boundaries of stages with equally many layers; the first stages get one more if they do not divide evenly.
-    This is DeepSpeed's "uniform".
+    """Return boundaries of stages with equally many layers, like DeepSpeed's "uniform".
+
+    If the layers do not divide evenly, the first stages get one more.
     """
     small, larger = divmod(layers, stages)
     return tuple(stage * small + min(stage, larger) for stage in range(stages + 1))
@@ -146,8 +148,8 @@ def partition(problem: Problem, present: Sequence[int] | None = None, slack: flo
 def _optimum(problem: Problem) -> float:
     """Return the least possible seconds of the slowest stage.
 
-    With D[p][l] for the first p stages and l layers: D[p][l] = min over k of max(D[p - 1][k], seconds of stage p from k
-    to l).
+    With D[p][l] for the first p stages and l layers: D[p][l] = min over k of max(D[p - 1][k], seconds of stage p with
+    the layers from k to l).
     """
     least = np.zeros(1)
     for stage in range(problem.stages):
@@ -188,11 +190,11 @@ def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> 
 
 
 def _intervals(problem: Problem, stage: int) -> tuple[Floats, int]:
-    """Return the seconds of a stage that begins with layer k (row) and ends before layer l (column), and the k of the
-    first row.
+    """Return an array of a stage's seconds, and the first layer in the array's first row.
 
-    A value is infinite if the layers do not fit. Every stage has a layer, so the columns begin with l = stage + 1 and
-    the rows with k = stage; the first stage has only the row k = 0.
+    Row k and column l have the seconds of the stage if it begins with layer k and ends before layer l; they are
+    infinite if the layers do not fit. Every stage has a layer, so the rows begin with k = stage and the columns with
+    l = stage + 1; the first stage has only the row k = 0.
     """
     rows = problem.layers - problem.stages + 1 if stage else 1
     starts = np.arange(stage, stage + rows)

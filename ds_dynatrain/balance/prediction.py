@@ -149,8 +149,9 @@ def _start(profile: Profile, question: PredictionOptions) -> Layout:
 def _present(
     profile: Profile, start: Layout, members: Members, question: PredictionOptions, search: Search
 ) -> Predicted | None:
-    """Predict the present layout with as many data ranks as possible; None if it needs more members, or was not asked
-    for.
+    """Predict the present layout with as many data ranks as possible.
+
+    Returns None if it needs more members than there are, or if it was not asked for.
     """
     if question.stages is None and question.present is None:
         return None
@@ -184,7 +185,7 @@ def show(advice: Prediction) -> None:
 
 
 def _gain(advice: Prediction) -> str:
-    """Compare the two layouts in words; "" if there is no present layout, or if it does not fit."""
+    """Return a comparison of the two layouts in words; "" if there is no present layout, or if it does not fit."""
     present, best = advice.present, advice.choices[0].time.seconds
     if present is None or max(present.stages) > advice.memory_bytes:
         return ""

@@ -1,5 +1,6 @@
-"""The profile of a model: measurements of each layer and of the members, kept as a JSON file. It is the only source of
-seconds and bytes.
+"""The profile of a model: measurements of each layer and of the members, kept as a JSON file.
+
+All predictions get their seconds and bytes from a profile.
 """
 
 from __future__ import annotations
@@ -191,8 +192,9 @@ class Profile:
 
 
 def _fields(kind: type[Any], said: Any, where: str) -> dict[str, Any]:
-    """Return the fields of a JSON object as arguments of a dataclass. Raises ProfileError if names are missing or
-    unknown.
+    """Return the fields of a JSON object as arguments of a dataclass.
+
+    Raises ProfileError if names are missing or unknown.
     """
     _check(isinstance(said, dict), f"{where} is no object")
     known = dataclasses.fields(kind)

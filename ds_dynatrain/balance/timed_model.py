@@ -1,5 +1,6 @@
-"""The layers that are timed: those of a pipeline's stages; in a model without stages the whole model, or some modules
-and the rest.
+"""The layers that are timed: in a pipeline, those of its stages.
+
+In a model without stages, they are some modules and the rest of the model, or the whole model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.space.kind import WEIGHT
 
 WHOLE, REST = "model", "rest"
-"""Names of a model without stages that is timed as one layer, and of the remainder of a model if modules are named."""
+"""Names of layers that are no module with a name: a whole model without stages, and the rest of a model."""
 
 
 class TimedModel:
@@ -35,7 +36,7 @@ class TimedModel:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether timing costs so little that all steps are timed; a window then ends when it is due."""
+        """Whether timing costs so little that all steps are timed, also those before a window is due."""
         return not self._modules
 
     @property
@@ -55,8 +56,9 @@ class TimedModel:
         return ModuleTimer(host.basic_optimizer, tuple(modules.values()))
 
     def rows(self, times: StageTimes) -> Floats:
-        """Return [layers of this rank's stage, COLUMNS]. The optimizer's seconds are divided in proportion to the
-        elements that it steps.
+        """Return [layers of this rank's stage, COLUMNS], this rank's timings in a window.
+
+        The optimizer's seconds are divided in proportion to the elements that it steps.
         """
         start = self.cut[self._engine.place("pipe")]
         mine = self._tensors()[start : start + times.forward.shape[1]]

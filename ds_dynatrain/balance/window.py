@@ -119,16 +119,18 @@ class TimingWindow:
 
 
 def _middle(beside: Sequence[Sequence[float]]) -> Floats:
-    """Return [BESIDE], the medians over ranks. Zeros do not count: they come from stages that load nothing or have no
-    neighbour.
+    """Return [BESIDE], the medians over ranks, without zeros.
+
+    Zeros come from stages that load nothing or have no neighbour.
     """
     columns = np.array(beside, dtype=np.float64).reshape(-1, len(BESIDE)).T
     return np.array([np.median(each[each > 0]) if (each > 0).any() else 0.0 for each in columns])
 
 
 def _merged(found: Floats) -> tuple[Floats, Floats]:
-    """Merge [ranks, layers, COLUMNS] of one stage into [layers, COLUMNS] on a member of speed 1; return the rows and
-    the speeds of the ranks.
+    """Merge the rows of one stage's ranks; return the rows as on a member of speed 1, and the speeds of the ranks.
+
+    found: [ranks, layers, COLUMNS].
     """
     total = found[:, :, PASSES].sum(axis=(1, 2))
     errors = np.sqrt((found[:, :, ERROR_COLUMNS][:, :, PASSES] ** 2).sum(axis=(1, 2)))
@@ -275,7 +277,9 @@ class Averaged:
         return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
 
     def _begun_anew(self, window: TimingWindow, step: int) -> Averaged:
-        """Start the mean anew with this window. The doubted window stays out, since it may have been noise after all.
+        """Start the mean anew with this window.
+
+        The doubted window before it is left out, since it may have been noise after all.
 
         step: the step since which costs are new.
         """
@@ -291,8 +295,9 @@ class Averaged:
         return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, self.since)
 
     def _beside(self, window: TimingWindow, share: float) -> Floats:
-        """Average the times of [BESIDE]. Values that this window has not measured stay, and values measured for the
-        first time count in full.
+        """Return [BESIDE], averaged with this window.
+
+        A value that the window has not measured stays; a value that was measured for the first time replaces the 0.
         """
         mixed = np.where(self.beside > 0, (1 - share) * self.beside + share * window.beside, window.beside)
         return np.where(window.beside > 0, mixed, self.beside)

@@ -72,7 +72,8 @@ class ArrowOutline:
 class _Sink:
     """The file object into which pyarrow writes. It keeps all bytes except bodies, which it recognizes by address.
 
-    body: address of the next body, until pyarrow writes it. place: position of the last body in the file.
+    body: address of the next body, until pyarrow writes it.
+    place: position of the last body in the file.
     """
 
     def __init__(self) -> None:
@@ -104,8 +105,10 @@ class _Sink:
 def table_bytes(columns: Mapping[str, str], values: Mapping[str, Sequence[Any]]) -> bytes:
     """Return an Arrow file with a table in one batch.
 
-    columns: the type of each column by name: "text", "int64", "uint64" or "ints" (lists of int64). values: the values
-    of each column by name. Raise CheckpointError if the table has more rows than a reader accepts.
+    columns: the type of each column by name: "text", "int64", "uint64" or "ints" (lists of int64).
+    values: the values of each column by name.
+
+    Raise CheckpointError if the table has more rows than a reader accepts.
     """
     rows = len(values[next(iter(columns))])
     if rows > MOST_ROWS:

@@ -122,7 +122,8 @@ def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tens
 def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> int:
     """Return the contribution of a chunk to the digest of a tensor of `numel` elements.
 
-    extent: the extent of the tensor that contains the chunk. at: the chunk's position in it, as `chunks` yields it.
+    extent: the extent of the tensor that contains the chunk.
+    at: the chunk's position in it, as `chunks` yields it.
     values: the values of the chunk.
     """
     row, column = divmod(at.start, extent.length)

@@ -76,8 +76,11 @@ def begin(folder: Path, tag: str) -> Path:
 def seal(path: Path, record: TrainingRecord, rows: Iterable[ManifestRow], sums: Mapping[str, str]) -> None:
     """Write the manifest and the record of a checkpoint into its hidden folder, which already has all other files.
 
-    rows: the rows of the manifest. sums: checksums of the small files, by name. Raises CheckpointDamaged if rows do not
-    cover each element of their tensors exactly once, or do not match the files in the folder.
+    rows: the rows of the manifest.
+    sums: checksums of the small files, by name.
+
+    Raises CheckpointDamaged if rows do not cover each element of their tensors exactly once, or do not match the files
+    in the folder.
     """
     manifest = Manifest.of(rows)
     manifest.check(path)

@@ -146,7 +146,8 @@ class Manifest:
                 yield f"nothing is stored of {what}, nor a master"
         stored = () if folder is None else (row for row in self if row.file)
         for row, after in pairwise(sorted(stored, key=lambda row: (row.file, row.offset))):
-            if row.file == after.file and row.offset + row.nbytes > after.offset:  # a small file would be endless
+            # otherwise a small file could hold any number of values
+            if row.file == after.file and row.offset + row.nbytes > after.offset:
                 yield f"{row} and {after} are in one place"
 
     def runs(self, tensor: str, kind: str) -> ElementRuns:

@@ -209,7 +209,9 @@ class Saved:
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Return the content of the file with a rank's own state, such as its random streams.
 
-        rank: a rank of the world that saved. Raises CheckpointDamaged if the file is not as it was saved.
+        rank: a rank of the world that saved.
+
+        Raises CheckpointDamaged if the file is not as it was saved.
         """
         name = rank_file(rank)
         return parsed(_checked(self.path, self.record, name), name)

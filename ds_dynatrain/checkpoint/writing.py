@@ -101,8 +101,8 @@ def _shares(
 ) -> Iterator[Share]:
     """Yield the fewest shares that cover the pieces in `sides[0]`.
 
-    sides: the pieces to write and, for weights, optionally the same pieces of their masters. memory: the buffers of
-    each of the two.
+    sides: the pieces to write and, for weights, optionally the same pieces of their masters.
+    memory: the buffers of each of the two.
     """
     for number, extent, matrices in placed(vps.line, sides, memory):
         yield Share(vps.tensors[number].name, kind, vps.tensors[number].shape, extent, *matrices)

@@ -1,4 +1,4 @@
-"""Comparison of the same layout change done live and by checkpoint and restart, measured in real processes.
+"""Measurements of a layout change made in several ways: live, or by a checkpoint and a restart.
 
 The process that the user starts (`command`, `comparison`) launches ranks, which run `worker`. The measurements that
 they record (`notes`) become `results`, which are shown in `tables`, `charts` and a `report_page` with both. Ranks
@@ -6,8 +6,8 @@ import torch and DeepSpeed; the first process imports neither. All of them use `
 to carry out a change.
 
 Ranks run `ours`, `stock` or `dcp`, each of which has a trainer based on `workload`; `converter` runs between two jobs
-of DeepSpeed. States of different programs are compared by digests of the tensors that each framework's own functions
-return, so the check shares no code with what is measured.
+of DeepSpeed. To check that the state after a change is the state before it, digests of tensors are compared. Each
+framework's own functions return these tensors, so the check shares no code with what is measured.
 
 May import the package's public names and `exits`; start with `comparison`.
 """

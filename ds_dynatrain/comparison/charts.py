@@ -21,8 +21,9 @@ STYLE: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 10, "svg.font
 def phases(found: Mapping[str, Measure], name: str) -> str:
     """Return an SVG chart with a bar of stacked phases for each way to carry out a change.
 
-    The left half shows all of it, the right half an enlarged part from 0 to the longest live switch. name: a prefix for
-    identifiers, unique in the page.
+    The left half shows the whole bars; the right half, enlarged, the part from 0 to the longest live switch.
+
+    name: a prefix for identifiers, unique in the page.
     """
     measures = [each for each in found.values() if each.is_done]
     titles = [WAYS[each.way].title for each in measures]
@@ -46,9 +47,11 @@ def phases(found: Mapping[str, Measure], name: str) -> str:
 
 
 def growth(found: Comparison, change: str, name: str) -> str:
-    """Return an SVG chart of the time for which training stands still against model size, for one change.
+    """Return an SVG chart of the time for which training stands still, by model size, for one change.
 
-    The chart has a line for each way to carry out the change. name: a prefix for identifiers, unique in the page.
+    The chart has a line for each way to carry out the change.
+
+    name: a prefix for identifiers, unique in the page.
     """
     figure = Figure((7, 4), layout="constrained")
     axes = figure.subplots()
@@ -70,7 +73,8 @@ def growth(found: Comparison, change: str, name: str) -> str:
 def losses(found: Mapping[str, Measure], before: int, name: str) -> str:
     """Return an SVG chart of the training loss before and after the change, with a curve for each way.
 
-    before: the step after which the change came. name: a prefix for identifiers, unique in the page.
+    before: the step after which the change came.
+    name: a prefix for identifiers, unique in the page.
     """
     figure = Figure((9, 3.6), layout="constrained")
     axes = figure.subplots()

@@ -102,8 +102,10 @@ def measured(
 ) -> Comparison:
     """Measure all combinations of sizes, changes and ways, and return the figures.
 
-    Print progress, and write the figures so far to the folder `out` as JSON after each measurement. scratch: the folder
-    for checkpoints; None for a temporary one. limit_seconds: time limit of one launch.
+    Prints progress, and writes the figures so far to the folder `out` as JSON after each measurement.
+
+    limit_seconds: the time limit of one launch.
+    scratch: the folder for checkpoints; None for a temporary one.
     """
     from ds_dynatrain.comparison.comparison import compare as compared
 

@@ -1,7 +1,7 @@
-"""Measurement of every size, change and way in turn, in ranks that torchrun starts.
+"""Measurement of all combinations of model size, change and way, one after the other, in ranks that torchrun starts.
 
-Each measure is computed from the notes that the ranks write. The launches are ended whenever this process stops
-waiting for them.
+Each measure is computed from the notes that the ranks write. If this process stops waiting for a launch of ranks, it
+ends the launch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def launch(task: Task, notes: Path, limit_seconds: float) -> Launched:
 def _launched(module: Sequence[str], notes: Path, limit_seconds: float, what: str) -> Launched:
     """Run a Python module that writes notes, and return them. Raises LaunchError with the reason if it fails.
 
-    module: its name and arguments. notes: the folder for the notes. what: a description of the run for error messages.
+    module: the module's name and its arguments.
+    notes: the folder for the notes.
+    what: a description of the run for error messages.
     """
     notes.mkdir(parents=True)
     begin, output = time.monotonic(), notes / "output"
@@ -170,7 +172,10 @@ def measure(run: Run) -> Measure:
 
 
 def _phases(run: Run, first: Notes, last: Notes) -> tuple[dict[str, float], float]:
-    """Return (seconds of each phase, total seconds). first, last: rank 0's notes before and after the change."""
+    """Return the seconds of each phase, and the total seconds.
+
+    first, last: the notes of rank 0 before and after the change.
+    """
     new_step = last.stamps["end"] - last.stamps["resume"] - last.apart
     if run.old is run.new:
         phases = {name: seconds for name, seconds in last.phases.items() if name != "import"}
@@ -183,7 +188,7 @@ def _phases(run: Run, first: Notes, last: Notes) -> tuple[dict[str, float], floa
 
 
 def _ahead(rank: Notes) -> float:
-    """Return how many seconds longer than plain steps the steps between the request and the change took in total."""
+    """Return by how many seconds the request slowed down the steps between it and the change, all of them together."""
     plain, asked = _median_step(rank, WARM + 1, BEFORE - LEAD), range(BEFORE - LEAD + 1, BEFORE + 1)
     return max(0.0, sum(rank.steps[number].seconds - plain for number in asked))
 
@@ -212,9 +217,12 @@ def compare(
 ) -> Iterator[Comparison]:
     """Measure every way to carry out every change at every size; after each, yield all measures so far.
 
-    If a launch fails, its measure contains the reason; other errors are raised. command: the user's command, which is
-    recorded. limit_seconds: time limit of one launch. scratch: a folder for checkpoints, on the disk to measure; None
-    for the system's temporary folder. say: called with a line of text before and after each measurement.
+    If a launch fails, its measure contains the reason; other errors are raised.
+
+    command: the user's command, which is recorded.
+    limit_seconds: the time limit of one launch.
+    scratch: a folder for checkpoints, on the disk to measure; None for the system's temporary folder.
+    say: called with a line of text before and after each measurement.
     """
     found = Comparison(machine(), command, BEFORE, ())
     for size, change, way in ((size, change, way) for size in sizes for change in changes for way in ways):

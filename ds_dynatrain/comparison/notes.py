@@ -74,7 +74,7 @@ class Notes:
     error: str = ""
 
     def write(self, folder: Path, member: int) -> None:
-        """Write the notes to the file of this member in `folder`."""
+        """Write the notes of a member to its own file in a folder."""
         (folder / f"{member}.json").write_text(json.dumps(to_record(self)), encoding="utf-8")
 
     @staticmethod
@@ -95,7 +95,7 @@ class Notes:
         self.phases[name] = time.monotonic() - begin
 
     def begin(self) -> None:
-        """Record that the change begins and training stands still from here on."""
+        """Record that the change begins now, so that training stands still from here on."""
         self.forget_memory()
         self.stamp("begin")
 

@@ -128,7 +128,7 @@ def _live(task: Task, notes: Notes) -> None:
 
 
 def _here(task: Task, notes: Notes) -> None:
-    """Carry out the change by a checkpoint without a restart: the same processes build a new engine and load it.
+    """Carry out the change by a checkpoint without a restart: the same processes load it into a new engine.
 
     Processes that are idle before or after the change wait.
     """

@@ -31,9 +31,9 @@ class Measure:
     total: time from the end of the last old step to the end of the first new step.
     steady: median duration of the later steps in the new layout.
     pause, certificate: a live switch's pause, and the part of it spent on the certificate; the largest values among the
-        members that continue. None if there was no switch.
+    members that continue. None if there was no switch.
     wait: how long the first step waited for state that arrives after the pause; the largest value, as for `pause`.
-    ahead: how much longer the steps took between the request and the change than plain steps; None without a switch.
+    ahead: by how much the request slowed down the steps between it and the change; None without a switch.
     moved: bytes sent between members in the switch, all members together.
     written: bytes of the checkpoint files.
     peak: largest memory of any process.
@@ -137,10 +137,12 @@ class Comparison:
 def ratios(found: Mapping[str, Measure]) -> list[tuple[Way, float, float]]:
     """Compare each live switch with the reference, DeepSpeed's universal checkpoint and a restart (`YARD`).
 
-    found: the measures of one case, by name of the way. Return (way, ratio with the certificate, ratio without it) for
-    each live way that succeeded. A ratio is the time for which training stands still in the reference, divided by that
-    of the live switch. If state moves after the pause, the ratio without the certificate counts the pause alone,
-    because the certificate is then part of the first step's wait. The list is empty if the reference failed.
+    Returns (way, ratio with the certificate, ratio without it) for each live way that succeeded; an empty list if the
+    reference failed. A ratio is the time for which training stands still in the reference, divided by that of the live
+    switch. If state moves after the pause, the ratio without the certificate counts the pause alone, because the
+    certificate is then part of the first step's wait.
+
+    found: the measures of one case, by name of the way.
     """
     yard, said = found.get(YARD), []
     for name, each in found.items():

@@ -32,7 +32,8 @@ def origin(found: Comparison) -> str:
 def of_case(found: Comparison, case: tuple[str, str], mark: str) -> str:
     """Return a heading and the tables of one case, with a sentence about each live switch and about each failure.
 
-    case: the pair (model size, change). mark: the Markdown mark of the heading, for example "##".
+    case: the pair (model size, change).
+    mark: the Markdown mark of the heading, for example "##".
     """
     measures = found.of(*case)
     live = [each.still for name, each in measures.items() if each.is_done and WAYS[name].is_live]

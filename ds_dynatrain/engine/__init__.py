@@ -1,9 +1,8 @@
-"""Objects that users hold, and decisions when the state is laid out anew; `ds_dynatrain.reshard` has the transaction.
+"""Objects that users hold, and decisions on when state moves to another layout; `ds_dynatrain.reshard` moves it.
 
-Each part of an engine is made of the core and of what else it is given (`parts`); the user's object
-(`dynatrain_engine`) has them on one attribute.
-`checkpoints/`: universal checkpoints of an engine. `copies/`: copies that members keep for
-each other. `ds_dynatrain/README.md` says in which order to read them.
+An engine consists of parts (`parts`), each of which is given the engine's core and the parts that it needs. The user's
+object (`dynatrain_engine`) holds them in one attribute. `checkpoints/` has an engine's universal checkpoints, `copies/`
+the copies that members keep for each other. `ds_dynatrain/README.md` says in which order to read the files.
 
 May import `reshard`; start with `dynatrain_engine`.
 """

@@ -1,6 +1,6 @@
 """Boundaries of one process in a job whose members come and go, and recovery after a lost world.
 
-The first engine of a process speaks for all of its engines: members come and go at that engine's boundaries, while no
+The first engine of a process represents all of its engines: members come and go at that engine's boundaries, while no
 other engine is inside a global batch, and all engines change in one transaction.
 """
 
@@ -34,11 +34,11 @@ WAIT_SECONDS = 0.02
 MEET_SECONDS = 1.0
 """Time that a member waits at a boundary for the others when all were told to leave, before it continues to train."""
 MOST_TRIES = 3
-"""Most attempts at one step by the same members if none has died; after these the script or the network is at fault."""
+"""Most attempts at one step by the same members if none has died; then the script or the network is at fault."""
 GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
 """Location in gloo's source code with which its error messages begin."""
 SPARE = 1000
-"""Number of discarded batches allowed beyond twice the most of any earlier round; there may have been no such round."""
+"""How many discarded batches a loop may take in one round, beyond twice the most batches of any earlier round."""
 
 
 class Boundaries:
@@ -59,13 +59,11 @@ class Boundaries:
 
     @property
     def first(self) -> EngineParts:
-        """The engine that was made first; it speaks for all engines of the process."""
+        """The engine that was made first; it represents all engines of the process."""
         return self.engines[0]
 
     def remove(self) -> None:
-        """Abandon a change that is under way. Called when an engine ends, on all members at the same point of their
-        scripts.
-        """
+        """Abandon a change that is under way. Called when an engine ends, at the same point of all members' scripts."""
         if len(self.engines) > 1:
             self.driver.forget()
 
@@ -86,7 +84,7 @@ class Boundaries:
         self.see_failure()
         self._form_anew_if_aborted()
         for other in self.engines[1:]:
-            if other.is_discarded:  # it trains its batches since the abort again
+            if other.is_discarded:  # its batches since the abort are trained again
                 with other.turn():
                     other.discard_window()
                 other.is_discarded = False
@@ -97,7 +95,7 @@ class Boundaries:
             self._wait_for_work()
             self._clock.skip()
             self.first.settle_state()
-            self._form_anew_if_aborted()  # a member may have died just when this one got its share
+            self._form_anew_if_aborted()  # a member may have died while this one received its part of the state
             if self._is_paused:
                 self._work()
         self._tell()
@@ -156,7 +154,7 @@ class Boundaries:
             waits = self._all_leave and time.monotonic() - begin < MEET_SECONDS
             self._advance(has_waited=not waits)
             self._form_anew_if_aborted()
-            if self.first.awaits_late:  # its record comes with the next step
+            if self.first.awaits_late:  # the switch is decided before the next optimizer step
                 return
             for extension in () if self.first.idle else self.first.extensions:
                 extension.at_boundary()
@@ -169,7 +167,7 @@ class Boundaries:
             self.driver.say_once(
                 f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s; start more nodes"
             )
-            if standing != self.first.segment:  # once in each world, on all of its members
+            if standing != self.first.segment:  # all members of a world save once in it
                 standing = self.first.segment
                 self._save()
             if time.monotonic() - begin > seconds:
@@ -183,9 +181,7 @@ class Boundaries:
             time.sleep(WAIT_SECONDS)
 
     def _wait_for_work(self) -> None:
-        """Wait until this idle member works; raise SystemExit(0) if the job has ended or this member was told to
-        leave.
-        """
+        """Wait until this idle member works. Raise SystemExit(0) if the job has ended or this member must leave."""
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
         watch = Watch(self.first.control, by_hearts=False)
@@ -225,9 +221,7 @@ class Boundaries:
     # ---- after a loss ------------------------------------------------------------------------------------------------
 
     def see_failure(self) -> None:
-        """Form a new world if a collective of the present one has failed in the script, outside any call of an
-        engine.
-        """
+        """Form a new world if a collective has failed that the script itself called, outside any call of an engine."""
         failure = self.losses.failure
         if failure is not None and self.losses.explains(failure):
             self.form_anew()
@@ -242,7 +236,7 @@ class Boundaries:
         Raises ElasticError if state was lost for good, or if collectives hang again and again.
         """
         for engine in self.engines:
-            with engine.turn():  # all hold the state of one world then, the old one or the new one
+            with engine.turn():  # afterwards all engines hold the state of one world, the old one or the new one
                 engine.switcher.give_up_late("the world was aborted")
         for engine in self.engines:
             if not engine.idle:
@@ -257,7 +251,7 @@ class Boundaries:
                     break
                 time.sleep(POLL_SECONDS)
         for engine in self.engines:
-            if not engine.idle:  # discarded batches may still come, and the earlier beginning may be void
+            if not engine.idle:  # if this batch is discarded, training continues from here
                 with engine.turn():
                     engine.window.note()
         self._clock.start_over(self.first.global_steps)
@@ -298,7 +292,7 @@ class Boundaries:
 
 def _loses_by_a_death(engine: EngineParts) -> bool:
     """Return whether the death of one node may lose state that no other node has."""
-    nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # one may be leaving
+    nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # none if it leaves
     return needs_copies(engine.vps, engine.layout, nodes)
 
 
@@ -311,9 +305,7 @@ class Losses:
 
     @property
     def failure(self) -> RuntimeError | None:
-        """Error of a failed collective of the present worlds, called by the library or the script; None if none has
-        failed.
-        """
+        """Error of a failed collective of the present worlds, whoever called it; None if none has failed."""
         return next((status.failure for status in self.statuses if status.failure is not None), None)
 
     @property
@@ -323,9 +315,7 @@ class Losses:
         return [world.status for world in worlds if world.status is not None]
 
     def check(self) -> None:
-        """Raise WorldChanged if any earlier collective has failed or was aborted; an aborted collective itself raises
-        no error.
-        """
+        """Raise WorldChanged if an earlier collective has failed, or was aborted, which raises no error by itself."""
         failure = self.failure
         if failure is not None:
             raise WorldChanged("a collective of this world has failed before") from failure
@@ -344,8 +334,8 @@ class Losses:
     def explains(self, error: RuntimeError) -> bool:
         """Return whether an error was caused by the loss of the world, once all members know of the loss.
 
-        Any other error is the user's. Raises ElasticError if this step has failed for the third time among the same
-        members.
+        Any other error comes from the user's script. Raises ElasticError if this step has failed for the third time
+        among the same members.
         """
         elastic = self._elastic
         if not PROCESS.engines or PROCESS.engines[0].idle:
@@ -371,9 +361,7 @@ class Losses:
             time.sleep(POLL_SECONDS)
 
     def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
-        """Count a failed attempt at this step; raise ElasticError after `MOST_TRIES` of them, which would otherwise go
-        on for ever.
-        """
+        """Count a failed attempt at this step; raise ElasticError after `MOST_TRIES` attempts of the same members."""
         now = tuple(engine.global_steps for engine in PROCESS.engines), members
         tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
         self._failed = now, tries

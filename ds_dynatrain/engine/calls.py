@@ -24,9 +24,7 @@ COUNT = "loop over engine.epochs(n), which counts the job's epochs"
 
 
 class Checkpoints:
-    """Calls for checkpoints of any layout and for DeepSpeed's own; see the methods of `DynatrainEngine` with these
-    names.
-    """
+    """Calls that save and load checkpoints, ours and DeepSpeed's own; see the methods of `DynatrainEngine`."""
 
     def __init__(self, engine: EngineCore, switcher: Switcher, saver: Saver, window: DiscardableBatch) -> None:
         self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
@@ -129,8 +127,7 @@ class Checkpoints:
             raise CheckpointError(f"{call}: {self._switcher.in_the_way()}; call it after that")
 
     def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
-        """Return the agreed folder and tag; None on a member that came late, while the others are elsewhere in their
-        scripts.
+        """Return the agreed folder and tag; None on a late member, since the others are elsewhere in their scripts.
 
         Raises CheckpointError on an idle member, in a discarded batch, and during a late switch.
         """

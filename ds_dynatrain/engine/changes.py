@@ -1,6 +1,6 @@
-"""Changes of this member's place (layout, members, rank and generation) that are reported to the script.
+"""Changes of this member's place (layout, members, rank and generation), and how they are reported to the script.
 
-Code that changes a world does not call this. Instead, at the end of every boundary and while a member waits for work,
+Code that changes a world does not report them. Instead, at the end of every boundary and while a member waits for work,
 its place is compared with the one that was reported last.
 """
 
@@ -18,8 +18,10 @@ from ds_dynatrain.space import Layout
 class Place:
     """Place of a member in the job.
 
-    layout, members: of the world that trains. rank: -1 on an idle member. generation: of its world, 0 on an idle
-    member.
+    layout: the layout of the current world, also on an idle member.
+    members: the member at each rank of the current world, also on an idle member.
+    rank: this member's rank; -1 on an idle member.
+    generation: the number of this member's world; 0 on an idle member.
     """
 
     layout: Layout
@@ -35,10 +37,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Change:
-    """Difference between the place that a member was told last and its present one. step: optimizer steps done.
+    """A change of a member's place in the job, since the last change that was reported to it.
 
-    reason: "switch", or the extension that asked for it; "rolled back: ..." if a late switch was undone; the
-    coordinator's words if members have come or gone.
+    before: the place that was reported last.
+    after: the present place.
+    step: the number of optimizer steps done.
+    reason: "switch", or the name of the extension that asked for the switch; "rolled back: ..." if a late switch was
+        undone; the coordinator's reason if members have come or gone.
     """
 
     before: Place

@@ -1,6 +1,4 @@
-"""Comparison of processes: their configurations, models, and values that extensions name must be equal on all of
-them.
-"""
+"""Comparison of processes, whose configurations, models, and values named by extensions must be equal."""
 
 from __future__ import annotations
 

@@ -76,15 +76,13 @@ class DiscardableBatch:
             raise CheckpointError(f"{'; '.join(DISCARDED)}")
 
     def remember(self, output: Any) -> Any:
-        """Remember the output of a forward pass if it cannot be computed again without other ranks; return the
-        output.
-        """
+        """Return the output of a forward pass; also remember it if other ranks are needed to compute it again."""
         if needs_peers(self._engine.layout) and (self._engine.host.module.training or self._output is None):
             self._output = pytree.tree_map(_leaf, output)
         return output
 
     def forward_again(self, forward: Callable[[], Any], needed_peers: bool) -> Any:
-        """Return a value like a forward pass's output, after a new world was formed; it trains nothing.
+        """Return a value in place of a forward pass's output, after a new world was formed; it trains nothing.
 
         The value is the real output if that needs no other rank. Otherwise it is the output of the last forward pass in
         training, or NaN if the module is evaluating. Raises WorldChanged if there was none.

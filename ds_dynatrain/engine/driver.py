@@ -139,8 +139,7 @@ class Driver:
             logger.warning("%s", what)
 
     def on_board(self, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`; if the board (the job's key-value store) is lost, have it opened again and
-        return None.
+        """Return the result of `read`. If the board (the job's key-value store) is lost, reopen it and return None.
 
         In a launch of fixed size the loss of the board ends the job: torch's DistError is raised.
         """
@@ -155,9 +154,7 @@ class Driver:
 
     @property
     def trains_in(self) -> Generation | None:
-        """Generation that this process trains in; while a late change of members is under way, this is already the next
-        one.
-        """
+        """Generation that this process trains in: already the next one while a late change of members is under way."""
         return self.elastic.world if self._before is None else self._open_boards.world
 
     # ---- what goes in ------------------------------------------------------------------------------------------------
@@ -353,8 +350,7 @@ class Driver:
     def _switch(
         self, parts: Sequence[tuple[EngineParts, Preparation]], record: tuple[Control, str] | None
     ) -> Sequence[Transaction | LeanTransaction]:
-        """Switch engines one by one, in the same order on all members, so that all of them commit or none; return the
-        transactions.
+        """Switch engines in the same order on all members, so that all of them commit or none; return the transactions.
 
         record: the board and key of the joint record of several engines, which is written once all of them can commit;
         None for a single engine, whose transaction writes its own record.
@@ -386,9 +382,7 @@ class Driver:
         return votes
 
     def entered(self, engine: EngineParts) -> None:
-        """Move an engine to the next generation's boards if it trains there before the change of members is
-        recorded.
-        """
+        """Move an engine to the next generation's boards if it trains there before that generation is entered."""
         machine = self.machine
         if engine.preparation is not None and machine.tries_now(engine.preparation.proposal):
             self._before, boards = engine.context, self._open_boards
@@ -491,8 +485,8 @@ def held_by(
     """Return what one engine of this process holds at this moment.
 
     say: function that logs a message for users.
-    replaced: function that returns the newest stretch of training that members have reported a load in; see
-    `Elastic.replaced`.
+    replaced: function that returns the newest stretch of training (a stretch begins with each load of state) that
+    members have reported; see `Elastic.replaced`.
     is_fixed: whether the launch is of fixed size, so that communicators can be made before the pause.
     """
     number, preparation, lacks = engine.control.member, engine.preparation, None
@@ -543,10 +537,10 @@ def _frozen(engine: EngineParts) -> tuple[Layout, int] | None:
 
 
 def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    """Return the stretch of training from which on copies count (see `Mark.stretch`); None if an idle member cannot
-    know it.
+    """Return the stretch of training from which on copies count (see `Mark.stretch`), or None if it is unknown.
 
-    A working member has taken part in every load, unless the others have continued without it.
+    An idle member may not know it. A working one has taken part in every load, unless the others have continued without
+    it.
     """
     kept = engine.kept
     if kept is None:

@@ -40,9 +40,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def in_turn(call: Call) -> Call:
-    """Decorate an engine's method so that it runs within `engine.turn()`, where process-wide state belongs to that
-    engine.
-    """
+    """Decorate an engine's method so that it runs in `engine.turn()`, where process-wide state is that engine's."""
 
     @wraps(call)
     def in_its_turn(engine: DynatrainEngine, *arguments: Any, **named: Any) -> Any:
@@ -96,7 +94,7 @@ class DynatrainEngine(HostEngine):
         """
         return PROCESS.turn(self._parts)
 
-    # ---- where it is -------------------------------------------------------------------------------------------------
+    # ---- its place in the job ----------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
@@ -282,10 +280,11 @@ class DynatrainEngine(HostEngine):
     ) -> tuple[Any, ...]:
         """Return the layouts that are fastest by a profile, best first, of those that a switch would not refuse.
 
-        profile: or its file; by default the measured one, or else that of `dynatrain.balance`. members: how many there
-        are; all by default. horizon_steps: number of steps over which the duration of a switch is spread; without it
-        that duration is not counted. Each result has `layout` and `time.step_ms`, a prediction. Asks no other member
-        and changes nothing. Raises ProfileError for a profile of other batches, LayoutError if no layout fits.
+        profile: a profile or its file; by default the measured one, or else that of `dynatrain.balance`. members: the
+        number of members; all by default. horizon_steps: the number of steps over which the duration of a switch is
+        spread; without it that duration is not counted. Each result has `layout` and `time.step_ms`, a prediction. Asks
+        no other member and changes nothing. Raises ProfileError for a profile that was measured with other batches,
+        LayoutError if no layout fits.
         """
         suggest = named("ds_dynatrain.balance.extension:suggest")
         return cast("tuple[Any, ...]", suggest(self._parts, profile, members, horizon_steps))
@@ -399,10 +398,13 @@ class DynatrainEngine(HostEngine):
     ) -> TrainLoader | EvaluationLoader:
         """Return a loader that follows the world; make it on every process, idle ones too, in the same order.
 
-        dataset: map-style, or a torch DataLoader over one, which is taken apart. A train loader has a position, and
-        changes take effect at its batches; an evaluation loader (`evaluation=True`, not shuffled unless asked, with a
-        `batch_size` of its own) has and does neither. seed: of the order. reshuffle: another order each epoch, that of
-        `seed` + epoch; by default as the DataLoader or `dynatrain.data` says.
+        A train loader has a position, and changes take effect at its batches. An evaluation loader (`evaluation=True`)
+        has no position, and no change takes effect at its batches; it is not shuffled unless `shuffle` is true, and has
+        a `batch_size` of its own.
+
+        dataset: a map-style data set, or a torch DataLoader over one, whose settings are used. seed: the seed of the
+        order. reshuffle: whether each epoch has another order, that of `seed` + epoch; by default as the DataLoader or
+        `dynatrain.data` says.
         """
         order = Shuffling(shuffle, seed, reshuffle)
         return self._parts.loaders.make(dataset, collate_fn, num_workers, order, evaluation, batch_size, name)
@@ -448,11 +450,12 @@ class DynatrainEngine(HostEngine):
             self._parts.job_epoch += 1
 
     def micro_batch(self, one: MicroBatch, *, is_divided: bool = False) -> AbstractContextManager[None]:
-        """Return a block whose forward pass, backward pass and step are about this micro-batch of `loader.windows()`.
+        """Return a block for the forward pass, backward pass and step of this micro-batch of `loader.windows()`.
 
-        is_divided: the loss is not a mean over the micro-batch but was divided by a figure of the whole global batch
-        (its tokens over all ranks, times the ranks that DeepSpeed means over): it is taken as it is, and that of a
-        borrowed micro-batch as 0. Say so for every micro-batch of a global batch or for none.
+        is_divided: whether the loss is not a mean over the micro-batch, but was divided by a number for the whole
+        global batch (its tokens over all ranks, times the number of ranks over which DeepSpeed takes the mean). Such a
+        loss is used as it is, and that of a borrowed micro-batch as 0. Set it for every micro-batch of a global batch
+        or for none.
 
         Raises DataError for a micro-batch of another world, and if `tokens` are given for a divided loss;
         UnsupportedError for a pipeline, whose `train_batch` draws its own, and for a divided loss in an exact job.
@@ -657,7 +660,7 @@ class DynatrainEngine(HostEngine):
             raise usage("compiled autograd").error("engine.compile(compiled_autograd_enabled=True)")
         super().compile(COMPILE_BACKEND if backend is None else backend, dict(compile_kwargs or {}))
 
-    # ---- what there is of DeepSpeed's besides ------------------------------------------------------------------------
+    # ---- other calls of DeepSpeed ------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Raise UnsupportedError: the loaders' epochs are cut by the first batch size."""
@@ -681,9 +684,7 @@ class DynatrainEngine(HostEngine):
             loader.order.set_schedule(schedule_func_dict)  # type: ignore[attr-defined]
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
-        """Set DeepSpeed's hook: with a curriculum, `function(batch, state of the sampler)` returns the batch to train
-        on.
-        """
+        """Set DeepSpeed's hook for curricula: `function(batch, state of the sampler)` returns the batch to train on."""
         for loader in self._parts.loaders.of_curricula:
             loader.post_process = post_process_func
 
@@ -698,8 +699,8 @@ class DynatrainEngine(HostEngine):
     ) -> bool:
         """Save a checkpoint as DeepSpeed does.
 
-        Returns False, with a warning, if the world is aborted in it, or was in this global batch. A member that came
-        late saves under the folder and tag that the others have said.
+        Returns False, with a warning, if the world is aborted during the call, or was aborted in this global batch. A
+        member that came late saves under the folder and tag that the others have given.
         """
         save = partial(
             super().save_checkpoint,
@@ -724,13 +725,14 @@ class DynatrainEngine(HostEngine):
     ) -> Any:
         """Load a checkpoint as DeepSpeed does, also one of another layout or of `engine.save`.
 
-        Those are loaded in one step for all members, as in `engine.load`, which also explains `trust_pickle`;
-        CheckpointError has the reason if they cannot be. DeepSpeed's own code loads a checkpoint of this layout that
-        was cut by the same options, and one of which only weights are asked for. With `load_module_strict=False`,
-        frozen weights that the checkpoint lacks stay as they are.
+        A checkpoint of another layout, or of `engine.save`, is loaded by all members together or by none, as in
+        `engine.load`, which also explains `trust_pickle`. If it cannot be loaded, CheckpointError is raised with the
+        reason. DeepSpeed's own code loads a checkpoint that was cut by this layout and the same options, and any
+        checkpoint from which only weights are requested. With `load_module_strict=False`, frozen weights that the
+        checkpoint lacks stay as they are.
 
-        On a member that joins a running job, before its first batch there, it loads nothing and returns the result of
-        the job's own call, with those parts of the client state that JSON can hold.
+        A member that joins a running job loads nothing before its first batch there: the call returns the result of
+        the job's own call, with the parts of the client state that JSON can hold.
         """
         part = CheckpointPart(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn

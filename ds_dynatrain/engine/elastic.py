@@ -40,9 +40,7 @@ WAITING = (
     "ds_dynatrain.adapters.groups.gate",
     "ds_dynatrain.transfer",
 )
-"""Modules in which the main thread waits for other members: in a collective, at the gate, for a group, or in a
-transfer.
-"""
+"""Modules in which the main thread waits for other members: in collectives and transfers, at the gate, for a group."""
 REOPEN_SECONDS = 0.5
 REPLACED = "replaced"
 NOBODY = -1
@@ -73,8 +71,7 @@ class Elastic(Membership):
         self.is_newcomer, self.engine_count = False, 1
         self.restores = False
         self.ending = ""
-        """Why the job ends on all its members, namely collectives that hang again and again; "" while it does not end.
-        """
+        """Reason to end the job on all members, because collectives hang again and again; "" if there is none."""
         self._training: frozenset[str] = frozenset()
         self._is_in_window = False
         self._aborted_at = 0
@@ -114,9 +111,7 @@ class Elastic(Membership):
         return is_known if world.change == "planned" else self._training <= there
 
     def is_over(self, generation: int) -> bool:
-        """Return whether a failure was published after this generation, so that anything still being built for it is
-        useless.
-        """
+        """Return whether a failure was published after this generation, so that nothing more need be built for it."""
         newest = self.member.newest
         return newest is not None and newest.generation > generation and newest.change == "failure"
 
@@ -146,9 +141,7 @@ class Elastic(Membership):
             self.member.enter(world)
 
     def retrain(self, members: tuple[int, ...]) -> None:
-        """Record that other members of the same generation hold the state from now on; if one of them dies, the world
-        is aborted.
-        """
+        """Record which members of the generation hold the state from now on; a death among them aborts the world."""
         with self._lock:
             self._training = self.registry.ids_of(members)
             self._see_newest(self.generation)
@@ -163,24 +156,19 @@ class Elastic(Membership):
             self._see_newest(generation)
 
     def _see_newest(self, generation: int) -> None:
-        """Abort the world if a newer generation harms it; it may have been harmless to the members that trained until
-        now.
-        """
+        """Abort the world if a newer generation harms it, given which members hold the state now."""
         newest = self.member.newest
         if newest is not None and newest.generation > generation and not self.is_harmless(newest):
             self._lose_present(newest)
 
     def abort(self) -> None:
-        """Abort the world because the state of the other members is unknown; all report what they hold in a new
-        generation.
-        """
+        """Abort the world, because it is unknown what others hold; in a new generation all report what they hold."""
         with self._lock:
             self._lose_present(None)
             self.member.breach()
 
     def _lose_present(self, newest: Generation | None) -> None:
-        """Give up the current world: shut down those of its groups in which a thread waits or that cannot be used any
-        more.
+        """Give up the current world: shut down its groups, except reusable ones in which no thread waits.
 
         newest: the generation that reports the loss and lists the remaining members; None if nothing can be trusted.
         """
@@ -194,9 +182,7 @@ class Elastic(Membership):
             sockets.abort(resting)
 
     def breach(self) -> None:
-        """Report a failed collective of the current world to the coordinator, so that all members know, unless it is
-        aborted already.
-        """
+        """Report a failed collective to the coordinator, so that all members know, unless the world is aborted."""
         with self._lock:
             if not self.is_aborted:
                 self.member.breach()
@@ -219,9 +205,7 @@ class Elastic(Membership):
             return True
 
     def _hangs_in(self, blocked_seconds: float) -> str:
-        """Return, in words, the collective that the main thread has waited in for `collective_seconds`; "" if there is
-        none.
-        """
+        """Return, in words, a collective in which the main thread has waited for `collective_seconds`; "" if none."""
         self._blocked_seconds = blocked_seconds
         what, seconds = self.waits(blocked_seconds)
         if seconds < self.collective_seconds or self.is_aborted or str(OWN_WAITS):
@@ -229,9 +213,7 @@ class Elastic(Membership):
         return f"{unfinished() or what}, {seconds:.0f} s"
 
     def _say_where(self, world: Generation) -> None:
-        """Log where the main thread is while a collective of the world hangs; on a repeated hang, set the reason to end
-        the job.
-        """
+        """Log where the main thread is while a collective hangs; if one hangs again, set the reason to end the job."""
         what, seconds = self.waits(self._blocked_seconds)
         here = [f"{what}, {seconds:.0f} s" if what else "no collective", f"at {stands_at()}", unfinished()]
         logger.error("%s; the main thread here is in %s", world.reason, "; ".join(filter(None, here)))
@@ -245,7 +227,7 @@ class Elastic(Membership):
     # ---- process groups ------------------------------------------------------------------------------------------
 
     def lose(self, known: Collection[str], there: Collection[int]) -> Collection[str]:
-        """Forbid the worlds of this process to begin anything more; return the names of groups that may stay.
+        """Forbid new collectives in the worlds of this process; return the names of groups that may stay.
 
         known: names of the groups that could be left alone.
         there: numbers of the members that remain.
@@ -274,16 +256,14 @@ class Elastic(Membership):
 
     @contextmanager
     def building_first(self, generation: int, engine: int) -> Iterator[Note]:
-        """Return a block for building an engine's first world, which is the current world afterwards; like
-        `building`.
-        """
+        """Return a block like `building` for an engine's first world, which is the current world afterwards."""
         with self.building(generation, engine) as note:
             yield note
         self.settle(engine)
 
     @contextmanager
     def building_more(self, engine: int = 1) -> Iterator[Note]:
-        """Return a block for building further groups of the current world; like `building`."""
+        """Return a block like `building` for further groups of the current world."""
         with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted) as note:
             yield note
 
@@ -309,8 +289,7 @@ class Elastic(Membership):
     def open_boards(
         self, world: Generation, number: int = NOBODY, seconds: float | None = None, engine: int = 1
     ) -> Boards:
-        """Open an engine's board (key-value store) of a generation over two connections: for the main thread and the
-        background.
+        """Open an engine's board (key-value store) of a generation twice: for the main thread and for the background.
 
         Raises torch's DistError if the coordinator's store cannot be reached.
         """
@@ -330,7 +309,7 @@ class Elastic(Membership):
     # ---- what outlives generations -------------------------------------------------------------------------------
 
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """Post that a state is loaded in this stretch of training (see `Mark.stretch`).
+        """Post that a state was loaded, which begins this stretch of training (see `Mark.stretch`).
 
         Raises torch's DistError if the store cannot be reached.
         """
@@ -338,8 +317,7 @@ class Elastic(Membership):
             self._job_board(self.world).post(REPLACED, list(stretch))
 
     def replaced(self) -> tuple[int, ...] | None:
-        """Return the newest stretch of training that `say_replaced` has posted to the present coordinator; None if it
-        is unknown.
+        """Return the newest stretch of training that `say_replaced` has posted; () if none, None if it is unknown.
 
         It is unknown if the store cannot be reached, or if the coordinator was restarted since this member entered its
         generation: the new coordinator's store is empty.
@@ -388,9 +366,7 @@ class GenerationBoards:
         return tuple(front for front, _ in self._opened)
 
     def of(self, engine: int = 0) -> Boards:
-        """Return the boards of an engine, given its position in the process; raise RuntimeError while they are not
-        open.
-        """
+        """Return the boards of the engine at this position in the process; raise RuntimeError until they are open."""
         if not self._opened:
             raise RuntimeError(f"the board of generation {self.world.generation} is not open")
         return self._opened[engine]

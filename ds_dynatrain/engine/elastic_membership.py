@@ -52,7 +52,7 @@ class ElasticMembership(Elastic):
         self._boundaries = Boundaries(self)
         self._jobs: list[Job] = []
         self._is_in_call = False
-        """Whether one of DeepSpeed's calls is under way; a pipeline reads its samples in one."""
+        """Whether one of DeepSpeed's calls is under way; a pipeline reads its samples within such a call."""
 
     @property
     def node(self) -> str:
@@ -61,9 +61,7 @@ class ElasticMembership(Elastic):
 
     @property
     def formed(self) -> tuple[int, str]:
-        """Number of the generation that this process trains in, and the coordinator's reason for it; (0, "") before the
-        first.
-        """
+        """Generation that this process trains in, and the coordinator's reason for it; (0, "") before the first."""
         world = self._boundaries.driver.trains_in
         return (0, "") if world is None else (world.generation, world.reason)
 
@@ -129,11 +127,10 @@ class ElasticMembership(Elastic):
     # ---- a loss, in any thread ---------------------------------------------------------------------------------------
 
     def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """Abort communicators of an accelerator at once, and return the names of groups that may stay; see
-        `Elastic.lose`.
+        """Abort communicators of an accelerator, and return the names of groups that may stay; see `Elastic.lose`.
 
-        No group may stay while a switch is being prepared or carried out, since this thread does not know then which
-        world owns it. With several engines none may stay either, since their groups may have been built side by side.
+        No group may stay while a switch is prepared or carried out, since this thread cannot know which world owns it.
+        With several engines none may stay either, since their groups may have been built at the same time.
         """
         engines = PROCESS.engines
         is_clear = len(engines) == 1 and not engines[0].is_switching
@@ -170,9 +167,7 @@ class ElasticMembership(Elastic):
         return self._boundaries.at_boundary(parts_of(engine), place)
 
     def waiting_change(self, engine: EngineCore) -> str:
-        """Return the number and reason of the newest generation if this is the first engine and has not entered it;
-        otherwise "".
-        """
+        """Return, in words, the newest generation, if this is the first engine and has not entered it; else ""."""
         newest = self.member.newest
         if engine is not self._boundaries.first or newest is None or newest.generation <= self.generation:
             return ""
@@ -219,9 +214,7 @@ class ElasticMembership(Elastic):
         return again()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the output of a forward pass with its losses wrapped so that their `backward` survives a death,
-        too.
-        """
+        """Return the output of a forward pass, with losses whose own `backward` survives the death of a member."""
         return guarded(parts_of(engine).window.remember(output), engine, self)
 
     # ---- switches ----------------------------------------------------------------------------------------------------
@@ -247,13 +240,11 @@ class ElasticMembership(Elastic):
             engine.context = Context(engine.launch, engine.candidates, *boards)
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
-        """Return the members that may get a rank: all of them, or only the working ones if several engines share the
-        members.
-        """
+        """Return the members that may get a rank: all, or only the working ones if the process has several engines."""
         return engine.members if PROCESS.is_shared else engine.candidates.members
 
     def guard(self, preparation: Preparation) -> None:
-        """Let a failure break off a preparation, so that it does not wait for dead members."""
+        """Make a failure break off a preparation, so that it does not wait for dead members."""
         generation = self._generation_ahead
         if self._abort is not None:  # no group is built during an abort
             self._abort.join()
@@ -271,8 +262,9 @@ class ElasticMembership(Elastic):
         return 0 if world is None else world.generation
 
     def _say_committed(self, preparation: Preparation) -> None:
-        """Tell the coordinator at once which members hold the state now: others may die before the change is
-        complete.
+        """Tell the coordinator at once that this member holds the state of the new generation.
+
+        Other members may die before the change is complete.
         """
         machine, member = self._boundaries.driver.machine, self.member
         if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
@@ -294,9 +286,7 @@ class ElasticMembership(Elastic):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return the result of the job's own `load_checkpoint` on a newcomer, whose state comes in the switch;
-        otherwise None.
-        """
+        """Return the result of the job's own `load_checkpoint` on a newcomer, which gets its state later; else None."""
         return tuple(self.loads.get(engine) or (None, {})) if self.is_newcomer else None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:

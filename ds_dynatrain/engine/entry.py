@@ -69,7 +69,7 @@ class Entry:
         return self.record is not None
 
     def exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """Post a value under a key, and return the values that all starting processes have posted, by member."""
+        """Post a value under a key, and return the values that all starting processes post there, by member."""
         if self.joins:
             return {self.mine: mine}
         self.control.post(f"{key}/{self.mine}", mine)
@@ -241,8 +241,8 @@ def _say_nothing_is_held(elastic: Elastic, board: Control) -> None:
 def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int) -> bool:
     """Return whether no member of a generation has an engine yet, so that all of them start together.
 
-    Some may have an engine although none is known to hold the state: they are about to leave with it, or came a moment
-    before it was lost. Raises ElasticError on a member that is about to make a further engine for such a job.
+    Some may have an engine although none is known to hold the state: they are about to leave with the state, or joined
+    a moment before it was lost. Raises ElasticError on a member that is about to make a further engine for such a job.
     """
     if world.survivors:
         return False
@@ -262,7 +262,7 @@ def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int)
 
 
 def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], T]) -> T | None:
-    """Call `look` until it returns something true, and return that; return None if a later generation comes first.
+    """Call `look` until it returns a true value, and return that value; None if a later generation comes first.
 
     Raises JobFinished if the job ends.
     """
@@ -330,7 +330,7 @@ class Early:
         """Enter the job with an engine; like `with_members`."""
         entry, launch = self.entry, self.launch
         self.is_taken = True
-        self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
+        self.entry, self.launch = None, self.alone  # this object must not keep the group alive
         elastic = self.membership
         elastic.configure(settings)
         if entry is not None and entry.world is not None:

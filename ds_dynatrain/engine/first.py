@@ -1,4 +1,4 @@
-"""The first layout of a launch, and the state in it of a model whose parameters come in one by one.
+"""The first layout of a launch, and its first state if a model's parameters arrive one by one.
 
 The layout follows from the `dynatrain` block or from DeepSpeed's configuration. A leaf is a micro-batch of fixed size.
 """
@@ -85,9 +85,7 @@ def first_layout(
 
 
 def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
-    """Raise ConfigError if the first layout cannot split the batch for this model, or rules out what the user asks
-    for.
-    """
+    """Raise ConfigError if the first layout cannot split the batch for this model, or rules out what the user wants."""
     try:
         feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
@@ -107,18 +105,18 @@ def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
         raise ConfigError(f"dynatrain.layout: {error}") from error
 
 
-# ---- parameters that come in one by one ------------------------------------------------------------------------------
+# ---- parameters that arrive one by one -------------------------------------------------------------------------------
 
 
 def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace) -> None:
-    """Build the state of the first layout from parameters that come in one by one; all processes take part."""
+    """Build the state of the first layout from parameters that arrive one by one; all processes take part."""
     engine.adopt_space(space)
     values = incoming.values(engine.launch, engine.job.job_seed, works=engine.world is not None)
     numbers = {id(parameter): number for number, parameter in enumerate(engine.host.model_map.parameters)}
     buffers: Buffers = {}
     if engine.world is None:
         for _ in values:
-            pass  # an idle member gives what it has, and keeps nothing
+            pass  # iterating sends the values of this idle member, which keeps none
         _compare_draws(engine, incoming)
         return
     try:
@@ -137,9 +135,7 @@ def _fill(
     values: Iterator[tuple[nn.Parameter, torch.Tensor]],
     numbers: dict[int, int],
 ) -> tuple[Buffers, dict[str, int]]:
-    """Return the buffers of the first layout, and the digests of the parameters that this member initialized, by
-    name.
-    """
+    """Return the buffers of the first layout, and the digest of each parameter that this member initialized."""
     drawn: dict[str, int] = {}
 
     def noted() -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

@@ -40,8 +40,9 @@ class FixedLaunch(Membership):
             beating.stop()
 
     def end_script(self, engine: EngineCore) -> None:
-        """Wait on member 0, whose process may hold the store, until idle and late members have read that the job has
-        ended.
+        """Wait, on member 0, until idle and late members have read that the job has ended.
+
+        Member 0's process may hold the store.
         """
         board = engine.control
         if board.member != 0:
@@ -82,5 +83,5 @@ class FixedLaunch(Membership):
         engine.note_safe()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the output of a forward pass; remember it while the batch may still become void."""
+        """Return the output of a forward pass; also remember it while the batch may still be discarded."""
         return parts_of(engine).window.remember(output) if engine.awaits_late else output

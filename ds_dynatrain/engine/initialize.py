@@ -224,7 +224,7 @@ class _Given:
 
 
 def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
-    """Join the job that this process has come to, and return the engine.
+    """Join the job, or start it with the other processes, and return the engine.
 
     start: arguments of `deepspeed.init_distributed`.
     """
@@ -316,9 +316,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
 
 
 def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None) -> Entry:
-    """Enter the job in the way that this process comes: early, with a launch, with members, or with a further
-    engine.
-    """
+    """Enter the job in the way that applies: early, with a launch, with other members, or with a further engine."""
     if early is not None:
         PROCESS.early = None
         return early.take_over(settings)
@@ -413,7 +411,7 @@ def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any
         return _engine_in(world, world, given)
     except BaseException:
         entry.launch.install()
-        drop(world, is_broken=True).join(seconds)  # a refused caller may ask again at once
+        drop(world, is_broken=True).join(seconds)  # wait, since the caller may try again at once
         raise
 
 
@@ -427,9 +425,7 @@ def _idle(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) 
 
 
 def _settle(engine: EngineParts, entry: Entry) -> None:
-    """Replace the group of all processes that started together by one of this process alone, which it uses while it is
-    idle.
-    """
+    """Replace the group of all starting processes by one of this process alone, which it uses while it is idle."""
     if entry.world is None or entry.alone is None or entry.joins:
         return
     engine.context = replace(engine.context, launch=entry.alone)

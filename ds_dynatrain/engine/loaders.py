@@ -1,4 +1,4 @@
-"""Loaders of an engine, which follow the world: how they are made, what they ask of the engine, and means over batches.
+"""Loaders of an engine, which follow the world: how they are made, what they ask the engine, and means over batches.
 
 A leaf is a micro-batch of fixed size.
 """
@@ -43,9 +43,7 @@ class Loaders:
         self.engine, self._switcher, self._window = engine, switcher, window
         self._evaluation_loaders = 0
         self._opened: dict[str, tuple[str, int]] = {}
-        """Segment in which each train loader's last global batch was opened, and the number of micro-batches trained
-        before it.
-        """
+        """(segment, number of micro-batches trained before) of each train loader's last global batch."""
 
     # ---- what loaders ask --------------------------------------------------------------------------------------------
 
@@ -82,9 +80,7 @@ class Loaders:
         return PROCESS.sync_points.arrive(f"a pass over {loader.name!r}") is not None
 
     def before_micro_batch(self) -> None:
-        """Handle a lost world, since a world may end within a global batch. Called by a train loader before each
-        micro-batch.
-        """
+        """Form a new world if the present one is lost. Called by a train loader before each micro-batch."""
         PROCESS.membership.before_micro_batch(self.engine)
 
     def before_batch(self, loader: TrainLoader) -> None:
@@ -126,16 +122,12 @@ class Loaders:
         self.engine.open_batch = OpenBatch(True, self._samples_with(slot), last)
 
     def open_batch(self, slots: Sequence[Slot]) -> None:
-        """Record this rank's slots of a global batch before any of its micro-batches is returned. Called by a train
-        loader.
-        """
+        """Record this rank's slots of a global batch. Called by a train loader before the first micro-batch."""
         for slot in slots:
             self.engine.open_batch = OpenBatch(True, self._samples_with(slot), False)
 
     def _samples_with(self, slot: Slot) -> int | None:
-        """Return the number of samples in the open global batch, given one of its slots; None if no slot so far reveals
-        it.
-        """
+        """Return the number of samples in the open global batch, which follows from a slot; None if not yet known."""
         if isinstance(slot, Leaf):
             return slot.batch_samples
         if slot.is_borrowed:

@@ -1,4 +1,4 @@
-"""Parts of an engine: its state, and the objects that work on it, each made of just what it needs."""
+"""Parts of an engine: its state, and the objects that work on it, each of which is given only what it needs."""
 
 from __future__ import annotations
 
@@ -96,9 +96,7 @@ class EngineParts(EngineCore):
     # ---- the begin and the end -------------------------------------------------------------------------------------
 
     def begin_work(self, space: VirtualParameterSpace) -> None:
-        """Open the engine as the last step of `initialize`: register its parameter space, and make it known to the
-        process.
-        """
+        """Open the engine, as the last step of `initialize`, with its parameter space; make it known to the process."""
         self.adopt_space(space)
         self.is_open = True
         if self.world is not None:
@@ -106,11 +104,11 @@ class EngineParts(EngineCore):
             for extension in self.extensions:
                 extension.on_start()
         self.switcher.tell_of_batch()
-        if self.idle:  # pay first imports now, not in a pause
+        if self.idle:  # do imports and other first work now, not in a pause
             others = set() if compiled_by_wrapping(self.host.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
                 layout = self.layout.replace(zero_stage=stage)
-                with suppress(SwitchRefused):  # no switch can go there
+                with suppress(SwitchRefused):  # then no switch leads to this layout
                     self.targets.check_features(layout)
                     self.switcher.rehearse(layout, 0)
         PROCESS.membership.add(self)
@@ -118,9 +116,7 @@ class EngineParts(EngineCore):
         self.changes.begin()
 
     def close(self) -> None:
-        """End the engine with the script: tell the other members, and destroy the process groups while they can still
-        answer.
-        """
+        """End the engine with the script: tell the other members, and destroy process groups while all respond."""
         with self.turn():
             if self.end_job():
                 PROCESS.membership.end_script(self)

@@ -31,9 +31,7 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class Passes:
-    """Source of samples that reads one pass of our loader, or pass after pass if it is in DeepSpeed's
-    `RepeatingLoader`.
-    """
+    """Source of samples that reads one pass of our loader; with DeepSpeed's `RepeatingLoader`, pass after pass."""
 
     given: Pass | RepeatingLoader
 
@@ -162,8 +160,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train a global batch as DeepSpeed does. A pending change takes effect first, and an idle member waits here.
 
-        data_iter: see `set_dataiterator`. Without it the previous one is read on, or the first loader if there was
-        none.
+        data_iter: see `set_dataiterator`. Without it the batch comes from the previous iterator, or from the first
+        loader if there was none.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -190,17 +188,15 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return loss
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Make DeepSpeed's step after all ranks know the loss, so that a step made without a dead member has its loss,
-        too.
-        """
+        """Share the loss with all ranks, and then make DeepSpeed's step, so that no death can lose the loss."""
         self._share_loss()
         super()._take_model_step(*arguments)
 
     def _train_again(self) -> torch.Tensor:
-        """Continue after the world was aborted and a new one formed; a function of `on_switch` may have set another
-        source.
+        """Train the global batch again after the world was aborted and a new one formed.
 
-        At stage 0 another replica may have completed the step; its loss is then returned.
+        A function of `on_switch` may have set another source of samples meanwhile. At stage 0 another replica may have
+        completed the step; its loss is then returned.
         """
         if self._read is not None:
             feed, step = self._read
@@ -218,7 +214,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
             self._feed = feed_of(self._parts, next(iter(self._parts.train_loaders.values())))
         feed = self._feed
         feed.reach_boundary(self.boundary)
-        if self._feed is not feed:  # a function of `on_switch` may have given another one
+        if self._feed is not feed:  # a function given to `on_switch` may have set another loader
             return self._reach_boundary()
         return feed.samples(places_of(self._parts))
 
@@ -233,9 +229,9 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
     def set_dataiterator(self, iterator: Any) -> None:
         """Set what `train_batch()` reads from now on, as DeepSpeed's call; call it on every process.
 
-        iterator: one of a loader of ours, `iter(loader)`, which ends with the epoch (StopIteration on all members), or
-        `RepeatingLoader(loader)`; `loader` itself is read as the latter. An iterator of the user's own serves until a
-        switch gives a member another place in the pipelines, see `UserIterator`. None: the first loader again.
+        iterator: an iterator over one of our loaders, `iter(loader)`, which ends with the epoch (StopIteration on all
+        members); or `RepeatingLoader(loader)`; or `loader` itself, which is read as the latter; or None for the first
+        loader. An iterator of your own can be read until a switch changes the position of a member in the pipelines.
         """
         if iterator is None:
             self._feed = None

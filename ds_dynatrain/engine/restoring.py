@@ -1,6 +1,4 @@
-"""Restoration after a failure that lost state: all engines take their state from copies or a checkpoint, in new
-worlds.
-"""
+"""Restoration after a loss of state: all engines get their state from copies or a checkpoint, in new worlds."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from ds_dynatrain.reshard.restoration import let_go as empty
 
 POLL_SECONDS = 0.002
 NOTICE_SECONDS = 0.5
-"""Time that a member waits after a failure for the coordinator to notice the cause."""
+"""Seconds that a member waits after a failure for the coordinator to notice the cause."""
 
 
 def restore(
@@ -39,12 +37,15 @@ def restore(
     registry: Registry,
     elastic: Elastic,
 ) -> bool:
-    """Restore all state from copies, or else from the newest backup, with all members of the target layout.
+    """Restore the state of all engines from copies, or else from the newest backup. All members of the layout call it.
 
-    copies: whole copies of each engine's state, all from the same boundary; () if there are none.
+    engines: the engines of this process.
+    proposals: for each engine, the layout and members in which to restore it.
+    copies: for each engine, a copy of its whole state, all from the same boundary; () if there are none.
+    boards, registry: the boards of the new generation, and the numbers of its members.
 
-    Returns False if a failure or a death prevents it: the engines then hold no state, and a later generation will come.
-    Raises CheckpointError if there is no whole checkpoint.
+    Returns whether the state is restored. If a failure or a death has prevented it, the engines hold no state, and a
+    later generation tries again. Raises CheckpointError if there are no copies and no whole checkpoint.
     """
     worlds = dict[int, World]()
     try:
@@ -81,7 +82,7 @@ def _are_restored(
 ) -> bool:
     """Restore all engines from copies.
 
-    Returns False if that fails although no member has died, and there is a checkpoint to try instead.
+    Returns False if that fails although no member has died, and there is a backup to try instead.
     """
     parts = list(zip(engines, proposals, copies, strict=True))
     try:
@@ -113,9 +114,9 @@ def serve(
     registry: Registry,
     elastic: Elastic,
 ) -> None:
-    """Give the copies that this member keeps to the members that restore; log a failure, which they notice too.
+    """Send the copies that this member keeps to the members that restore. Log a failure, which they notice, too.
 
-    All worlds are built before anything is given, as on the members that restore.
+    The arguments are those of `restore`. All worlds are built before anything is sent, as on the members that restore.
     """
     mine, worlds = boards.of()[0].member, dict[int, World]()
     parts = [
@@ -151,7 +152,7 @@ def _stay(engine: EngineParts, copies: WholeCopies) -> None:
 
 
 def void_before(engine: EngineParts, stretch: tuple[int, ...]) -> None:
-    """Discard an engine's copies from before this stretch of training; see `Kept.void_before`."""
+    """Discard an engine's copies from before this stretch of training (each load begins one)."""
     if engine.kept is not None:
         engine.kept.void_before(stretch)
 
@@ -162,7 +163,7 @@ def _goal(proposal: Proposal, world: World) -> Goal:
 
 
 def let_go(engine: EngineParts) -> None:
-    """Let an engine drop its state, if it has any."""
+    """Make an engine drop its state, if it has any."""
     if not engine.idle:
         with engine.turn():
             engine.give_state_up()
@@ -171,9 +172,7 @@ def let_go(engine: EngineParts) -> None:
 def _world_of(
     engine: EngineParts, proposal: Proposal, holders: Sequence[int], world: Generation, elastic: Elastic
 ) -> World:
-    """Return the process groups of an engine's next world; the group for transfers includes the members that hold
-    copies.
-    """
+    """Return an engine's next world; its group for transfers includes `holders`, the members that hold copies."""
     number, mine = engine.job.number, engine.control.member
     layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
     with elastic.building(world.generation, number) as note:
@@ -186,9 +185,7 @@ def _world_of(
 
 
 def _is_overtaken(world: Generation, elastic: Elastic) -> bool:
-    """Return whether a later generation has come; wait a moment for it, as another member may have heard of a death
-    first.
-    """
+    """Return whether a later generation was published; wait shortly for one, as others may hear of a death first."""
     end = time.monotonic() + NOTICE_SECONDS
     while elastic.member.is_newest(world) and time.monotonic() < end:
         time.sleep(POLL_SECONDS)

@@ -67,7 +67,7 @@ SCRIPT = Reason()
 
 
 class Switcher:
-    """Switches of one engine on this member; see the module.
+    """Switches of one engine on this member; see the docstring of the module.
 
     listeners: the user's functions, called after each committed switch.
     note_window: records where a global batch begins.
@@ -89,9 +89,7 @@ class Switcher:
         self._steps = Steps()
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
         self._entered: Transaction | None = None
-        """Late switch (masters and moments follow after the pause) that was entered but not settled yet; None if there
-        is none.
-        """
+        """Late switch (its masters and moments follow after the pause) that is entered but not complete; else None."""
         self.listeners: list[OnSwitch] = []
         self.bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._answered: PendingSwitch | None = None
@@ -108,9 +106,7 @@ class Switcher:
         late: bool | None = None,
         reason: Reason = SCRIPT,
     ) -> PendingSwitch:
-        """Ask for a switch; see `DynatrainEngine.switch`. A request of the script replaces a pending one of an
-        extension.
-        """
+        """Ask for a switch; see `DynatrainEngine.switch`. The script's request replaces an extension's pending one."""
         late = self.engine.settings.late if late is None else bool(late)
         if self.engine.idle:
             raise SwitchRefused(
@@ -131,7 +127,7 @@ class Switcher:
             raise SwitchRefused(
                 f"the job's key-value store does not answer: {error}", "training goes on; ask again later"
             ) from error
-        if gives_way and preparation is not None:  # on all working members alike; idle ones read it on the board
+        if gives_way and preparation is not None:  # all working members do this; idle ones read it on the board
             first = "the script asks for another switch, which goes first"
             if self.engine.rank == 0:
                 preparation.board.decide(preparation.proposal.record_key, {"commit": False, "reason": first})
@@ -141,9 +137,7 @@ class Switcher:
         return self.engine.pending
 
     def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
-        """Return whether the requested switch is already pending, as when a loop repeats it within one optimizer
-        step.
-        """
+        """Return whether this switch is already pending, as when a loop asks for it again within one optimizer step."""
         try:
             target = feasible.target_layout(self.engine.layout, layout, changes)
         except SwitchRefused:
@@ -152,9 +146,7 @@ class Switcher:
         return pending is not None and (pending.layout, pending.at, pending.late) == wanted
 
     def place_in_training(self) -> str:
-        """Return the key of a request: equal on all members that ask at the same point of the training, and unique to
-        that point.
-        """
+        """Return the key of a request, unique to this point of the training and equal on all members that ask there."""
         now = (self.engine.segment, self.engine.micro_steps)
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
         return f"{now[0]}/{now[1]}/{self._asked[1]}"
@@ -241,12 +233,11 @@ class Switcher:
     # ---- made ready -----------------------------------------------------------------------------------------------
 
     def rehearse(self, layout: Layout, rank: int) -> SwitchRefused | None:
-        """Build a layout's optimizer once, in a world without peers and over memory that is never touched, and drop it
-        again.
+        """Build a layout's optimizer once, without peers and over memory that is never touched, and drop it.
 
-        This gets all imports and compilations of a first build done. Called on idle members, whose random streams are
-        left unchanged. Return None if the layout can be built, or else the refusal that this member brings to the vote
-        on the switch.
+        This completes all imports and compilations of a first build. Called on idle members, whose random streams stay
+        unchanged. Returns None if the layout can be built, or else the refusal with which this member votes on the
+        switch.
         """
         engine, before = self.engine, streams.capture()
         try:
@@ -286,7 +277,10 @@ class Switcher:
         self._warn_of_hardware(proposal)
         engine, around = self.engine, self.engine.context
         live = {} if engine.idle else engine.host.state_buffers()[0]
-        engine.vps.mesh(proposal.source_layout), engine.vps.mesh(proposal.layout)  # asks DeepSpeed: in the main thread
+        (
+            engine.vps.mesh(proposal.source_layout),
+            engine.vps.mesh(proposal.layout),
+        )  # may ask DeepSpeed, so not in the background
         front, back = (around.control, around.background) if boards is None else boards
         make, settings, memory = engine.host.make_children, engine.settings, engine.memory_in(proposal.layout)
         budget, way = settings.memory_budget_bytes, settings.transport
@@ -327,9 +321,7 @@ class Switcher:
             logger.warning("%s", notice)
 
     def connect_ahead(self) -> None:
-        """Connect the members of the next world at a boundary before that of the switch; if this fails, give the switch
-        up.
-        """
+        """Connect the members of the next world at a boundary before the switch; give the switch up if this fails."""
         preparation = self.engine.preparation
         if preparation is None:
             return
@@ -402,7 +394,7 @@ class Switcher:
     def settle(self) -> bool:
         """Complete a late switch before an optimizer step; return whether the step may be made.
 
-        The step may not be made if masters or moments did not arrive; the global batch is then void.
+        The step may not be made if masters or moments did not arrive; the global batch is then discarded.
         """
         transaction, self._entered = self._entered, None
         if transaction is None:
@@ -495,9 +487,9 @@ class Switcher:
         return event
 
     def note_first_step(self) -> None:
-        """Add the time of compiling again to the last switch's event, after the first optimizer step since that switch.
+        """Add the time of recompilation to the last switch's event, after the first optimizer step since the switch.
 
-        `last_switch` and the pending switch get the new event; the report file gets a line of its own.
+        `last_switch` and the pending switch get the new event; the report file gets a further line.
         """
         engine = self.engine
         if not self._first_step_is_due:
@@ -514,7 +506,7 @@ class Switcher:
     def note_gain(self, event: SwitchEvent, gain: float) -> None:
         """Report the gain of a switch, as a fraction of a step, once a later window has measured it.
 
-        `last_switch` gets the new event if it is that switch; the report file gets a line of its own.
+        `last_switch` gets the new event if it is that switch; the report file gets a further line.
         """
         engine, known = self.engine, replace(event, measured_gain=gain)
         if engine.last_switch is not None and engine.last_switch.generation == event.generation:

@@ -69,7 +69,7 @@ def tell(
     log: Callable[[SwitchEvent], None] = log_event,
     write: Callable[[EventWriter, SwitchEvent], None] | None = EventWriter.write,
 ) -> None:
-    """Report an event to the log and the report file. Does nothing except on rank 0.
+    """Report an event to the log and the report file. Only rank 0 does so.
 
     log: function that logs the event.
     write: function that writes the event's line into the report file; None to write no line.
@@ -83,9 +83,7 @@ def tell(
 
 
 def tell_of_switch(engine: EngineCore, event: SwitchEvent) -> None:
-    """Report a switch that was carried out, whatever its outcome, to all that watch the job. Does nothing except on
-    rank 0.
-    """
+    """Report a switch, whatever its outcome, to the log, the monitors and the coordinator. Only rank 0 does so."""
     tell(engine, event)
     if engine.rank == 0:
         if engine.settings.report.monitor:
@@ -97,7 +95,7 @@ def _write_to_monitors(engine: Any, event: SwitchEvent) -> None:
     """Write an event to DeepSpeed's monitors; log an error of a monitor, since it must not undo a committed switch."""
     try:
         engine.monitor.write_events(rows(event, int(engine.global_samples)))
-    except Exception as error:  # whatever a monitor's own library raises
+    except Exception as error:  # a monitor's library may raise any exception
         logger.warning(
             "switch %d was not written to DeepSpeed's monitors (%r); check the monitors that the configuration enables",
             *(event.generation, error),

@@ -35,8 +35,9 @@ class Exact(Extension):
         self._every_steps: int = settings.exact.digest_every_steps
 
     def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
-        """Raise UnsupportedError for anything that was not tested in exact jobs, and ConfigError if a batch size is
-        missing.
+        """Raise UnsupportedError if the job uses anything that was not tested in exact jobs.
+
+        Raises ConfigError if a batch size is missing.
         """
         batch, micro = (config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
         if batch is None or micro is None:
@@ -49,7 +50,7 @@ class Exact(Extension):
             raise usage("exact: a key of the dynatrain block").error("dynatrain.balance beside dynatrain.exact")
 
     def check_model(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
-        """Raise UnsupportedError for a model with parts that were not tested in exact jobs."""
+        """Raise UnsupportedError if the model has parts that were not tested in exact jobs."""
         refuse_inexact_model(config, model, mpu)
 
     def deepspeed_config(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class Exact(Extension):
         return LeafPipelineEngine if issubclass(kind, DynatrainPipelineEngine) else LeafEngine
 
     def check_layout(self, layout: Layout, batch: BatchSizes, has_stages: bool) -> None:
-        """Raise SwitchRefused for axes and ZeRO stages with which gradients would be added in another order."""
+        """Raise SwitchRefused if gradients would be added in another order with the layout's axes or ZeRO stage."""
         alike = Layout(data=layout.data, zero_stage=layout.zero_stage)
         if has_stages:
             alike = alike.replace(pipe=layout.pipe, boundaries=layout.boundaries)

@@ -1,6 +1,4 @@
-"""Checks of a machine for exact jobs: settings, threads, compiled sums, and kernels that must give the same bits
-everywhere.
-"""
+"""Checks of a machine for exact jobs: its settings, threads and compiled sums, and the bits that its kernels return."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ class ExactMachine:
 
     checks: the checks, one for each printed line.
     machine: the values that must be equal on all machines of a job.
-    bits: a hash of the results of a few kernels, which must then be equal as well; empty if nothing could be run.
+    bits: a hash of the results of a few kernels, which must also be equal on all machines; empty if none could be run.
     """
 
     checks: tuple[Check, ...]
@@ -67,7 +65,10 @@ def _device() -> Iterator[Check]:
 
 
 def _settings(values: dict[str, str]) -> Iterator[Check]:
-    """Yield the settings that processes compare when a job starts, with a verdict if one machine is enough to judge."""
+    """Yield a check for each setting that processes compare when a job starts.
+
+    It says whether the setting is well only if that can be judged on one machine.
+    """
     import torch
 
     from ds_dynatrain.exact.adapters.refusals import LOOSE_MODES, MODE

@@ -1,8 +1,8 @@
-"""A trial of a few kernels on this machine: whether their bits depend on the memory position of the operands, and a
-hash of the bits.
+"""A trial of a few kernels on this machine: do their bits depend on where the operands lie in memory?
 
-Operands are made from whole numbers, so they are the same everywhere. They begin at several offsets from an aligned
-address, like the parts of flat buffers, whose offsets depend on the ZeRO stage and the world.
+It also returns a hash of the bits. Operands are made from whole numbers, so they are the same everywhere. They begin at
+several offsets from an aligned address, like the parts of flat buffers, whose offsets depend on the ZeRO stage and the
+world.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch.nn import functional
 PLACES = (0, 1, 3, 8)
 """Offsets of the operands from an address that torch has aligned, in elements."""
 SHAPES = ((3, 24, 96), (16, 64, 64), (5, 33, 7))
-"""Rows, input features and output features of a linear layer. MKL's rounding of the first shape depends on alignment,
-unless told not to.
+"""Rows, input features and output features of linear layers.
+
+With the first shape, MKL's rounding depends on alignment unless MKL_CBWR forbids that.
 """
 LENGTH = 1003
 

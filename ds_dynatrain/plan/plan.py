@@ -261,7 +261,7 @@ class Cost:
 
     @property
     def highest_peak_bytes(self) -> int:
-        """The largest of `peak_bytes`."""
+        """Peak memory in bytes on the member that needs the most."""
         return max(self.peak_bytes.values(), default=0)
 
 

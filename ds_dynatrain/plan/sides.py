@@ -118,7 +118,7 @@ class Sides:
         return kind.name
 
     def senders(self, kind: Kind, rank: int, wanted: Pieces) -> Rows:
-        """Split the runs that a target rank wants by their senders; return (start, stop, source rank).
+        """Divide the runs that a target rank needs among their senders; return (start, stop, source rank).
 
         Raise SwitchRefused if no member of the source holds some of the elements.
         """

@@ -70,9 +70,8 @@ def slot_costs(
     by_rank = np.zeros((vps.layout.world_size + 1, slots), dtype=np.int64)
     alike: dict[object, tuple[Kind, int]] = {}
     for kind in sides.kinds:
-        row = row_of(
-            kind.name
-        )  # kinds with the same key are sharded alike under every layout, such as a master and its moments
+        # kinds with the same key are sharded alike under every layout, such as a master and its moments
+        row = row_of(kind.name)
         own = kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
         key = (row.stages, row.whole_in, row.of_frozen, *own)
         first, nbytes = alike.get(key, (kind, 0))
@@ -89,9 +88,8 @@ def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
     """
     slots, shared = sides.layout.world_size, sides.target(kind.name).shared
     result = np.zeros((sides.vps.layout.world_size + 1, slots), dtype=np.int64)
-    for ranks, start, stop in (
-        shared or ()
-    ):  # count elements that many slots share once; castable elements are subtracted below
+    # elements that many slots share are counted once; elements that can be cast are subtracted below
+    for ranks, start, stop in shared or ():
         result[:, ranks] += _missing(sides, kind, start, stop)[:, None]
     for slot in range(slots):
         if shared is None:

@@ -44,7 +44,7 @@ class ExtraState:
 
     keys: names of its values in the carry.
     is_shared: whether it is equal on all working members.
-    taken: the least change after which it is loaded.
+    taken: the lowest `LoadReason` for which it is loaded; it is loaded for all higher ones, too.
     state_dict: returns the values by name, as values that `encoding.encode` accepts.
     load_state_dict: loads the values. It may keep and change the containers that it gets. It is called without the
     values that an older checkpoint lacks, and not at all if the checkpoint has none of them.
@@ -102,7 +102,9 @@ def _load_schedule(engine: EngineCore, state: dict[str, Any]) -> None:
         group.update(values)
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
-    if hasattr(scheduler, "_last_lr") and "_last_lr" not in state["scheduler"]:  # else DeepSpeed's leave it stale
+    if (
+        hasattr(scheduler, "_last_lr") and "_last_lr" not in state["scheduler"]
+    ):  # DeepSpeed's schedulers would leave it stale
         scheduler._last_lr = [group["lr"] for group in groups]
     if engine.deepspeed.random_ltd_enabled():
         engine.deepspeed.random_ltd_scheduler.load_state_dict(state["random-LTD"])

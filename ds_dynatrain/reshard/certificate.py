@@ -145,8 +145,9 @@ def agreed(
 ) -> SideDigests:
     """Return, by state kind, the digests of whole tensors that the members of the session hold together.
 
-    side: a word for the state, used in errors. Raise CertificateError, on all members alike, if copies differ; it names
-    the tensor, the kind and two members.
+    side: a word for the state, used in errors.
+
+    Raise CertificateError, on all members alike, if copies differ; it names the tensor, the kind and two members.
     """
     members = session.members
 

@@ -106,15 +106,14 @@ OF_A_USER = "own"
 
 @dataclass(frozen=True)
 class OwnGroup:
-    """Handle that `engine.new_group` returns: the same object for the whole job, for another group in each world."""
+    """Handle that `engine.new_group` returns: one object for the whole job, which has another group in each world."""
 
     _world: Callable[[], World | None]
     _kind: str
 
     @property
     def group(self) -> td.ProcessGroup | object:
-        """Group in the present world, for `group=`; on a rank in no group, the same placeholder as of torch's
-        `new_group`.
+        """Group in the present world, for `group=`; on a rank in no group, the placeholder that torch uses for that.
 
         Raises RuntimeError on an idle member.
         """

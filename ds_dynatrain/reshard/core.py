@@ -1,7 +1,7 @@
-"""State of an engine on this member, declared in one place, and the arithmetic on it.
+"""State of an engine on this member, declared in one place, and what can be computed from it.
 
-Every part of an engine works on an `EngineCore` and on the other arguments of its own constructor. `EngineCore` knows
-none of these parts.
+Every part of an engine works on an `EngineCore` and on the other arguments of its own constructor. `EngineCore` does
+not depend on any of these parts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class OpenBatch:
 
 @dataclass(eq=False)
 class EngineCore:
-    """State of one engine on this member; see the module.
+    """State of one engine on this member; see the docstring of the module.
 
     host: DeepSpeed's engine, and the operations on it.
     layout, members: layout and members of the present world, also on an idle member.
@@ -130,7 +130,7 @@ class EngineCore:
     _space: VirtualParameterSpace | None = None
     _configs: dict[Layout, tuple[dict[str, Any], Any]] = field(default_factory=dict)
 
-    # ---- what is around it -------------------------------------------------------------------------------------------
+    # ---- its surroundings --------------------------------------------------------------------------------------------
 
     @property
     def settings(self) -> DynatrainConfig:
@@ -165,7 +165,7 @@ class EngineCore:
             install(self.world)
         self.host.put_in_place()
 
-    # ---- where it is -------------------------------------------------------------------------------------------------
+    # ---- its place and progress --------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:

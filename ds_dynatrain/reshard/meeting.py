@@ -188,7 +188,7 @@ def connect_ahead(preparation: Preparation, old_world: World | None) -> VoteResu
     decision = session.vote(work)
     if decision.commit and preparation.connections is not None:
         preparation.connections = replace(preparation.connections, is_ahead=True)
-    elif session.is_first and not decision.commit:  # for members that take no part in it
+    elif session.is_first and not decision.commit:  # members that take no part in the vote read this record
         board.decide(f"record/{proposal.generation}", {"commit": False, "reason": decision.reason})
     return decision
 

@@ -183,6 +183,7 @@ class Membership:
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
         """Report, to all members that may hold copies, that a state is loaded.
 
-        stretch: the stretch of training (between two loads) to which this applies. Raise torch's DistError if the
-        members cannot be reached.
+        stretch: the stretch of training (between two loads) to which this applies.
+
+        Raise torch's DistError if the members cannot be reached.
         """

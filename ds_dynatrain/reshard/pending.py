@@ -11,10 +11,12 @@ from ds_dynatrain.space import Layout
 
 @dataclass
 class PendingSwitch:
-    """A switch that was agreed to. Once it has ended, `event` tells how.
+    """A switch that all members have agreed to. Once it has ended, `event` tells how.
 
-    at: the step that was asked for; None for the first boundary at which all members are prepared. cause: the extension
-    that asked for it; "" for the script.
+    at: the number of optimizer steps after which it takes effect; None for the first boundary at which all members are
+        prepared.
+    late: whether masters and moments move after the pause.
+    cause: the extension that asked for it; "" if the script did.
     """
 
     layout: Layout
@@ -77,10 +79,15 @@ class Steps:
 class SwitchEstimate:
     """A dry run: what a switch to `layout` would cost, or why it is refused (then all figures are 0).
 
-    bytes_sent: over all members. peak_memory_bytes: state of both layouts and staging, on the member with the most.
-    seconds: moves alone, at `bytes_per_second` on each link. members: the member at each rank. copies_memory_bytes:
-    host memory for copies in that layout, on the member with the most; 0 in a job without copies. step_ms: duration of
-    a step there by the profile that was measured or configured, term by term, and their `total`; empty without one.
+    members: the member at each rank of the layout.
+    bytes_sent: the bytes that all members send.
+    peak_memory_bytes: the state of both layouts and the staging memory, on the member with the most.
+    seconds: the time of the moves alone, at `bytes_per_second` on each link.
+    copies_memory_bytes: the host memory for copies in that layout, on the member with the most; 0 in a job without
+        copies.
+    step_ms: the predicted duration of a step there, by part, and its `total`; empty without a measured or configured
+        profile.
+    refusal, way_out: why the switch is refused, and what would be possible; "" if it is not refused.
     """
 
     layout: Layout

@@ -51,7 +51,7 @@ class Figures:
 
     bytes_sent: total sent by all members.
     busiest_bytes: bytes sent or received by the busiest member, in its busiest direction.
-    peak_bytes: upper bound of what the fullest member holds at once.
+    peak_bytes: upper bound of the bytes that one member holds at once, on the member with the most.
     """
 
     bytes_sent: int
@@ -81,7 +81,7 @@ class Preparation:
     board: the board on which the switch is negotiated.
     control: the same board over the background connection, which no other thread may use meanwhile.
     live: this member's present buffers.
-    memory: what the next buffers are made of, by state kind.
+    memory: the element type and memory of the next buffers, by state kind.
     on_device: state kinds whose present buffers are on accelerators.
     make: function that makes the module's next children for a rank of a layout.
     made: the children made for this member.
@@ -215,7 +215,7 @@ class Preparation:
             self.error = self.error or error
 
     def _make_target(self) -> None:
-        """Make the target's buffers and the module's children, and compute what the pause would otherwise have to."""
+        """Make the target's buffers and children, and compute what would otherwise be computed in the pause."""
         rank = self.target_rank
         if rank is not None:
             self.kept = self.reusable(self.live)

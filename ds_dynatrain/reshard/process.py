@@ -37,7 +37,7 @@ class Process:
     engines: the open engines, in the order in which they were made.
     sync_points: the sync points of the script.
     membership: the membership that all engines share.
-    early: what `init_distributed` has prepared for `initialize`, a `members.entry.Early` (whose file imports this one).
+    early: the `engine.entry.Early` that `init_distributed` has made for `initialize` (its file imports this one).
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Process:
             self._forget()
 
     def found_early(self) -> Any:
-        """Return what `init_distributed` has prepared for `initialize`; None if the script has destroyed its group."""
+        """Return the `Early` that `init_distributed` has made; None if there is none or its group was destroyed."""
         group = td.group.WORLD if td.is_initialized() else None
         return self.early if self.early is not None and self.early.launch.group is group else None
 

@@ -1,4 +1,4 @@
-"""Registration of trained parameters and optimizer groups: their space, the job's changes, and applying them."""
+"""Registration of trained parameters and optimizer groups: their space, and how changes are recorded and applied."""
 
 from __future__ import annotations
 

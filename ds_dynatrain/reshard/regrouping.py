@@ -116,7 +116,7 @@ def _has_begun(engine: EngineCore) -> bool:
 
 
 def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
-    """Return the combined request of all members, each of which speaks for the parameters that it holds.
+    """Return the combined request of all members, each of which decides on the parameters that it holds.
 
     Raise SwitchRefused if members that hold the same parameter disagree on it, if they give different numbers of
     groups, or (on all members alike) if one member does not make the request within the time-out.

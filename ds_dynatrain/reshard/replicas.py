@@ -1,5 +1,4 @@
-"""Replicas that drifted: tensors that several pipeline stages or tensor ranks hold whole, each computing its own
-values.
+"""Replicas that have drifted apart: whole tensors whose values several stages or tensor ranks each compute themselves.
 
 Norms under tensor parallelism and tied weights are equal by arithmetic, not by communication, so their last digits may
 differ on accelerators. If digests differ before the moves, every holder receives the values of the tensor's owner and

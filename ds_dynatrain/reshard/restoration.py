@@ -139,8 +139,9 @@ class StateSource:
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
         """Return one digest of the whole state, once all members together are proved to hold the state of the source.
 
-        kinds: state kinds that have buffers. Raise CheckpointDamaged or CertificateError, naming tensor and kind, if
-        members hold anything else.
+        kinds: state kinds that have buffers.
+
+        Raise CheckpointDamaged or CertificateError, naming tensor and kind, if members hold anything else.
         """
         raise NotImplementedError
 

@@ -23,8 +23,8 @@ trains, but no record is written yet. Every member keeps the source: its buffers
 swap. A thread on each member moves the late kinds into buffers that the new optimizer already uses, over a process
 group of their own, and computes the digests of both sides, including the weights, since nothing writes to either side
 before an optimizer step. The second vote comes before that step, and its certificate covers all kinds. If it is a yes,
-the record is written, and the switch ends like any other. If it is a no, the global batch is void, and all steps of
-entering are undone in reverse order.
+the record is written, and the switch ends like any other. If it is a no, the global batch is discarded, and all steps
+of entering are undone in reverse order.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ POLL_SECONDS = 0.02
 
 
 class Transaction:
-    """A switch on one member; see the module. Every member of the old or the new world makes one at a boundary.
+    """A switch on one member; see the docstring of the module. Every member of the old or new world makes one.
 
-    Call `vote`, and then `conclude`. For a late switch call `enter`, and then `settle` before the next optimizer step.
+    Call `vote` at a boundary, and then `conclude`. For a late switch call `enter` at a boundary, and then `settle`
+    before the next optimizer step.
 
     is_part: whether this is one of several engines in the process, for which the caller makes one decision.
     interrupt: an exception to raise after `conclude`.
@@ -128,7 +129,7 @@ class Transaction:
         members = members or self.proposal.union
         return Session(self.control, key, members, what, record=record, is_patient=is_patient, stop=stop)
 
-    # ---- from the call to the end --------------------------------------------------------------------------------
+    # ---- from the vote to the end --------------------------------------------------------------------------------
 
     def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
         """Do everything that can fail, and return the decision of all members; a failure on one member is a no for all.
@@ -139,7 +140,7 @@ class Transaction:
             decision = self.session.vote(work or self._carry_out, joined_sides, self._judge)
         except OutcomeUnknown as lost:  # other members may have read a commit
             self.outcome.is_uncertain, self.interrupt = True, lost.__cause__ or lost
-            if self.control.watch is not None:  # an elastic job finds the outcome out later
+            if self.control.watch is not None:  # an elastic job learns the outcome later
                 self.control.lost, self.interrupt = None, lost.__cause__
             return VoteResult(False, str(lost))
         self.interrupt = decision.interrupt
@@ -190,7 +191,7 @@ class Transaction:
             return
         self.before = drain(engine, self.proposal, rank, self.outcome)
         self.source = self.before.buffers
-        if self.proposal.late:  # forward passes of a void batch must not change the module's buffers
+        if self.proposal.late:  # forward passes of a discarded batch must not change the module's buffers
             held = [(buffer, buffer.detach().clone()) for buffer in engine.host.module.buffers()]
             self.swap.on_undo(_put_back, held)
         own = self.swap.streams

@@ -102,8 +102,8 @@ class SyncPoints:
     def begin_epoch(self, loader: str, is_under_way: bool, sampler_epoch: int) -> int | None:
         """Begin a pass over a loader; return None if it has no batches here because the other members are elsewhere.
 
-        Otherwise return the epoch to set the user's sampler to: `sampler_epoch`, or the leaders' on a member that came
-        late.
+        Otherwise return the epoch to set the user's sampler to: `sampler_epoch`, or on a late member that of the
+        leaders.
 
         is_under_way: whether the others are in the middle of this very pass, which is then no sync point. This happens
         with a second engine's loader: a member that joined in the middle of a step draws from it first in the middle of

@@ -141,7 +141,7 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
 
     def held(layout: Layout, rank: int) -> Counter[str]:
         local = vps.local(layout, rank)
-        alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with the same line need the same bytes
+        alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with equal values need equally much
         if alike not in known:
             known[alike] = _state_bytes(engine, local)
         return known[alike]

@@ -37,9 +37,10 @@ class DeviceLink(Protocol):
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
         """Call `work`, which queues messages, and wait until the device has completed them all.
 
-        deadline: a `time.monotonic()` value. Raise MemberMissing, naming `members`, when the deadline passes, and
-        TransferError if a message failed or the link was closed. After an error the link is unusable and has no message
-        in flight.
+        deadline: a `time.monotonic()` value.
+
+        Raise MemberMissing, naming `members`, when the deadline passes, and TransferError if a message failed or the
+        link was closed. After an error the link is unusable and has no message in flight.
         """
 
 

@@ -109,7 +109,7 @@ class DeviceTable:
         source: the buffer of each run. A large table is placed on the device.
         """
         where = device if len(source) >= MANY_RUNS else torch.device("cpu")
-        done = np.stack([column.astype(np.int32) for column in programs(runs)])  # 2^31 blocks are 256 TiB of a tensor
+        done = np.stack([column.astype(np.int32) for column in programs(runs)])  # enough for tensors of 256 TiB
         ends = np.flatnonzero(np.bincount(source * WORD_BYTES + runs.address % WORD_BYTES))
         return DeviceTable(
             device,
@@ -159,7 +159,8 @@ def weights(device: torch.device) -> torch.Tensor:
 def by_arithmetic(data: torch.Tensor, begin: int) -> int:
     """Return the digest of bytes on any device, computed by torch's int64 arithmetic.
 
-    data: the bytes, as a 1-D uint8 tensor. begin: offset of the first byte in its logical tensor.
+    data: the bytes, as a 1-D uint8 tensor.
+    begin: offset of the first byte in its logical tensor.
     """
     low, high = (torch.from_numpy(table.view(np.int64).copy()).to(data.device) for table in tables())
     end, total, step = begin + data.numel(), 0, DEVICE_BLOCKS * BLOCK_BYTES

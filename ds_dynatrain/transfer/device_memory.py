@@ -103,8 +103,9 @@ class DeviceMemory:
     def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
         """Queue a copy from an open allocation into a local uint8 tensor.
 
-        address: an address in the allocation. matrix: the bytes to read, relative to it. place: the bytes of `into` to
-        fill, in a matrix of the same shape.
+        address: an address in the allocation.
+        matrix: the bytes to read, relative to it.
+        place: the bytes of `into` to fill, in a matrix of the same shape.
         """
         source, target = address + matrix.begin, into.data_ptr() + place.begin
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

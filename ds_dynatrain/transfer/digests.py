@@ -234,7 +234,8 @@ def _table(columns: Int64s, sizes: Int64s, device: torch.device) -> DeviceTable:
 def _rows(columns: Int64s, sizes: Int64s, device: torch.device) -> Rows:
     """Combine runs at equal steps into series; without compiled code, only runs that lie close together.
 
-    columns: the result of `_cut_at_tensors`. sizes: the element size of each buffer.
+    columns: the result of `_cut_at_tensors`.
+    sizes: the element size of each buffer.
     """
     tensor, begin, count, source, at = columns
     first, number = np.arange(len(tensor)), np.ones(len(tensor), dtype=np.int64)

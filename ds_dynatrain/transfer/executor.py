@@ -55,11 +55,13 @@ def execute(
     budget allows, and finished in order. The first unfinished exchange of a member is also the first one of its peer,
     so members cannot deadlock.
 
-    source, target: the buffers before and after the switch, by state kind and buffer name. deadline_seconds: limit for
-    the whole call. link: needed if the plan has batches. All members must have prepared their plans for the same
-    budget. A target buffer may share memory with a source buffer only where elements keep their addresses; any other
-    overlap is refused, so source buffers are unchanged until the derived moves. Elements that no move writes (padding)
-    are left unchanged.
+    source, target: the buffers before and after the switch, by state kind and buffer name.
+    deadline_seconds: limit for the whole call.
+    link: needed if the plan has batches.
+
+    All members must have prepared their plans for the same budget. A target buffer may share memory with a source
+    buffer only where elements keep their addresses; any other overlap is refused, so source buffers are unchanged until
+    the derived moves. Elements that no move writes (padding) are left unchanged.
 
     Raises TransferError before the first byte moves if the buffers do not fit the plan, TransferError if a connection
     fails, and MemberMissing when the deadline passes. After an error the target buffers and the transport are unusable.

@@ -44,8 +44,7 @@ PACKET = struct.Struct("<BxxxIQQQ")
 Key = tuple[int, int]
 """Tag and number of a message."""
 Share = Callable[[str, Any], Mapping[int, Any]]
-"""Function `share(what, record)` that sends this member's record (plain JSON) to all members, and returns all records
-by member."""
+"""Function `share(what, record)` that sends a record (plain JSON) to all members, and returns theirs by member."""
 
 PEER = struct.Struct("=iII")
 """Format of C structure `ucred`: the IDs of process, user and group."""
@@ -89,8 +88,10 @@ def permit_readers(who: int = ANYBODY) -> None:
 def read_memory(process: int, address: int, into: torch.Tensor) -> None:
     """Fill a contiguous uint8 tensor in host memory with bytes of another process.
 
-    process: the ID of the process. address: the address of the first byte there. Raises TransferError if the kernel
-    does not permit it, or if there is no such process or memory.
+    process: the ID of the process.
+    address: the address of the first byte there.
+
+    Raises TransferError if the kernel does not permit it, or if there is no such process or memory.
     """
     library, done, length = ctypes.CDLL(None, use_errno=True), 0, into.numel()
     library.process_vm_readv.restype = ctypes.c_ssize_t
@@ -258,9 +259,12 @@ class Neighbors:
     ) -> Neighbors:
         """Find and connect to this member's neighbors. All members must call it.
 
-        member: this member's number. share: sends a record to all members and returns theirs. stop: called while
-        waiting for others; it may raise an error to end the wait. device: this member's accelerator, if any. Raises
-        MemberMissing if a neighbor does not connect within `seconds`, and any error of `share`.
+        member: this member's number.
+        share: sends a record to all members and returns theirs.
+        stop: called while waiting for others; it may raise an error to end the wait.
+        device: this member's accelerator, if any.
+
+        Raises MemberMissing if a neighbor does not connect within `seconds`, and any error of `share`.
         """
         deadline = time.monotonic() + seconds
         probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # not drawn from training
@@ -320,8 +324,11 @@ class Neighbors:
     def advance(self, line: NeighborLine, what: str, since: float, deadline: float) -> None:
         """Wait for packets from any neighbor, and process them.
 
-        line: the connection whose message is awaited. what: that message in words. since: when the wait began. Raises
-        MemberMissing when the deadline passes, and TransferError if the neighbor of `line` has disconnected.
+        line: the connection whose message is awaited.
+        what: that message in words.
+        since: when the wait began.
+
+        Raises MemberMissing when the deadline passes, and TransferError if the neighbor of `line` has disconnected.
         """
         if line.is_over:
             raise TransferError(f"{what} with member {line.member} failed: its connection has ended")

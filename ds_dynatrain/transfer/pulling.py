@@ -25,7 +25,7 @@ from ds_dynatrain.transfer.transport import Handle, Transport
 WHERE, DONE = 2, 3
 """Tags of the message with the locations of buffers, and of the message that confirms the end of reading."""
 RECORD = struct.Struct(f"={HANDLE_BYTES}sqq")
-"""Format of a buffer's location: the handle of its allocation, its offset therein, and its length in bytes."""
+"""Format of a buffer's location: the handle of its allocation, its offset in it, and its length in bytes."""
 
 
 @dataclass(frozen=True)

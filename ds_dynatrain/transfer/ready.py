@@ -67,8 +67,9 @@ class ReadyPlan:
     ) -> ReadyPlan:
         """Prepare a plan for buffers whose addresses are not known yet.
 
-        budget_bytes: most bytes of staging memory. The other arguments are as in the fields of this class. Raises
-        TransferError if the budget is too small.
+        budget_bytes: most bytes of staging memory.
+
+        The other arguments are as in the fields of this class. Raises TransferError if the budget is too small.
         """
         if budget_bytes < MINIMUM_BUDGET_BYTES:
             raise TransferError(

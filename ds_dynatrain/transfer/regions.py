@@ -140,8 +140,8 @@ class Regions:
     def copy_to(self, other: Regions, both: Iterable[tuple[Matrix, Matrix]], is_queued: bool = False) -> None:
         """Copy matrices of bytes from these buffers into the buffers of `other`; the matrices must not overlap.
 
-        both: pairs (matrix here, matrix in `other`). is_queued: whether to return before an accelerator has completed
-        the copies.
+        both: pairs (matrix here, matrix in `other`).
+        is_queued: whether to return before an accelerator has completed the copies.
         """
         for mine, theirs in both:
             if self.is_on_host and other.is_on_host:

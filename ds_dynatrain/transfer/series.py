@@ -46,8 +46,8 @@ def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
 def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> list[tuple[Matrix, Matrix]]:
     """Group pairs of runs, in order, into few pairs of matrices of equal shape.
 
-    mine, others: the buffer and the first byte of the first run of each pair, and of the second. length: the number of
-    bytes of both runs of each pair.
+    mine, others: the buffer and the first byte of the first run of each pair, and of the second.
+    length: the number of bytes of both runs of each pair.
     """
     (which, begin), (into, at) = mine, others
     same = (which * (int(into.max(initial=0)) + 1) + into) * (int(length.max(initial=0)) + 1) + length
@@ -69,8 +69,8 @@ def _matrices(which: Ints, begin: Ints, length: Ints, first: Ints, count: Ints) 
 def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
     """Group consecutive rows into series; return (first row, number of rows) of each.
 
-    same: one value per row; only rows with equal values can share a series. begins: one or more arrays with the
-    position of each row; within a series each of them has a constant step.
+    same: one value per row; only rows with equal values can share a series.
+    begins: one or more arrays with the position of each row; within a series each of them has a constant step.
     """
     count = len(same)
     goes_on = np.zeros(count, dtype=bool)  # whether a row and the two before it are equally spaced

@@ -58,9 +58,11 @@ def execute_standing_in(
 ) -> None:
     """Execute the plans of a member and of the absent members that it stands in for, as `execute` does.
 
-    sources: the source buffers of each of these members; the member itself may be left out if it has no state. target:
-    the target buffers of the member itself. stand_ins: the member that stands in for each absent one; the same on all
-    members. The buffers of absent members must be in host memory. Raises the errors of `execute`.
+    sources: the source buffers of each of these members; the member itself may be left out if it has no state.
+    target: the target buffers of the member itself.
+    stand_ins: the member that stands in for each absent one; the same on all members.
+
+    The buffers of absent members must be in host memory. Raises the errors of `execute`.
     """
     member, deadline = plan.own.member, time.monotonic() + deadline_seconds
 

@@ -48,8 +48,9 @@ class MoveBatch:
 def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch]:
     """Divide moves into messages, and return the messages in sending order.
 
-    lengths: the length of each move in bytes. chunk: most bytes of a message of packed moves. longest: most bytes of a
-    message with part of a single large move.
+    lengths: the length of each move in bytes.
+    chunk: most bytes of a message of packed moves.
+    longest: most bytes of a message with part of a single large move.
     """
     length = np.array([*lengths], dtype=np.int64)
     direct = length >= min(DIRECT_BYTES, chunk)
@@ -136,7 +137,7 @@ class Staging:
         """Allocate slots until `slots` of them are free, and touch their memory so that first use is fast."""
         while len(self._free) < slots:
             slot = self._slot()
-            if not self.is_pinned:  # locked pages exist already
+            if not self.is_pinned:  # pinned memory is allocated already
                 prefault(slot)
             self._free.append(slot)
 

@@ -176,9 +176,12 @@ def send_down(
 ) -> None:
     """Broadcast tensors from the first member of `tree` to all others in it. All members of `tree` must call this.
 
-    tree: the members as a binary tree: the one at index i sends to those at 2i + 1 and 2i + 2. mine: this member.
-    tensors: the values to send or, on other members, tensors to fill. deadline: a `time.monotonic()` value. Raises the
-    errors of `Handle.wait`.
+    tree: the members as a binary tree: the one at index i sends to those at 2i + 1 and 2i + 2.
+    mine: this member.
+    tensors: the values to send or, on other members, tensors to fill.
+    deadline: a `time.monotonic()` value.
+
+    Raises the errors of `Handle.wait`.
     """
     place = tree.index(mine)
     below = tree[2 * place + 1 : 2 * place + 3]

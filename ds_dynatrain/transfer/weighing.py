@@ -158,8 +158,9 @@ def _factor(block: int) -> int:
 
 
 def _splitmix(values: UInt64s, seed: int) -> UInt64s:
-    """Return the numbers seed + (value + 1) * gamma, mixed by splitmix64 (Steele, Lea, Flood 2014; Vigna's
-    constants).
+    """Return the numbers seed + (value + 1) * gamma, mixed by splitmix64.
+
+    See Steele, Lea and Flood 2014; the constants are Vigna's.
     """
     mixed: UInt64s = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,10 +1,10 @@
 """DeepSpeed's curriculum as an order of samples: it assigns them to global batches, the same in every world.
 
-DeepSpeed's sampler draws a global batch on rank 0 and sends it to the others, from a random stream that its own
-`state_dict` does not hold. Here every working member draws for itself, beginning with the seed of the configuration. So
-a global batch depends on its number alone, and a position in the data is a number, as in any other order. Each process
-that trains must therefore be able to read the index files. It keeps clusters of its own in a folder under
-`data_cluster_path` for as long as it lives.
+DeepSpeed's sampler draws a global batch on rank 0, from a random stream that its `state_dict` does not hold, and sends
+the batch to the other ranks. Here every working member draws for itself, beginning with the seed of the configuration.
+So a global batch depends on its number alone, and a position in the data is a number, as in any other order. Each
+process that trains must therefore be able to read the index files. It keeps its own clusters in a folder under
+`data_cluster_path` until it ends.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class CurriculumOrder(EpochOrder):
 
     @property
     def steps(self) -> int:
-        """Number of global batches in one pass: all `num_epochs` of the configuration, and one more, as DeepSpeed
-        counts.
-        """
+        """Number of global batches in one pass: those of all `num_epochs`, plus one, as DeepSpeed counts."""
         return self.length * int(self.block["data_sampling"]["num_epochs"]) // self.train_batch_size + 1
 
     def __len__(self) -> int:
@@ -76,9 +74,7 @@ class CurriculumOrder(EpochOrder):
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that must be equal for a saved position to mean the same samples; paths are not among
-        them.
-        """
+        """Return the settings, without paths, that must be equal for a saved position to mean the same samples."""
         where = ("data_cluster_path", "index_to_sample_path", "index_to_metric_path")
         text = json.dumps(_without(self.block, where), sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -95,9 +91,7 @@ class CurriculumOrder(EpochOrder):
         self._sampler = None
 
     def _draw(self, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return a global batch: the indices of its samples in the data set, and the state for DeepSpeed's
-        post-processing function.
-        """
+        """Return the sample indices of a global batch, and the state for DeepSpeed's post-processing function."""
         if number not in self._kept:
             if self._sampler is None or number < self._next:
                 self._start()

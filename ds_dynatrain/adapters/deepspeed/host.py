@@ -38,9 +38,7 @@ from ds_dynatrain.space.leaves import MicroStep
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """State of a host before a reshape, for `undo_reshape`: the shape, the module's children, the model map and the
-    parameters' names.
-    """
+    """State of a host before a reshape, from which `undo_reshape` restores it. names: the names of the parameters."""
 
     shape: Shape
     children: Children
@@ -57,15 +55,17 @@ class Host:
     engine: DeepSpeed's engine (`host_engine.HostEngine`).
     layout: the layout that is attached to the module, or was attached last.
     global_batch_size: number of samples per optimizer step, even where DeepSpeed's three batch sizes cannot express it.
-    attaches: false for an idle member's engine, which is built without a ZeRO optimizer and holds only names and shapes
-        of parameters.
-    whole: false if no member has attached yet; `attach_first` is then called once the parameters have arrived.
+    attaches: whether the engine is built with a ZeRO optimizer. An idle member's engine is not; it holds only names and
+        shapes of parameters.
+    whole: whether the parameters are whole when the engine is built; if not, `attach_first` is called once their values
+        have arrived.
+    shape: the pipe, expert and tensor sizes of the module's children, and this member's index on these axes.
     slot_weight: weight of the loss of the micro-batch that was assigned last.
     slot_is_borrowed: whether that micro-batch repeats another rank's sample.
     loss_is_divided: whether the loss of that micro-batch needs no weight.
     window_tokens: number of tokens of the open accumulation window on this rank; None if no counts were given.
     without_gradient: trainable parameters that got no gradient on this rank in the last window.
-    is_weighted: whether the loss of the running backward pass is weighted already, so that its gradients must not be.
+    is_weighted: whether the loss of the running backward pass is weighted already, so that its gradients are not.
     is_own_optimizer: whether DeepSpeed builds the optimizer from the configuration.
     in_leaves: whether micro-batches are leaves.
     micro_step: which rank trains which leaf at present; None between two global batches.
@@ -131,12 +131,12 @@ class Host:
         self._scaling = scaler.first_state(self.engine)
 
     def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
-        """Attach for the first time, and initialize a new optimizer's state as DeepSpeed's constructors do."""
+        """Attach the first ZeRO optimizer, and initialize its state as DeepSpeed's constructors do."""
         for parameter in self.model_map.parameters:
             parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
         self.attach(layout, world, config, buffers, Scalars())
         if isinstance(self.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
-            self.optimizer.initialize_optimizer_states()  # a step on zeros: counts, and decays masters
+            self.optimizer.initialize_optimizer_states()  # takes a step on zeros, which counts and decays masters
 
     def curriculum_order(self, length: int) -> CurriculumOrder | None:
         """Return the order of the configuration's curriculum over `length` samples; None without a curriculum."""
@@ -146,10 +146,10 @@ class Host:
 
     @property
     def ends_window_by_hand(self) -> bool:
-        """Whether the next `step` ends the window because the user says so, not because of DeepSpeed's count.
+        """Whether the user, and not DeepSpeed's count, makes the next `step` end the accumulation window.
 
-        The user says so by `set_gradient_accumulation_boundary(True)`, or by leaving `managed_gradient_accumulation`
-        off (DeepSpeed 0.18 always has it on).
+        The user does so by `set_gradient_accumulation_boundary(True)`, or by setting `managed_gradient_accumulation` to
+        false (in DeepSpeed 0.18 it is always true).
         """
         managed = getattr(type(self.engine), "managed_gradient_accumulation", None)
         return bool(self.engine._is_gradient_accumulation_boundary) or not (managed is None or managed(self.engine))
@@ -170,7 +170,7 @@ class Host:
 
     @forward_passes.setter
     def forward_passes(self, count: int | None) -> None:
-        """Go on from a count."""
+        """Set the number of forward passes to continue from."""
 
     def scaling_state(self) -> scaler.State:
         """Return the loss scale and its related fields, including fields that the present optimizer does not have."""
@@ -182,9 +182,7 @@ class Host:
         return state
 
     def take_scaling(self, state: scaler.State) -> None:
-        """Set the fields of a `scaling_state`. Fields that the present optimizer does not have are kept for a later
-        layout.
-        """
+        """Set the fields of a `scaling_state`; those that the present optimizer lacks are kept for a later layout."""
         self._scaling = dict(state)
         for holder, names in scaler.places(self.optimizer):
             for key, name in names.items():
@@ -192,9 +190,7 @@ class Host:
                     setattr(holder, name, state[key])
 
     def take_grad_norm(self, norm: float | None) -> None:
-        """Set the gradient norm of the last step on a member that did not take that step. The norm becomes a tensor, as
-        in DeepSpeed.
-        """
+        """Set the gradient norm of the last step, as a tensor, on a member that did not take that step."""
         self.engine._global_grad_norm = None if norm is None else torch.tensor(norm, device=self.engine.device)
         self._pass_grad_norm_on()
 
@@ -247,16 +243,13 @@ class Host:
             old.__dict__.clear()  # reference cycles hold it: free its memory without the collector
 
     def make_children(self, layout: Layout, rank: int) -> Made | None:
-        """Build the children that `reshape` will need, ahead of time and in any thread; return None if the shape stays
-        the same.
-        """
+        """Build the children that `reshape` will need, ahead of time, in any thread; None if they will not change."""
         return None if Shape.of(layout, rank) == self.shape else self.shaper.make(layout, rank)
 
     def reshape(
         self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor], made: Made | None = None
     ) -> Replaced | None:
-        """Give the module the children of `rank` under `layout`. Return the argument for `undo_reshape`, or None if
-        nothing had to change.
+        """Give the module the children of `rank` under `layout`. Return what `undo_reshape` needs; None if unchanged.
 
         The world of `layout` must be installed, and no optimizer may be attached. tensors: the local tensors of that
         rank. made: the result of `make_children`, if it was called.
@@ -299,9 +292,7 @@ class Host:
         forget_running_products(self.basic_optimizer)
 
     def let_module_go(self) -> None:
-        """Remove everything that DeepSpeed and this object have set on the module and in torch. The engine itself
-        stays.
-        """
+        """Remove what DeepSpeed and this object have set on the module and in torch. The engine itself is kept."""
         self.gradients.stop()
         self.gathers.stop()
         forget(self.module)
@@ -313,7 +304,7 @@ class Host:
                 forget_traces()
 
     def leave_world(self) -> None:
-        """Release data and process groups but keep names and objects: the state of an idle member."""
+        """Release data and process groups, but keep names and objects, as an idle member has them."""
         self.leave_shape()
         self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
         self.engine.global_rank = -1
@@ -325,11 +316,11 @@ class Host:
     def attach(
         self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
     ) -> None:
-        """Build a ZeRO optimizer of `layout` on the module, with `buffers` as its memory, without messages or
-        allocations.
+        """Build a ZeRO optimizer of `layout` on the module, with `buffers` as its memory.
 
-        `world` must be installed, and the old layout must be detached. An optimizer that accumulates gradients or
-        offloads keeps the zero-filled tensors that it makes, because they are its gradient buffers.
+        No message is sent and no memory allocated. `world` must be installed, and the old layout must be detached. An
+        optimizer that accumulates gradients or offloads keeps the zero-filled tensors that it makes, because they are
+        its gradient buffers.
         """
         self._enter_world(world, layout, config)
         engine, basic, model = self.engine, self.basic_optimizer, self.model_map
@@ -376,14 +367,14 @@ class Host:
         self._pass_grad_norm_on()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of an open window, wherever the present optimizer keeps them."""
+        """Drop the gradients of an open accumulation window, wherever the present optimizer keeps them."""
         for parameter in self.model_map.parameters:
             parameter.grad = None
         self.optimizer.zero_grad()
         self.gradients.missing()
 
     def optimizer_made(self) -> None:
-        """React to a new optimizer of DeepSpeed's, before its first step. Does nothing here."""
+        """Act on a new optimizer that DeepSpeed has built, before its first step; a hook for subclasses."""
 
     def break_off(self) -> None:
         """Clean up after an error has ended a DeepSpeed call: a timer that still runs could not be started again."""
@@ -412,15 +403,15 @@ class Host:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Update what DeepSpeed does not after its optimizer step. Called after each step."""
+        """Update the fields that DeepSpeed leaves unchanged after its optimizer step. Called after each step."""
         if not hasattr(self.optimizer, "_global_grad_norm"):  # torch's own optimizer at stage 0 computes no norm
             self.engine._global_grad_norm = None
         self.window_tokens = None
         self.without_gradient = self.gradients.missing()
 
     def leave_shape(self) -> None:
-        """Release the groups of the world."""
+        """Release the process groups of the world that the model's layers hold."""
         self.shaper.leave(self.engine)
 
     def put_in_place(self) -> None:
-        """Replace DeepSpeed's process-wide state, except for groups, by that of this engine."""
+        """Set DeepSpeed's process-wide state, except for groups, to that of this engine; a hook for subclasses."""

@@ -42,8 +42,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
-        """Configure experts as DeepSpeed does. With AutoEP, return the shaper's record instead, because the shaper has
-        replaced the layers already.
+        """Configure experts as DeepSpeed does; with AutoEP, only return the record of the shaper's replacements.
+
+        The shaper has already replaced the layers with experts.
         """
         if self._host.shaper.autoep:
             return self._host.shaper.autoep.take_replaced()
@@ -82,14 +83,14 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.basic_optimizer = self.optimizer = basic
 
     def _broadcast_model(self) -> None:
-        """Broadcast as DeepSpeed does, unless the parameters are still to arrive, with equal values on all ranks."""
+        """Broadcast the model as DeepSpeed does, unless its parameters arrive later, with equal values on all ranks."""
         if self._host.whole:
             super()._broadcast_model()
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         """Return whether an offloaded optimizer must be DeepSpeed's own class.
 
-        False for an optimizer that we build from the configuration, because it is treated like one that the user made.
+        Returns False for an optimizer that we build from the configuration, which is treated like one of the user's.
         """
         return not self._host.is_own_optimizer and bool(super().zero_force_ds_cpu_optimizer())
 
@@ -100,9 +101,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         )
 
     def random_ltd_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's block for random-LTD, completed by the two batch sizes that its constructor adds only for
-        the first layout.
-        """
+        """Return DeepSpeed's block for random-LTD, with two batch sizes that its constructor adds at the start only."""
         block: dict[str, Any] = super().random_ltd_config()
         block.setdefault(RANDOM_LTD_GLOBAL_BATCH_SIZE, self.train_batch_size())
         block.setdefault(RANDOM_LTD_MICRO_BATCH_SIZE, self.train_micro_batch_size_per_gpu())
@@ -118,11 +117,10 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> Any:
-        """Load as DeepSpeed does, but in stage 0, too, make weights that come without the optimizer's states the
-        masters.
+        """Load as DeepSpeed does; at stage 0, also set the masters to weights loaded without the optimizer's states.
 
-        DeepSpeed does so in its other stages only: in stage 0 the old masters stay, and the next step overwrites what
-        was loaded.
+        DeepSpeed does so in its other stages only. At stage 0 it leaves the old masters, with which the next step would
+        overwrite the loaded weights.
         """
         which = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         found = super().load_checkpoint(load_dir, tag, *which)
@@ -170,8 +168,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         return scaled * self._host.loss_weight
 
     def clip_fp32_gradients(self) -> None:
-        """Clip gradients without ZeRO. If ranks share experts, use our norm: DeepSpeed's would depend on the expert
-        size.
+        """Clip gradients at ZeRO stage 0, by a norm of our own with several expert ranks.
+
+        DeepSpeed's norm would depend on the expert size.
         """
         if self._host.shape.expert > 1:
             clip_with_experts(self.module, self.gradient_clipping(), self._host.layout)
@@ -191,14 +190,14 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         return int(self.dp_world_size * self.gradient_accumulation_steps())
 
     def _norm_said(self) -> AbstractContextManager[None]:
-        """Return a context in which the optimizer's step reports the true norm of its gradients."""
+        """Return a context manager in which the optimizer's step reports the true norm of its gradients."""
         return scaler.true_norm(self)
 
     def _configure_zero(self, basic: torch.optim.Optimizer) -> None:
-        """Build DeepSpeed's own optimizer around a registered one.
+        """Build DeepSpeed's ZeRO optimizer around the basic optimizer, whose parameters are recorded already.
 
-        If no expert is trained any more, build an optimizer for models without experts, because DeepSpeed otherwise
-        requires a group of experts.
+        If no expert is trained any more, build it as for a model without experts, because DeepSpeed otherwise requires
+        a group of experts.
         """
         trained = any(group.get("moe") for group in basic.param_groups)
         with replaced(self, "has_moe_layers", self.has_moe_layers and trained):

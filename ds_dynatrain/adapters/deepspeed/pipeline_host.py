@@ -47,18 +47,20 @@ from ds_dynatrain.space import Columns, Layout, LogicalTensor
 def frozen_layers(prefixes: Sequence[str], trained: Collection[str]) -> int:
     """Return the number of layers before the first trained one, or the number of all layers if none is trained.
 
-    prefixes: the prefix of each layer's parameter names, see `PipelineTemplate.prefixes`. trained: names of the
-    parameters that require a gradient. A tied layer counts as trained wherever it occurs.
+    prefixes: the prefix of each layer's parameter names, see `PipelineTemplate.prefixes`.
+    trained: names of the parameters that require a gradient.
+
+    A tied layer counts as trained wherever it occurs.
     """
     layers = set(map(layer_of, trained))
     return next((number for number, prefix in enumerate(prefixes) if prefix in layers), len(prefixes))
 
 
 def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
-    """Return the instructions that a stage with layers `start` to `stop` - 1 leaves out if the first `frozen` layers
-    are frozen.
+    """Return the instructions that a stage skips because the first `frozen` layers of the model are not trained.
 
-    Two neighbouring stages share a boundary, so one leaves out exactly the receives whose sends the other leaves out.
+    start, stop: the stage's layers are `start` to `stop` - 1. Two neighbouring stages share a boundary, so one skips
+    exactly the receives whose sends the other skips.
     """
     ends_within = (BackwardPass, RecvGrad) if stop <= frozen else ()
     return (*ends_within, SendGrad) if start <= frozen else ends_within
@@ -83,8 +85,7 @@ class Shortened:
 
 @contextmanager
 def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
-    """Do not recompute activations of a stage's first `frozen` layers inside the block, because no gradient reaches
-    them.
+    """Keep the activations of a stage's first `frozen` layers from being recomputed, because they get no gradient.
 
     A reentrant checkpoint does not look at parameters: it has a backward pass only if one of its inputs requires a
     gradient. So the first checkpoint after these layers gets such inputs.
@@ -112,7 +113,7 @@ def _requiring(value: Any) -> Any:
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
-    """Return the tensor, or the tensors of a tuple."""
+    """Return the tensors in `given`, which is a tensor, a tuple or another value."""
     parts = given if isinstance(given, tuple) else (given,)
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
@@ -122,7 +123,7 @@ _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
 
 @dataclass(eq=False)
 class StageHost(Host):
-    """The host of a pipeline engine. compiled_with: the arguments of the call of `compile`; None before that call."""
+    """The host of a pipeline engine. compiled_with: arguments of the engine's `compile`; None before that call."""
 
     shaper: PipelineShaper
     compiled_with: dict[str, Any] | None = None
@@ -153,7 +154,7 @@ class StageHost(Host):
         self.engine._forget_activations()
 
     def break_off(self) -> None:
-        """Clean up as `Host.break_off` does, and let no micro-batch end the accumulation window any more."""
+        """Clean up as `Host.break_off` does, and make no micro-batch end the accumulation window any more."""
         super().break_off()
         self.engine._force_grad_boundary = False
 
@@ -169,9 +170,7 @@ class StageHost(Host):
         return self.shaper.template.layers_by_stage(layout)
 
     def trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
-        """Return (tensor, parameter) of all parameters registered as trained, on all stages; those of other stages are
-        empty here.
-        """
+        """Return (tensor, parameter) of all parameters registered as trained; those of other stages are empty here."""
         model = self.model_map
         found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
         return [(tensor, held) for tensor, held, flag in found if flag]
@@ -192,9 +191,7 @@ class StageHost(Host):
 
 
 class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine whose stage can change. `HostEngine`'s methods take precedence over those of DeepSpeed's two
-    classes.
-    """
+    """A pipeline engine whose stage can change. Methods of `HostEngine` come before those of DeepSpeed's classes."""
 
     _HOST: ClassVar[type[Host]] = StageHost
     _host: StageHost
@@ -208,7 +205,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     _known_loss: torch.Tensor | None = None
 
     def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
-        """Build the engine. groups: the world to start in, which must be installed; it may be one without peers."""
+        """Build the engine. groups: the installed world to start in, which may have no peers."""
         grid = StageGrid(groups, groups.rank or 0)
         take_stage(model, grid)
         parsed = arguments["config_class"]
@@ -239,9 +236,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.micro_batches = self._columns.counts[self.grid.get_data_parallel_id()]
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Train a batch as DeepSpeed does; `seed_layers` seeds by the passes of the longest column, so that columns
-        stay alike.
-        """
+        """Train a batch as DeepSpeed does; columns count as many passes as the longest one, for `seed_layers`."""
         passes = self.module.micro_offset
         loss: torch.Tensor = super().train_batch(data_iter)
         self.module.micro_offset = passes + self._columns.longest
@@ -267,7 +262,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         else:
             longest, divisor = num_micro_batches, float(num_micro_batches)
         passes = self.module.micro_offset
-        own = super().set_dataiterator  # what training reads goes on afterwards
+        own = super().set_dataiterator  # DeepSpeed's own, which leaves the loader of training as it is
         with replaced(self, "_divisor", divisor), replaced(self, "set_dataiterator", own):
             found = super().eval_batch(given, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
         self.module.micro_offset = passes + longest
@@ -312,10 +307,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     }
 
     def _enter_stage(self, grid: StageGrid) -> None:
-        """Become the engine of a stage in the world of `grid`.
-
-        Sends no message, though DeepSpeed's constructor sends some: a sum of parameters, and a first number.
-        """
+        """Become the engine of a stage in the world of `grid`. Sends no message, unlike DeepSpeed's constructor."""
         self.grid = self.mpu = grid
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
         self.prev_stage, self.next_stage = grid.stage_id - 1, grid.stage_id + 1
@@ -349,9 +341,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
 
     @torch.no_grad()
     def _share_loss(self) -> None:
-        """Send the loss of a batch to all ranks before its step, so that a member that dies later takes the loss from
-        none of them.
-        """
+        """Give all ranks the loss of a batch before its step, so that no rank lacks it if a member dies later."""
         self._known_loss = self._total_loss()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
@@ -360,8 +350,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return self._total_loss() if known is None else known
 
     def _total_loss(self) -> torch.Tensor:
-        """Return the mean loss over all pipelines, as DeepSpeed computes it from each pipeline's mean over its own
-        micro-batches.
+        """Return the mean loss over all micro-batches, also if pipelines have different numbers of them.
 
         A collective of all stages.
         """
@@ -371,22 +360,18 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return found
 
     def _loss_of_step(self) -> torch.Tensor:
-        """Return the loss of the last step, even if this rank's own call was interrupted and other ranks finished the
-        step.
-        """
+        """Return the last step's loss, even if this rank's call was interrupted and others finished the step."""
         known, self._known_loss = self._known_loss, None
         self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
         return self.agg_train_loss
 
     def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed does. A stage without a gradient adds 0 to the norm, because the other stages wait for its
-        part.
-        """
+        """Clip gradients as DeepSpeed does; a stage without any adds 0 to the norm, for which other stages wait."""
         if any(held.grad is not None for held in self.module.parameters()) or self._host.layout.expert > 1:
             super().clip_fp32_gradients()
             return
         stepped = [held for group in self.basic_optimizer.param_groups for held in group["params"]]
-        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # elements of empty groups, see `stages`
+        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # they are placeholders in empty groups
 
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:

@@ -28,15 +28,14 @@ class PlainEngine:
 
 
 def plain_engines() -> list[PlainEngine]:
-    """Return the engines that send or receive messages in their calls and were not destroyed.
+    """Return the script's own engines that send or receive messages in their calls and were not destroyed.
 
-    DeepSpeed keeps no list of them, and most were made before any of our code ran, so the objects of the whole process
-    are searched, which takes 0.05 s for 360,000 objects. Called when a layout leaves processes idle, or has other
-    ranks.
+    DeepSpeed keeps no list of engines, and most were made before any of our code ran, so all objects of the process are
+    searched, which takes 0.05 s for 360,000 objects. Called when a layout leaves processes idle, or has other ranks.
     """
     if not _found():
         return []
-    gc.collect()  # one that the script has dropped may still sit in a cycle
+    gc.collect()  # an engine that the script has dropped may still be in a reference cycle
     return [
         PlainEngine(int(each.zero_optimization_stage()), int(each.world_size), is_ours(each.seq_data_parallel_group))
         for each in _found()
@@ -54,16 +53,18 @@ def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
 
 
 def _has_peers(engine: Any) -> bool:
-    """Return whether an engine has several ranks, and is trained or has its model cut. At stage 3 DeepSpeed also gives
-    an untrained engine an optimizer.
+    """Return whether an engine has several ranks, and either has an optimizer or a model that is cut over ranks.
+
+    At stage 3 DeepSpeed gives even an engine that is not trained an optimizer.
     """
     is_cut = getattr(engine, "mp_world_size", 1) > 1
     return engine.world_size > 1 and (getattr(engine, "optimizer", None) is not None or is_cut)
 
 
 def _is_alive(engine: Any) -> bool:
-    """Return whether the hooks that `destroy` removes are still on the module. An engine without such hooks is judged
-    by its own forward hook.
+    """Return whether an engine was not destroyed: one of the hooks that `destroy` removes is still on the module.
+
+    An engine without such hooks is judged by its own forward hook.
     """
     optimizer = getattr(engine, "optimizer", None)
     offload = getattr(optimizer, "parameter_offload", optimizer)

@@ -38,9 +38,8 @@ jit_load = OpBuilder.jit_load
 def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
     """Build an engine of class `kind` as `deepspeed.initialize` does; the world must be installed.
 
-    settings: the configuration as a dictionary and parsed (`deepspeed_config.layout_config`). Settings that stage 3
-    makes for the whole process are made anew by each engine and each switch, since a plain DeepSpeed engine may have
-    changed them.
+    settings: the configuration as a dictionary and parsed (see `deepspeed_config.layout_config`). Each engine and each
+    switch resets what stage 3 sets for the whole process, because a plain DeepSpeed engine may have changed it.
     """
     mend()
     restore_linear()
@@ -54,13 +53,13 @@ def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **argumen
 
 
 def start_without_compiler() -> None:
-    """Let DeepSpeed start without a C++ compiler: its CPU back-end would otherwise fail to build an operator."""
+    """Make DeepSpeed start without a C++ compiler. Its CPU back-end would otherwise fail to build an operator."""
     if shutil.which("c++") is None and shutil.which("g++") is None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def tell_of_compilers() -> None:
-    """Make processes log it if they wait long for the compilation of an operator; one process on each node logs.
+    """Make one process on each node log a message if it waits long for the compilation of an operator.
 
     Called when the engine is imported: DeepSpeed also compiles in its own calls, which a framework or a script may make
     before any of ours. torch before 2.14 waits without limit until a lock file is gone, and a process that is killed
@@ -88,7 +87,7 @@ def _wait_aloud(self: FileBaton) -> None:
 def _say_locked(lock: Path, seconds: float) -> None:
     try:
         made = lock.stat()
-    except FileNotFoundError:  # removed just now
+    except FileNotFoundError:  # the lock was removed meanwhile
         return
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.st_mtime))
     logger.warning(
@@ -106,13 +105,14 @@ def _say_locked(lock: Path, seconds: float) -> None:
 
 
 def import_what_is_lazy() -> None:
-    """Import modules that DeepSpeed imports only when it first builds an optimizer. Each takes about a second, too long
-    for a pause.
+    """Import modules that DeepSpeed otherwise imports when it first builds an optimizer, in the pause of a switch.
+
+    Each import takes about a second.
     """
     for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3", "zero.stage3", "zero.stage_1_and_2"):
         try:
             importlib.import_module(f"deepspeed.runtime.{name}")
-        except ImportError:  # it has moved: the first switch is slower but still correct
+        except ImportError:  # DeepSpeed has renamed it: the first switch is slower but still correct
             continue
 
 
@@ -139,8 +139,7 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients exceeded fp16; False if the present optimizer skips no
-        steps.
+        """Whether the last step was skipped because gradients overflowed fp16; False for an optimizer that skips none.
 
         The attribute exists in every layout and on idle members, because callers check only once whether it does.
         """
@@ -153,10 +152,10 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
-        """Ignore the value that schedulers set when a script calls `step` itself."""
+        """Ignore the value that torch's schedulers set when a script calls `step` itself."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_host":  # a copy may not have it
+        if name == "_host":  # a copy that is still being made may lack it
             raise AttributeError(name)
         return getattr(self.current if hasattr(self.current, name) else self.basic, name)
 

@@ -29,9 +29,7 @@ from ds_dynatrain.support.checks import offloads
 def refuse_unsupported(
     config: Mapping[str, Any], model: nn.Module, optimizer: Any, mpu: Any, mesh_param: Any = None
 ) -> None:
-    """Raise UnsupportedError for features that a switch would get wrong, naming the feature, the reason and the
-    alternative.
-    """
+    """Raise UnsupportedError, with the reason and an alternative, for a feature that a switch would get wrong."""
     refuse_config(config)
     refuse_for_series(config)
     if is_pipeline(model):
@@ -47,8 +45,9 @@ def refuse_unsupported(
 
 
 def check_elastic_launch() -> None:
-    """Raise UnsupportedError if members may come and go but it is unknown how the accelerator's collectives end when a
-    member dies.
+    """Raise UnsupportedError if it is unknown how the accelerator's collectives end when a member dies.
+
+    Called in launches whose members may come and go.
     """
     if not is_accelerated():
         return
@@ -81,7 +80,7 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
 
 
 def refuse_at_boundary(host: Any) -> None:
-    """Raise SwitchRefused if work is open that a switch would break. Called on each member with state."""
+    """Raise SwitchRefused if work is unfinished that a switch would break. Called on each member with state."""
     steps = int(host.engine.gradient_accumulation_steps())
     if host.engine.micro_steps % steps:
         have = f"an accumulation window is open: {host.engine.micro_steps % steps} of {steps} micro-batches"
@@ -102,9 +101,7 @@ def refuse_at_boundary(host: Any) -> None:
 
 
 def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:
-    """Raise SwitchRefused for settings that DeepSpeed's optimizer of stages 1 and 2 does not accept together with
-    experts.
-    """
+    """Raise SwitchRefused for settings that DeepSpeed's stages 1 and 2 do not accept together with experts."""
     zero = config.get("zero_optimization") or {}
     apart = zero.get("contiguous_gradients") is False and not offloads(config)
     if layout.zero_stage in (1, 2) and zero.get("reduce_scatter") is False:

@@ -49,13 +49,11 @@ BUILT_IN = {NCCL: "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 """Back-ends that torch itself provides if it was built with them. Other back-ends register with torch."""
 Kind = td.ProcessGroup.BackendType
 LOOK_SECONDS = 0.05
-"""Pause between two checks whether another member has failed."""
+"""Seconds between two checks whether another member has failed."""
 END_SECONDS = 5.0
-"""Longest wait for aborted messages to end."""
+"""Longest time, in seconds, to wait until aborted messages have ended."""
 SPARE_SECONDS = 5.0
-"""Time by which a library's own time-out exceeds ours, so that our error, which names the missing members, is raised
-first.
-"""
+"""Seconds by which a library's own time-out exceeds ours, so that our error, which names members, comes first."""
 
 
 def nccl_version() -> tuple[int, ...]:
@@ -69,9 +67,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def unfinished() -> str:
-    """Return a description of the first NCCL collective that torch's flight recorder has not seen end, or "" if there
-    is none.
-    """
+    """Return a description of the first NCCL collective that has not ended, by torch's flight recorder; else ""."""
     dump = getattr(distributed_c, "_dump_nccl_trace_json", None)
     try:
         entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])
@@ -89,8 +85,11 @@ def go_on() -> None:
 
 @dataclass(frozen=True)
 class Connections:
-    """Number of communicators of one world that a member has made and has kept, and the time that took.
+    """Result of `World.connect` on one member.
 
+    built: the number of communicators that were made.
+    kept: the number of communicators that were kept from the former world.
+    milliseconds: the time that the call took.
     is_ahead: whether the communicators were connected before the pause of the switch.
     """
 
@@ -104,9 +103,9 @@ class Connections:
 class Communicator:
     """The back-end on `device` that connects some members, in their order.
 
-    users: number of worlds that use the communicator; two while one world hands it on to the next. since: time at which
-    it was made. Two communicators are made in the same order on all members that have both. ending: lock that is
-    acquired, and never released, by the first caller in any thread that ends the communicator.
+    users: the number of worlds that use the communicator; two while the next world takes it over.
+    since: the time at which it was made. Two communicators are made in the same order on all members that have both.
+    ending: a lock that is acquired, and never released, by the first caller in any thread that ends the communicator.
     """
 
     device: torch.device
@@ -122,12 +121,12 @@ class Communicator:
         return self.ending.locked()
 
     def serve(self, group: td.ProcessGroup) -> None:
-        """Let a group of these members send the device's tensors through this communicator."""
+        """Make a group of the same members send the device's tensors through this communicator."""
         group.bound_device_id = self.device  # before registration, which tells the back-end
         group._register_backend(self.device, self.kind, self.backend)
 
     def serve_anew(self, group: td.ProcessGroup, store: Store) -> None:
-        """Let a `ManagedProcessGroup` use this communicator in place of one that was aborted."""
+        """Make a `ManagedProcessGroup` use this communicator in place of one that was aborted."""
         group.renew(store, self.device, self.kind, self.backend)  # type: ignore[attr-defined]
 
 
@@ -188,11 +187,13 @@ class Endpoint:
 
 
 def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] = go_on) -> Communicator:
-    """Make a communicator and connect it as far as its library connects ahead of use. All of its members must call it.
+    """Make a communicator, and connect it if its library can connect ahead of use. All of its members must call this.
 
-    seconds: time-out for connecting; collectives have the time-out of any DeepSpeed job. stop: callback that is called
-    repeatedly while this call waits; it may raise. Raises RuntimeError, after aborting the communicator, if it cannot
-    be connected in that time, and if torch does not know the accelerator's back-end.
+    seconds: time-out for connecting; collectives have the time-out of any DeepSpeed job.
+    stop: callback that is called repeatedly while this call waits; it may raise.
+
+    Raises RuntimeError, after aborting the communicator, if it cannot be connected in that time, and if torch does not
+    know the accelerator's back-end.
 
     A library may wait for a peer forever, so it connects in a separate thread. After a time-out that thread is
     abandoned, and a communicator that it still makes is aborted.
@@ -250,7 +251,7 @@ def _connected(where: Endpoint, seconds: float) -> Communicator:
     base.set(f"begun/{where.place}", "")
     made = Communicator(device, *_backend(name, store, where))
     try:
-        if made.backend.supports_splitting:  # as torch: those that can build at once
+        if made.backend.supports_splitting:  # as torch does: back-ends that can connect ahead of use
             made.backend.eager_connect_single_device(device)
     except BaseException:
         end([made], is_broken=True)
@@ -285,8 +286,8 @@ def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
 class CommunicatorLink:
     """A `transfer.DeviceLink` that uses a communicator.
 
-    members: members of the communicator, in its order. stop: callback that is called repeatedly during waits; it may
-    raise.
+    members: members of the communicator, in its order.
+    stop: callback that is called repeatedly during waits; it may raise.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class CommunicatorLink:
                 group.send([tensor], self._rank_of[member], 0)
         finally:
             work = group._end_coalescing(device)
-        work.wait()  # by this thread's stream, not by the thread
+        work.wait()  # makes this thread's stream wait, not the thread
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
         """Run `work` as `DeviceLink.run` specifies; errors raised by `stop` pass through.
@@ -330,7 +331,7 @@ class CommunicatorLink:
                     raise MemberMissing(what, members, time.monotonic() - begin)
             if error := done.exception():
                 raise TransferError(f"{what} with members {[*members]} failed: {error}") from error
-            if self.communicator.is_ended:  # ends as if all were well, with unknown results
+            if self.communicator.is_ended:  # then the work seems to succeed, but its results are unknown
                 raise TransferError(f"{what} with members {[*members]} failed: the communicator was aborted")
         except BaseException:
             end([self.communicator], is_broken=True)

@@ -1,4 +1,4 @@
-"""The device that this process computes on, as DeepSpeed's accelerator reports it. No other file asks for it."""
+"""The device that this process computes on, as DeepSpeed's accelerator reports it. Only this file asks DeepSpeed."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def take_own(local_rank: int) -> None:
 
 
 def warm() -> None:
-    """Make an accelerator create now what its first uses would create: a context, operator libraries, autograd's
-    thread.
-    """
+    """Make an accelerator create what it would create when first used: context, operator libraries, autograd thread."""
     if not is_accelerated():
         return
     for dtype in (torch.float32, torch.bfloat16):
@@ -84,9 +82,9 @@ def complaint() -> str:
 
 
 def free_bytes() -> int:
-    """Return the bytes that this process may still allocate on its accelerator: memory that the driver reports as free,
-    plus memory that torch's allocator holds but does not use.
+    """Return the bytes that this process may still allocate on its accelerator.
 
+    They are the memory that the driver reports as free, and the memory that torch's allocator holds but does not use.
     If torch cannot ask the driver, memory used by other processes is not taken into account.
     """
     accelerator = get_accelerator()

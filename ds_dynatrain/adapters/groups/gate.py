@@ -4,8 +4,8 @@ Such collectives do not report failure. A collective whose peer has died waits f
 it had succeeded, with arbitrary results; and a member that aborts may end a collective of other members in that way,
 before they have heard of a loss. So two rules apply where members come and go:
 
-- after a loss, the gate of the world is torn first, and then all of its communicators are aborted together, in a
-  thread;
+- after a loss, the gate of the world is torn first (no later result counts), and then all of its communicators are
+  aborted together, in a thread;
 - results count only after `agree` has returned: all ranks then had all their results before any of them aborted
   anything.
 """
@@ -23,8 +23,9 @@ from ds_dynatrain.adapters.groups.device import start_thread, synchronize
 from ds_dynatrain.errors import WorldChanged
 
 ABORT_SECONDS = 60.0
-"""Time limit for aborting communicators and waiting for the device. A device that exceeds it is of no further use to
-the process.
+"""Time limit for aborting communicators and waiting for the device.
+
+If a device exceeds it, the process cannot use that device any more.
 """
 TORN = "a member of this world is gone, and its communicators were aborted: what they have left is not known"
 
@@ -32,25 +33,22 @@ TORN = "a member of this world is gone, and its communicators were aborted: what
 class Gate:
     """One member's record of whether results of the accelerator's collectives in one world may be trusted.
 
-    is_torn: whether the world's communicators were aborted, or are about to be. is_in_doubt: whether the last optimizer
-    step used results that no `agree` has confirmed since. communicators: the current communicators of the world.
+    is_torn: whether the world's communicators were aborted, or are about to be.
+    is_in_doubt: whether the last optimizer step used results that no `agree` has confirmed since.
+    communicators: the current communicators of the world.
     """
 
     def __init__(self) -> None:
         self.is_torn = self.is_in_doubt = False
         self.communicators: list[Communicator] = []
         self.agreeing = threading.Lock()
-        """Lock that is held while this member waits for the others' answers; the member aborts no communicator while it
-        is held.
-        """
+        """Lock that is held while this member waits for the others' answers; it aborts no communicator meanwhile."""
         self._has_begun = False
         self._wait: tuple[str, float] | None = None
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Record that the main thread waits for other ranks inside the block; of nested blocks, only the outermost
-        counts.
-        """
+        """Record that the main thread waits for other ranks inside the block; a nested block makes no difference."""
         is_noted = self._wait is None and threading.current_thread() is threading.main_thread()
         if is_noted:
             self._wait = what, time.monotonic()
@@ -72,12 +70,11 @@ class Gate:
         return ("a collective of the device", blocked_seconds) if self._has_begun else ("", 0.0)
 
     def begin(self) -> None:
-        """Note that a collective begins on the device."""
+        """Record that a collective begins on the device."""
         self._has_begun = True
 
     def agree(self, meet: Callable[[int], object]) -> None:
-        """Wait for the device, and then for all ranks; raise WorldChanged unless all ranks report that they have their
-        results.
+        """Wait for the device and then for all ranks. Raise WorldChanged unless all ranks have got their results.
 
         meet: function that waits for all ranks, over the host, in round 0 and in round 1; it raises if a rank does not
         arrive. A rank that has passed round 1 knows that all have passed round 0, so all had their results before
@@ -93,11 +90,11 @@ class Gate:
         self._has_begun = self.is_in_doubt = False
 
     def end_step(self) -> None:
-        """Note that an optimizer step is queued."""
+        """Record that an optimizer step is queued, with results that may be in doubt."""
         self.is_in_doubt = self._has_begun
 
     def check(self) -> None:
-        """Raise WorldChanged if the gate is torn."""
+        """Raise WorldChanged if the gate is torn, so that results no longer count."""
         if self.is_torn:
             raise WorldChanged(f"{TORN}; go on with the loader's next batch: the world is formed anew there")
 
@@ -109,16 +106,13 @@ class Gate:
         self.is_torn = True
 
     def take_in(self, communicator: Communicator) -> None:
-        """Add a communicator. If the gate was torn meanwhile, raise WorldChanged and leave the communicator to the
-        caller.
-        """
+        """Add a communicator of the world. Raises WorldChanged if the gate was torn meanwhile."""
         self.communicators.append(communicator)
         self.check()
 
 
 def abort(gates: Iterable[Gate], give_up: Callable[[str], object]) -> threading.Thread | None:
-    """Tear gates and abort all their communicators together; return the thread that does so, or None if there are no
-    communicators.
+    """Tear gates and abort all their communicators together, in a thread that is returned; None without communicators.
 
     give_up: function that is called with the reason if the device does not respond again.
     """

@@ -42,8 +42,9 @@ class GroupOfOne(PythonGroup):
         self._set_group_name(GroupName(name))
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Do what the collective means for one rank. Raise RuntimeError for a collective that this package does not
-        know.
+        """Do what the collective means for one rank.
+
+        Raise RuntimeError for a collective that this package does not know.
         """
         if name not in MEANINGS:
             raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
@@ -109,9 +110,10 @@ def _copy(
 ) -> Work:
     """Copy each input to its output; all are compared before the first is written.
 
-    outputs, inputs: a tensor, or a list of tensors. to_ranks: whether `outputs` lists what each rank gets. from_ranks:
-    whether `inputs` lists what each rank gives. (For `gather` on its root `outputs` lists places for each input, which
-    is the same with one of each.)
+    outputs, inputs: a tensor, or a list of tensors.
+    to_ranks: whether `outputs` lists what each rank gets.
+    from_ranks: whether `inputs` lists what each rank gives. (For `gather` on its root `outputs` lists places for each
+    input, which is the same with one of each.)
     """
     _check(opts)
     outputs, inputs = _only(outputs) if to_ranks else outputs, _only(inputs) if from_ranks else inputs

@@ -25,8 +25,9 @@ from ds_dynatrain.errors import WorldChanged
 T = TypeVar("T")
 Kind = td.ProcessGroup.BackendType
 LOOK = timedelta(seconds=0.25)
-"""Interval at which a waiting collective checks whether its world is lost. It does not delay collectives of a live
-world.
+"""Interval at which a waiting collective checks whether its world is lost.
+
+It does not delay collectives of a live world.
 """
 NO_LIMIT = timedelta(0)
 """Value that torch passes to `wait` if the caller has given no time-out."""
@@ -43,11 +44,13 @@ def is_lost_peer(error: BaseException) -> bool:
 class GroupStatus:
     """State that all groups of one world share.
 
-    is_fixed: whether the set of members never changes, so that torch's errors are passed on unchanged. gate:
-    bookkeeping of collectives on an accelerator. failure: error of a failed collective, without its stack frames, which
-    would keep groups alive. is_closed: whether the world currently accepts no collective: it was formed anew in the
-    middle of a global batch, and its members are not all at the same line of the script. is_lost: whether a member is
-    gone, or a collective has failed on any member; another world then follows, and no collective of this one may begin.
+    is_fixed: whether the set of members never changes, so that torch's errors are passed on unchanged.
+    gate: the bookkeeping of collectives on an accelerator.
+    failure: the error of a failed collective, without its stack frames, which would keep groups alive.
+    is_closed: whether the world accepts no collective now, because it was formed anew in the middle of a global batch
+        and its members are not all at the same line of the script.
+    is_lost: whether a member is gone, or a collective has failed on any member. No collective of this world may begin
+        then, and another world follows.
     """
 
     def __init__(self, is_fixed: bool = False) -> None:
@@ -117,7 +120,8 @@ class ManagedProcessGroup(PythonGroup):
     longer.
 
     status: status of the world that the group serves, if members come and go; failures are recorded there and raise
-    WorldChanged. traffic: counts of the group's calls.
+    WorldChanged.
+    traffic: counts of the group's calls.
     """
 
     def __init__(self, group: td.ProcessGroup, status: GroupStatus | None = None) -> None:
@@ -187,8 +191,8 @@ class ManagedProcessGroup(PythonGroup):
 class ManagedWork(Work):
     """The work handle of a running collective, which wraps torch's `work`.
 
-    name: name of the group's method. on_device: whether an accelerator runs the collective; a stream then waits for it,
-    not the host.
+    name: name of the group's method.
+    on_device: whether an accelerator runs the collective; a stream then waits for it, not the host.
     """
 
     def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, name: str, on_device: bool = False) -> None:
@@ -252,7 +256,7 @@ class ManagedWork(Work):
             return self._work.wait(timeout)
         if self._on_device:
             return self._work.wait()
-        if self._name in MESSAGES:  # in one piece: its connection would end with a wait that is given up
+        if self._name in MESSAGES:  # wait only once, since a wait that times out ends the connection
             return self._work.wait(default_pg_timeout)
         return self._until_lost()
 
@@ -267,7 +271,7 @@ class ManagedWork(Work):
             try:
                 return self._work.wait(LOOK)
             except RuntimeError:
-                if self._work.is_completed():  # it has failed, or has ended since that look was over
+                if self._work.is_completed():  # it has failed, or has ended just now
                     return self._work.wait(LOOK)
                 if is_lost:
                     raise td.DistError("a member of the world is gone, and gloo has not heard of it") from None

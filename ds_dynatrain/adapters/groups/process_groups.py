@@ -58,7 +58,7 @@ def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
         return
     name, made = group.group_name, make_group(store, f"{OURS}host", group.rank(), group.size(), seconds)[0]
     group._register_backend(HOST, td.ProcessGroup.BackendType.GLOO, made._get_backend(HOST))
-    group._set_group_name(GroupName(name))  # which it asks one of its back-ends for
+    group._set_group_name(GroupName(name))  # torch reads the name from a back-end, perhaps from the new one
 
 
 def make_fake_group(name: str, rank: int, size: int) -> Made:
@@ -134,9 +134,11 @@ def unregister(group: td.ProcessGroup) -> None:
 def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = None) -> threading.Thread:
     """Shut groups down in a thread, and return the thread. Join it before the process ends.
 
-    groups: list that must hold the last references to the groups; it is emptied. first: function that is called before
-    the groups are shut down. Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Memory that the
-    groups' threads have freed is returned to the system.
+    groups: list that must hold the last references to the groups; it is emptied.
+    first: function that is called before the groups are shut down.
+
+    Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Memory that the groups' threads have freed is
+    returned to the system.
     """
 
     def take_down() -> None:

@@ -1,8 +1,7 @@
-"""Counts of the calls that a member has begun and ended in one group. From these counts, all members tell whether
-messages are still in flight.
+"""Counts of the calls that a member has begun and ended in one group, which show whether messages are in flight.
 
-A collective leaves no message behind if all members have begun equally many collectives and each has seen them end;
-neither does a message that was both sent and received. After a world has lost a member, the reports of all members of a
+A collective leaves no message behind if all members have begun equally many collectives and each has seen them end.
+Neither does a message that was both sent and received. After a world has lost a member, the reports of all members of a
 group decide whether the group may be reused, so all members decide alike.
 """
 
@@ -22,8 +21,8 @@ Said = dict[str, dict[str, Any]]
 class Traffic:
     """Counts of calls of one group on one member. Any thread may use it.
 
-    is_closed: whether no further call may begin. has_failed: whether messages may have been left behind, or cannot be
-    counted.
+    is_closed: whether no further call may begin.
+    has_failed: whether messages may have been left behind, or cannot be counted.
     """
 
     def __init__(self, rank: int) -> None:
@@ -34,8 +33,9 @@ class Traffic:
         """Number of messages sent from one rank to another, minus the number received."""
 
     def begin(self, name: str, arguments: tuple[Any, ...]) -> bool:
-        """Count a call of the group's method `name`. Return False, and count nothing, if the group is closed; the call
-        must not begin then.
+        """Count a call of the group's method `name`, and return True. Return False if the group is closed.
+
+        A call that gets False is not counted and must not begin.
         """
         with self._lock:
             if self.is_closed:
@@ -68,7 +68,7 @@ class Traffic:
 
     @property
     def is_at_rest(self) -> bool:
-        """Return whether all calls begun on this member have ended successfully."""
+        """Whether all calls begun on this member have ended successfully."""
         return not self._under_way and not self.has_failed
 
     def said(self, size: int, is_lost: bool) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Traffic:
 
 
 def joined(one: Said, other: Said) -> Said:
-    """Merge the reports of two sets of members. Associative."""
+    """Merge the reports of two sets of members. The operation is associative."""
     found = {**one, **other}
     for name in one.keys() & other.keys():
         found[name] = _joined(one[name], other[name])

@@ -44,8 +44,9 @@ VARYING: Mapping[str, tuple[str, ...]] = {
     "pipe": ("pipe",),
     "model": ("pipe", "tensor"),
 }
-"""Kind of group -> the axes on which its ranks differ. ZeRO partitions and reduces over `data`; a `model` group holds
-one whole model.
+"""Kind of group -> the axes on which its ranks differ.
+
+ZeRO partitions and reduces over `data`; the ranks of a `model` group hold one whole model together.
 """
 
 KINDS = (*VARYING, "expert", "expert_data")
@@ -56,14 +57,16 @@ SAME_AS: Mapping[str, tuple[str, ...]] = {
     "model": ("tensor", "pipe"),
     "expert_data": ("data",),
 }
-"""Kind of group -> kinds made earlier that replace it if the ranks are the same, because messages of both are never in
-flight at the same time.
+"""Kind of group -> kinds made earlier whose group serves it too if the ranks are the same.
+
+Messages of both kinds are never in flight at the same time.
 """
 
 
 def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group that `rank` is in, ascending, by kind. Raise LayoutError for a rank outside the
-    world.
+    """Return the ranks, ascending, of each group that `rank` is in, by the group's kind.
+
+    Raises LayoutError for a rank outside the world.
     """
     found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
     index, _ = layout.expert_place(rank)
@@ -80,8 +83,9 @@ def tie(stages: tuple[int, ...]) -> str:
 
 
 def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each tie group that `rank` is in, by kind. Ties that span all stages use the group of the
-    pipe axis instead.
+    """Return the ranks of each group of stages with tied weights that `rank` is in, by the group's kind.
+
+    Stages that are all stages of the pipeline use the group of the pipe axis instead.
     """
     place = layout.coordinate(rank)
     return {
@@ -156,8 +160,8 @@ for _name in (
 class HeldGroup:
     """A group, and the store that it was made over.
 
-    over: the replaceable store behind that store, if the group can move on to the next world's store. users: number of
-    worlds that hold the group; two while one world hands it on to the next. A group that is handed on keeps its
+    over: the replaceable store behind that store, if the group can move on to the next world's store.
+    users: the number of worlds that hold the group; two while the next world takes it over. The group then keeps its
     connections; only the ranks of its members may change.
     """
 
@@ -171,13 +175,16 @@ class HeldGroup:
 class World:
     """The process groups of one generation, as one of its members sees them.
 
-    `default` is what `torch.distributed` calls WORLD; the other groups are those of `KINDS`, where ZeRO partitions and
-    reduces over `data`. One group may serve several kinds. `transfer` spans the members of this and of the previous
-    world during a switch, and may be one of the other groups. rank: None on a member that leaves with this world; such
-    a member has `transfer` alone. ties: the sets of pipeline stages that share tied weights; each set has a group in
-    every pipeline. status: status that the world's groups share, if members come and go; None in a job of fixed size.
-    engine: number of the engine in this process that the world belongs to. has_sequence: whether the model can have a
-    sequence axis, even while that has size 1. communicators: communicators that `connect` has made or kept, by members.
+    The group of kind `default` is what `torch.distributed` calls WORLD; the other kinds are those of `KINDS`. One group
+    may serve several kinds.
+
+    rank: this member's rank; None on a member that leaves with this world and has the `transfer` group alone.
+    ties: the sets of pipeline stages that share tied weights; each set has a group in every pipeline.
+    status: the status that the world's groups share, if members come and go; None in a job of fixed size.
+    engine: the number of the engine in this process that the world belongs to.
+    has_sequence: whether the model can have a sequence axis, even while that has size 1.
+    transfer: the group of the members of this and of the previous world during a switch; may be one of the others.
+    communicators: the communicators that `connect` has made or kept, by their members.
     moves_by_device: whether moves need a communicator of all members of both worlds; equal on all of them.
     """
 
@@ -202,7 +209,7 @@ class World:
         """The common prefix of the names of this world's groups."""
         return f"{OURS}{self.engine}_{self.generation}"
 
-    # ---- its groups
+    # ---- the groups
 
     def hold(self, kind: str, ranks: tuple[int, ...], held: HeldGroup, is_of_user: bool = False) -> None:
         """Add a group that was made for this world, or that is kept from the previous one."""
@@ -211,8 +218,9 @@ class World:
         self._held[kind], self._ranks[kind] = held, ranks
 
     def held(self, kind: str) -> HeldGroup:
-        """Return the group of a kind with its store. Raise RuntimeError on a member without a rank, and after
-        `drop`.
+        """Return the group of a kind with its store.
+
+        Raise RuntimeError on a member without a rank, and after `drop`.
         """
         if kind not in self._held:
             raise RuntimeError(f"generation {self.generation} has no {kind} group on this member: it holds no rank")
@@ -223,9 +231,7 @@ class World:
         return self.held(kind).group
 
     def ranks(self, kind: str) -> tuple[int, ...]:
-        """Return the ranks of this world in the group of a kind, in the group's order; raises RuntimeError as in
-        `held`.
-        """
+        """Return the ranks of this world in the group of a kind, in the group's order; raises the errors of `held`."""
         self.held(kind)
         return self._ranks[kind]
 
@@ -274,9 +280,7 @@ class World:
         return SimpleNamespace(**{**answers, "get_data_parallel_group": partial(self.group, "data")})
 
     def register(self) -> None:
-        """Make all groups except the one for the moves known to `torch.distributed`, and attach them to this world's
-        status.
-        """
+        """Make all groups but the one for moves known to `torch.distributed`, and attach all to this world's status."""
         for kind, held in self._held.items():
             if kind != "transfer":
                 register(held.group, held.store, self._ranks[kind])
@@ -284,9 +288,7 @@ class World:
                 held.group.serve(self.status)
 
     def give_up(self, kinds: Iterable[str]) -> list[td.ProcessGroup]:
-        """Release groups of some kinds; return those that no other world holds. This world keeps no reference
-        to them.
-        """
+        """Release the groups of some kinds, and return those that no other world holds."""
         gone = {kind: self._held.pop(kind) for kind in kinds if kind in self._held}
         for kind in gone:
             del self._ranks[kind]
@@ -296,28 +298,26 @@ class World:
         return [held.group for held in ended.values() if held.users == 0]
 
     def retire_transfer(self) -> threading.Thread:
-        """Shut down a group that was made only for the moves of a switch; see `drop`."""
+        """Shut down the group that was made only for the moves of a switch; see `drop`."""
         moving = {self.between("transfer")} & self.communicators.keys()
         self.transfer, self.transfer_members = None, ()
         return tear_down(self.give_up(["transfer"]), self.disconnect(False, moving))
 
-    # ---- which of them may go on
+    # ---- groups that the next world may reuse
 
     def hands_on(self, kind: str, members: tuple[int, ...], unfit: Collection[str] = ()) -> HeldGroup | None:
-        """Return the group of a kind if it can be reused for these members, in this order, in the next world; else
-        None. The result is the same on all members.
+        """Return the group of a kind if the next world can reuse it for these members, in this order; else None.
 
-        unfit: names of groups that must be rebuilt, equal on all members.
+        unfit: names of groups that must be rebuilt, equal on all members. The result is the same on all members.
         """
         is_there = kind in self._held and self.between(kind)[1] == members
         return self._held[kind] if is_there and str(self.group(kind).group_name) not in unfit else None
 
     def says(self, apart: Collection[str] = ()) -> Said:
-        """Return this member's report on each of its groups, from which all members learn which groups can be reused;
-        see `traffic`.
+        """Return this member's report on each of its groups, by the group's name; see `traffic`.
 
-        The report is empty in a job of fixed size, where all groups can be. apart: kinds whose groups are rebuilt in
-        any case.
+        The reports of all members show which groups can be reused. The report is empty in a job of fixed size, where
+        all groups can be. apart: kinds whose groups are rebuilt in any case.
         """
         if self.status is None:
             return {}
@@ -349,12 +349,12 @@ class World:
         """Return (one of its kinds, group, ranks) of each group that counts its calls."""
         found: dict[int, tuple[str, ManagedProcessGroup, tuple[int, ...]]] = {}
         for kind, ranks in list(self._ranks.items()):
-            held = self._held.get(kind)  # another thread may let go of it meanwhile
+            held = self._held.get(kind)  # another thread may release it meanwhile
             if held is not None and isinstance(held.group, ManagedProcessGroup):
                 found.setdefault(id(held), (kind, held.group, ranks))
         return list(found.values())
 
-    # ---- what they have for the accelerator
+    # ---- communicators on the accelerator
 
     def between(self, kind: str) -> Between:
         """Return the identity of the communicator that the group of a kind uses."""
@@ -368,8 +368,7 @@ class World:
         return any(self._known(kind, previous) is None for kind in self._served())
 
     def connect(self, seconds: float, previous: World | None = None, stop: Callable[[], None] = go_on) -> Connections:
-        """Connect the world's groups on the accelerator. All its ranks must call it, while no other call is in
-        progress.
+        """Connect the world's groups on the accelerator. All ranks must call it, while no collective is running.
 
         Communicators of `previous` are kept, in both worlds, if their members stay in the same order; all members agree
         on which these are. Does nothing on a member without a rank, and without an accelerator. seconds: time-out for
@@ -411,17 +410,16 @@ class World:
 
     @property
     def moving(self) -> Communicator | None:
-        """Return the communicator of all members of both worlds, which moves state between devices; None before
-        `connect`.
-        """
+        """The communicator of all members of both worlds, which moves state between devices; None before `connect`."""
         members = self.transfer_members
         return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
 
     def renew(self, ended: Communicator, again: str, seconds: float, stop: Callable[[], None] = go_on) -> None:
-        """Replace a communicator that was aborted although its members live; all of them must call it.
+        """Replace a communicator that was aborted although its members are alive; all of them must call this.
 
-        again: a name that no other call has used. Raises RuntimeError if no new communicator can be made; the world
-        then cannot use the device any more.
+        again: a name that no other call has used.
+
+        Raises RuntimeError if no new communicator can be made; the world then cannot use the device any more.
         """
         between = next(each for each, found in self.communicators.items() if found is ended)
         kinds = [kind for kind in self._served() if self.between(kind) == between]
@@ -452,10 +450,9 @@ class World:
         return self.status is not None and is_accelerated() and len(self.members) > 1
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Do what `Gate.agree` specifies; all ranks must call it. Does nothing if members cannot be lost, or without an
-        accelerator.
+        """Call `Gate.agree`; all ranks must call it. Does nothing without an accelerator, or if no member can be lost.
 
-        meet: by default a reduction over the group for host memory.
+        meet: see `Gate.agree`; by default a reduction over all ranks in host memory.
         """
         if self.status is not None and self.has_gate:
             self.status.gate.agree(meet or (lambda _: self.default.allreduce([torch.zeros(1)]).wait()))

@@ -40,9 +40,7 @@ Note = Callable[[str], None]
 Make = Callable[[str, tuple[int, ...], int], HeldGroup]
 """Function (kind of group, ranks of the world in the group, this rank) -> the group."""
 GROUP_COUNT = 1000
-"""Number at which the numbering of later `new_group` calls starts, so that their names are equal on members that were
-in different worlds before.
-"""
+"""First number in the names of groups that `new_group` makes later, equal on members that were in different worlds."""
 
 
 def ignore(name: str) -> None:
@@ -53,9 +51,11 @@ def ignore(name: str) -> None:
 class WorldSpec:
     """The world that a member makes groups for. The member is in `members`, in `previous`, or in both.
 
-    previous: members of the former world. own: ranks of the user's groups that this member is in, by kind; every member
-    must name the groups in the same order. ties, engine, has_sequence: see `World`. moves_apart: whether the moves of a
-    switch get a group of their own, because training continues beside them.
+    previous: the members of the former world.
+    ties, engine, has_sequence: see `World`.
+    own: the ranks of the user's groups that this member is in, by kind; every member must name the groups in the same
+        order.
+    moves_apart: whether the moves of a switch get a group of their own, because training continues during them.
     """
 
     generation: int
@@ -116,7 +116,7 @@ def build_world(
         _hold_own(world, spec.own, make)
         if {*union} == {*spec.members} and not spec.moves_apart and world.held("default").users == 1:
             world.transfer, world.transfer_members = world.default, world.members
-        else:  # moves that fail leave messages behind, and the present world has to go on with groups that stay
+        else:  # failed moves leave messages behind, which the groups of a present world must not have
             world.hold("transfer", union, made("transfer", union, spec.member))
             world.transfer, world.transfer_members = world.group("transfer"), union
         world.transfer.barrier().wait(timedelta(seconds=seconds))  # so that an early drop interrupts no build
@@ -147,7 +147,7 @@ def _made(
     group, made_over = make_group(over or store, name, ranks.index(rank), len(ranks), seconds)
     note(name)
     is_bare = world.status is None and kind in KINDS and not is_accelerated()
-    if kind != "transfer" and not is_bare:  # stages send in that of all ranks, and in those of ties
+    if kind != "transfer" and not is_bare:  # pipeline stages send messages in `default` and in the groups of ties
         group = ManagedProcessGroup(group, world.status)
     return HeldGroup(group, made_over, over)
 
@@ -159,9 +159,7 @@ def _hold_own(world: World, own: Mapping[str, tuple[int, ...]], make: Make) -> N
 
 
 def _fill(world: World, make: Make) -> None:
-    """Give `world` its groups, in one fixed order in which no two members wait for each other. Does nothing on a member
-    without a rank.
-    """
+    """Give `world` its groups, in a fixed order that avoids deadlocks. Does nothing on a member without a rank."""
     if (rank := world.rank) is None:
         return
     everyone = tuple(range(world.layout.world_size))
@@ -172,9 +170,7 @@ def _fill(world: World, make: Make) -> None:
 
 
 def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = ()) -> World:
-    """Return a world without peers (torch's `fake` backend), for building an engine on a member that does not train
-    yet.
-    """
+    """Return a world without peers (torch's `fake` back-end), in which an idle member builds its engine."""
     world = World(0, tuple(range(layout.world_size)), rank, layout, tuple(ties))
 
     def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
@@ -204,15 +200,14 @@ def is_ours_installed() -> bool:
 
 
 def drop(world: World, is_broken: bool = False) -> threading.Thread:
-    """Unregister and shut down every group of `world` that no other world holds; return the thread that does so.
-    Harmless for worlds never installed.
+    """Unregister every group of `world` that no other world holds, and shut it down in a thread that is returned.
 
     Communicators that another world has kept stay alive. All ranks of the world drop it, so the other communicators are
     shut down together. is_broken: whether to abort them instead, because some members may lack a communicator that this
     member has.
 
-    Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Join the returned thread before the process
-    ends.
+    The world need not have been installed. Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Join
+    the returned thread before the process ends.
     """
     world.transfer, world.transfer_members = None, ()
     if world.status is not None:
@@ -222,7 +217,7 @@ def drop(world: World, is_broken: bool = False) -> threading.Thread:
         _forget_groups()
     if parallel_state_sp._SEQUENCE_PARALLEL_GROUP in gone:
         parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
-    for number in range(len(gone)):  # no name here may keep the last of them
+    for number in range(len(gone)):  # by index, so that no name here keeps a group alive
         unregister(gone[number])
     return tear_down(gone, disconnected)
 
@@ -235,9 +230,9 @@ _EXPERT_TABLES = (
 
 
 def _point_at(world: World) -> None:
-    """Make the groups in DeepSpeed's modules those of `world`, by axis.
+    """Set the process groups that DeepSpeed keeps in its modules to those of `world`.
 
-    For a layout of data (and expert) alone, the modules then hold what DeepSpeed itself sets without an `mpu`.
+    For a layout of data (and expert) alone, the modules then hold what DeepSpeed itself would set without an `mpu`.
     """
     _forget_groups()
     layout, mpu = world.layout, world.mpu
@@ -258,8 +253,7 @@ def _point_at(world: World) -> None:
 
 
 def _forget_groups() -> None:
-    """Clear everything that `_point_at` sets, and the related fields that DeepSpeed sets. The tables stay the same
-    objects.
+    """Clear everything that `_point_at` sets, and related fields of DeepSpeed. The tables stay the same objects.
 
     `parallel_state_sp` is left unchanged, because scripts use it between the calls of several engines; see `drop`.
     """
@@ -287,13 +281,13 @@ class LaunchWorld:
 
     @staticmethod
     def current() -> LaunchWorld:
-        """Return the current default group. Call it before any world of ours is installed."""
+        """Return the current default group, with its size. Call it before any world of ours is installed."""
         return LaunchWorld(c10d._get_default_group(), td.get_rank(), td.get_world_size())
 
     @staticmethod
     def formed(store: Store, name: str, member: int, size: int, seconds: float, status: GroupStatus) -> LaunchWorld:
-        """Make a watched group by `make_group`, and register it with `torch.distributed`."""
-        if size == 1 and is_accelerated():  # as in a world: one that needs nothing to serve both devices
+        """Make a group of the launch's processes that may lose members, and make it known to `torch.distributed`."""
+        if size == 1 and is_accelerated():  # a group of one serves both devices
             group, made_over = make_fake_group(name, 0, 1)
         else:
             gloo, made_over = make_group(store, name, member, size, seconds)
@@ -304,21 +298,18 @@ class LaunchWorld:
         return LaunchWorld(group, member, size, world)
 
     def connect(self, seconds: float, stop: Callable[[], None]) -> None:
-        """Connect a group made by `formed` on the accelerator, too, for code that needs the device's collectives before
-        a world exists.
+        """Connect a group made by `formed` on the accelerator too, for code that uses it before a world exists.
 
-        All its processes must call it. Does nothing without an accelerator, or in a second call. seconds, stop: see
-        `World.connect`, which also lists the errors.
+        All processes of the group must call it. Does nothing without an accelerator, or in a second call. seconds,
+        stop: see `World.connect`, which also lists the errors.
         """
         if self.own is not None and self.own.lacks(None):
             self.own.connect(seconds, stop=stop)
-            unregister(self.group)  # torch notes by what a group communicates
+            unregister(self.group)  # torch records a group's back-ends when the group is registered
             self.own.register()
 
     def retire(self) -> threading.Thread:
-        """Shut down a group made by `formed` that no process uses any more; all its processes must call it. See
-        `drop`.
-        """
+        """Shut down a launch group that no process uses any more; all its processes must call it. See `drop`."""
         unregister(self.group)
         if self.own is None:
             return tear_down([self.group])

@@ -2,16 +2,16 @@
 
 The logical model is DeepSpeed's converted form with expert size 1: a layer's experts are the stacks `experts.w1`,
 `.w2` and `.w3` of shape (experts, out, in), and the expert axis cuts dim 0. Every rank holds the router and shared
-experts whole. DeepSpeed says on each stack which experts a rank holds, and that is what is read here. Its conversion is
-run on modules without memory, so nothing full-size is ever made.
+experts whole. DeepSpeed records on each stack which experts a rank holds, and this package reads these records. The
+conversion runs on modules without memory, so no full-size tensor is ever made.
 
 With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and other layers that AutoTP knows are cut,
-stacks and routers are not. Tensor ranks share a layer's tokens between them and send them to experts as data ranks do.
-With one expert index DeepSpeed refuses: gradients would be counted twice.
+stacks and routers are not. Tensor ranks divide a layer's tokens among themselves and send them to experts as data ranks
+do. DeepSpeed refuses expert size 1 with a tensor axis, because gradients would be counted twice.
 
-`moe` says how ZeRO deals the stacks. In the order of a group's flat buffer they are w1, w2, w3 of the first layer, then
-of the next. AutoEP takes the experts' initial values from the user's model, so the stacks that ranks hold at any size
-are slices of the same tensors.
+`moe` describes how ZeRO partitions the stacks. A group's flat buffer has w1, w2, w3 of the first layer, then those of
+the next. AutoEP takes the experts' initial values from the user's model, so the stacks that ranks hold at any size are
+slices of the same tensors.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ def is_on(config: Mapping[str, Any]) -> bool:
 
 
 def start_size(config: Mapping[str, Any]) -> int:
-    """Return the expert size of the configuration."""
+    """Return the expert size that the configuration gives for AutoEP, by default 1."""
     return int(config["expert_parallel"].get("autoep_size", 1))
 
 
 class Conversion:
-    """AutoEP's distribution of a model's experts over ranks; AutoEP replaces the layers that contain them."""
+    """AutoEP's conversion of a model: it replaces layers with experts, and distributes the experts over ranks."""
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Keep the settings. Raises UnsupportedError for a model that is not whole, and ConfigError for one that
-        DeepSpeed refuses.
+        """Keep the settings.
+
+        Raises UnsupportedError for a model that is not whole, and ConfigError for one that DeepSpeed refuses.
         """
         refuse_parts(model)
         self._block, self._config = dict(config["expert_parallel"]), config
@@ -67,7 +68,7 @@ class Conversion:
             validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
 
     def take_replaced(self) -> Any:
-        """Return, once, which parameters replace which. DeepSpeed's engine calls this on its conversion."""
+        """Return AutoEP's record of which parameters replaced which, and forget it. Called by DeepSpeed's engine."""
         replaced, self._replaced = self._replaced, None
         return replaced
 
@@ -103,9 +104,9 @@ class AutoEPShaper(Conversion, Shaper):
         listed: bool = False,
         factory: ModelFactory | None = None,
     ) -> None:
-        """Take a user's model over: it has DeepSpeed's layers from now on, with all experts, and its values.
+        """Take over a user's model: give it DeepSpeed's layers with all experts, which keep the model's values.
 
-        listed: whether the caller has lists of its parameters, such as an optimizer's, that must learn of new ones.
+        listed: whether the caller has lists of the model's parameters, such as an optimizer's, that must be updated.
         """
         from ds_dynatrain.adapters.model.auto_tp import TensorShaper
 
@@ -116,14 +117,15 @@ class AutoEPShaper(Conversion, Shaper):
         self._replaced = replace_layers(model, self._block, 1, 0, listed)
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """Return a copy of the template, converted."""
+        """Return a copy of the template that AutoEP has converted for one expert index."""
         return convert(copied(self._template), self._block, size, index)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Return cuts by whole experts for the stacks, and AutoTP's for other tensors.
 
-        LayoutError for a size that does not divide the experts of a layer, or that DeepSpeed refuses; UnsupportedError,
-        naming the parameter, for experts that are not dealt in order. Otherwise as `TensorShaper.cuts`.
+        Raises LayoutError for a size that does not divide the experts of a layer, or that DeepSpeed refuses, and
+        UnsupportedError, naming the parameter, for experts that ranks do not hold in order. Otherwise raises as
+        `TensorShaper.cuts` does.
         """
         refuse_other_axes(layout, "tensor")
         if layout.tensor > 1:
@@ -143,7 +145,7 @@ class AutoEPShaper(Conversion, Shaper):
         self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers their groups and this rank's place among experts, also in a module that stays."""
+        """Give layers their groups and this rank's expert index, even if the module is unchanged."""
         self._tensor.enter(engine, layout)
         enter(engine, layout)
 
@@ -161,8 +163,9 @@ class AutoEPShaper(Conversion, Shaper):
 def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) -> nn.Module:
     """Give a module, on the meta device and as the user wrote it, DeepSpeed's layers for one expert index; return it.
 
-    block: `expert_parallel` of the configuration. Raises LayoutError for a size that does not divide the experts of a
-    layer.
+    block: `expert_parallel` of the configuration.
+
+    Raises LayoutError for a size that does not divide the experts of a layer.
     """
     replace_layers(module, block, size, index)
     return module
@@ -178,8 +181,10 @@ def replace_layers(
 ) -> Any:
     """Give a module, on the meta device or real, DeepSpeed's layers for one expert index.
 
-    each: called with each new layer before the next one is made. Returns which parameters replace which, if listed.
-    Raises as `convert` does, and DeepSpeed's ValueError.
+    each: function that is called with each new layer before the next one is made.
+    listed: whether to return which parameters replace which.
+
+    Raises LayoutError as `convert` does, and ValueError for what DeepSpeed refuses.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_post_detection
@@ -196,7 +201,7 @@ def replace_layers(
     for spec in specs:
         layer = module.get_submodule(spec.moe_module_name)
         for name, buffer in layer.named_buffers(recurse=False):
-            if buffer.is_meta:  # its own count of tokens, which begins at zero
+            if buffer.is_meta:  # a count of tokens, which begins at zero
                 setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=compute_device()))
     return replaced
 
@@ -219,8 +224,9 @@ def leave(engine: Any) -> None:
 
 
 def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
-    """Return the cuts of all tensors of a converted module, by name; raises UnsupportedError for experts out of
-    order.
+    """Return the cuts of all tensors of a converted module, by name.
+
+    Raises UnsupportedError for experts that ranks do not hold in order.
     """
     return {name: _cut(name, held) for name, held in module.named_parameters()}
 
@@ -244,9 +250,7 @@ def validate(config: Mapping[str, Any], layout: Layout) -> None:
 
 
 def _fold(engine: Any, layout: Layout) -> None:
-    """Tell the engine how tensor and expert ranks are arranged, and give layers their groups if there are
-    tensor ranks.
-    """
+    """Set on the engine how tensor and expert ranks are arranged, and give layers these groups with a tensor axis."""
     from deepspeed.module_inject.auto_ep_folding import FoldingGroupHandles, build_folding_spec, local_folding_ranks
 
     spec = build_folding_spec(
@@ -283,7 +287,7 @@ def _hold_groups(engine: Any, handles: Any) -> None:
 
 
 def _cut(name: str, held: nn.Parameter) -> AxisCuts:
-    """Return DeepSpeed's description of a parameter's experts as a cut into whole experts in order."""
+    """Return DeepSpeed's record of which rank holds which experts, as a cut into whole experts in order."""
     if getattr(held, "allreduce", True):
         return AxisCuts()
     from deepspeed.checkpoint import constants as keys
@@ -302,7 +306,7 @@ def _cut(name: str, held: nn.Parameter) -> AxisCuts:
 
 
 def _place_of(held: nn.Parameter, index: int) -> None:
-    """Change a parameter's description to that of another expert index."""
+    """Change DeepSpeed's record on a parameter to that of another expert index."""
     from deepspeed.checkpoint import constants as keys
     from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
 
@@ -312,7 +316,7 @@ def _place_of(held: nn.Parameter, index: int) -> None:
 
 
 def refuse_parts(model: nn.Module) -> None:
-    """Raise UnsupportedError, naming the parameter, for a model that is not whole."""
+    """Raise UnsupportedError, naming the parameter, if one is partitioned by `zero.Init` or on the meta device."""
     for name, held in model.named_parameters():
         if hasattr(held, "ds_id") or held.is_meta:
             where = "cut by deepspeed.zero.Init" if hasattr(held, "ds_id") else "on the meta device"

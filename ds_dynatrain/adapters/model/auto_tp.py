@@ -1,7 +1,7 @@
-"""The tensor axis: DeepSpeed's AutoTP, run on modules without memory, and a root module that takes its layers on.
+"""The tensor axis: DeepSpeed's AutoTP, run on modules without memory, and a root module that gets AutoTP's layers.
 
-AutoTP replaces linear layers and embeddings by layers that hold a part each, and writes on each of their parameters how
-it was cut. The same code runs here on a copy of the template, whose parameters are on the meta device, so that it takes
+AutoTP replaces linear layers and embeddings by layers that hold one part of each parameter, and records on the
+parameter how it was cut. It runs here on a copy of the template, whose parameters are on the meta device, so it takes
 no memory and sends no message. Layers that it leaves alone are whole on every rank of the axis.
 """
 
@@ -44,14 +44,14 @@ WRONG: Mapping[str, str] = {
     "gpt_bigcode": "AutoTP gives every rank all keys and values, and never adds their gradients up",
     "mpt": "its attention counts all heads, whatever its rank holds",
 }
-"""Kinds of Hugging Face models that AutoTP cuts and that do not train then (measured with DeepSpeed 0.19.8)."""
+"""Types of Hugging Face models that train wrongly once AutoTP has cut them (measured with DeepSpeed 0.19.8)."""
 
 Cuts = dict[str, AxisCuts]
 """Cuts by name of the logical tensor."""
 
 
 def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return DeepSpeed's block for AutoTP with the size of a layout; a size of 1 turns it off."""
+    """Return DeepSpeed's configuration block for AutoTP with a tensor size; size 1 turns AutoTP off."""
     block = {**(config.get("tensor_parallel") or {}), "autotp_size": size if size > 1 else 0}
     for name in ("tp", "tensor_parallel"):
         if name in block:
@@ -60,10 +60,10 @@ def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int) -> None:
-    """Let AutoTP cut a model on the meta device for the rank at `place` of a tensor group of `size`.
+    """Make AutoTP cut a model on the meta device for the rank at index `place` of a tensor group of `size` ranks.
 
-    It works without peers, whichever world is installed, in any thread; one call at a time. Layers hold a group that is
-    gone: give them that of the world before they are used.
+    Needs no peers and no particular world; any thread may call it, but only one at a time. The group that the new
+    layers hold no longer exists afterwards: give them the world's group before they are used.
     """
     engine = SimpleNamespace(
         autotp_size=lambda: size,
@@ -73,21 +73,21 @@ def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int
     )
     real = dict(model.named_buffers())
     block = TPTrainingConfig(**settings(config, size))
-    # AutoTP looks for one model's name in the text of every module, sixteen times each: half of all its time
+    # AutoTP searches the text of every module for one model's name, sixteen times each: half of its whole time
     said_once = replaced(nn.Module, "__repr__", cache(nn.Module.__repr__))
     with _for_training(), _tensor_group(size, place) as block.tensor_parallel.tp_group, said_once:
         DeepSpeedEngine._apply_autotp_partitioning(engine, model, block)
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:  # moved there beside its weight
+            if buffer is not None and buffer.is_meta:  # AutoTP moved it to the meta device with its weight
                 module._buffers[key] = real[f"{prefix}.{key}"]
 
 
 def describe(template: nn.Module, config: Mapping[str, Any], size: int) -> Cuts:
-    """Return the cuts that AutoTP would write on the parameters of a model in `size` parts; works without peers.
+    """Return how AutoTP would cut each parameter of a model into `size` parts, by name. Needs no peers.
 
-    Raises UnsupportedError, naming the parameter, for one that AutoTP does not describe or would get wrong. Errors that
-    AutoTP itself raises for a model or a size pass through.
+    Raises UnsupportedError, naming the parameter, if AutoTP does not record how it cuts a parameter, or would cut it
+    wrongly. Errors that AutoTP itself raises for a model or a size pass through.
     """
     made = copied(template)
     partition(made, config, size, 0)
@@ -134,7 +134,7 @@ def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None
 
 
 def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
-    """Return DeepSpeed's description of how a parameter was cut, as `AxisCuts`."""
+    """Return DeepSpeed's record of how a parameter was cut, as `AxisCuts`."""
     written = getattr(held, DS_AUTOTP_UC_META, None)
     if written is None or written["replicated"]:
         return WHOLE
@@ -151,7 +151,7 @@ def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
 
 @contextmanager
 def _for_training() -> Iterator[None]:
-    """Let AutoTP cut for training inside the block, and restore its process-wide settings afterwards."""
+    """Set AutoTP to cut for training inside the block, and restore its process-wide settings afterwards."""
     training, on_host = is_autotp_training_mode(), TensorParallel_Layer.keep_module_on_host
     set_autotp_mode(training=True)
     try:
@@ -163,7 +163,7 @@ def _for_training() -> Iterator[None]:
 
 @contextmanager
 def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
-    """Give AutoTP, inside the block, a tensor group of `size` without peers in which this is the rank at `place`."""
+    """Make AutoTP use a tensor group of `size` without peers inside the block; this process is at index `place`."""
     rank = td.get_rank()
     ranks = [other for other in range(size) if other != rank][: size - 1]
     group, store = make_fake_group("dynatrain_asked", place, size)
@@ -183,17 +183,17 @@ _LOSS_BEFORE = "_deepspeed_original_loss_function"
 _PARTIAL = "_ds_grad_allreduce_registered"
 """Attribute of parameters whose gradients AutoTP adds up over the ranks."""
 _METHODS = {"gather_params", "_tp_partition"}
-"""Methods of a layer that are set on its parameters."""
+"""Methods of a layer that AutoTP also sets on the layer's parameters."""
 
 _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, UnsupportedError, LayoutError)
-"""Errors by which AutoTP, and our checks of its descriptions, refuse."""
+"""Errors that AutoTP, or our checks of its records, raise for a model or a size that they refuse."""
 
 
 class TensorShaper(Shaper):
-    """Shaper of a model that AutoTP partitions, or of a model that it cannot partition."""
+    """Shaper of a model that AutoTP cuts along the tensor axis."""
 
     def __init__(self, template: nn.Module | None, config: Mapping[str, Any], reason: str = "") -> None:
-        """Keep the template of a model; None, with the `reason`, for a model that cannot have one."""
+        """Keep the template of a model. It is None if no template can be made, for the `reason` given."""
         self._template, self._config, self._reason = template, config, reason
         self._cuts: dict[int, Cuts] = {}
         self._one_at_a_time = threading.Lock()
@@ -209,8 +209,8 @@ class TensorShaper(Shaper):
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Return how the tensor axis cuts each logical tensor, for any layout, whichever world is installed.
 
-        Raises UnsupportedError, naming the parameter or the model, if AutoTP does not cut it, or not in a way that it
-        describes; raises LayoutError, with the nearest size, for a size that it cannot do.
+        Raises UnsupportedError, naming the parameter or the model, if AutoTP cannot cut it or does not record how.
+        Raises LayoutError, with the nearest valid size, for a tensor size that AutoTP cannot cut the model into.
         """
         if layout.pipe * layout.expert > 1:
             raise LayoutError(f"{layout}: this model has no pipeline stages and no experts; leave pipe and expert at 1")
@@ -234,11 +234,11 @@ class TensorShaper(Shaper):
         return found
 
     def make(self, layout: Layout, rank: int) -> Made:
-        """Return the template's children, cut by AutoTP."""
+        """Return the template's children as AutoTP cuts them for a rank."""
         return self.cut(copied(self._known), layout, rank)
 
     def cut(self, module: nn.Module, layout: Layout, rank: int) -> Made:
-        """Make children out of `module`, a copy of the template, as a rank of `layout` has them."""
+        """Cut `module`, a copy of the template, for a rank of `layout`, and return its children."""
         before = dict(module.__dict__)
         if layout.tensor > 1:
             with self._one_at_a_time:
@@ -264,7 +264,7 @@ class TensorShaper(Shaper):
     def enter(self, engine: Any, layout: Layout) -> None:
         """Set what DeepSpeed's constructor sets: the modes of its layers, their group, and a check of the first batch.
 
-        DeepSpeed compares that batch between the ranks of the axis, and takes the hook off itself.
+        The check is a hook by which DeepSpeed compares that batch between tensor ranks; it then removes the hook.
         """
         self.leave(engine)
         block = engine.tensor_parallel_config()
@@ -313,8 +313,9 @@ class TensorShaper(Shaper):
 
 
 def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with a weak reference to its layer, whose memory would otherwise be freed only by the garbage
-    collector.
+    """Return the method with only a weak reference to its layer.
+
+    Otherwise the layer's memory would not be freed before the garbage collector runs.
     """
     reference = WeakMethod(method)
 
@@ -326,9 +327,9 @@ def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
-    """Add up the gradient of a parameter that all ranks have, and of which each uses a part (norms of single heads).
+    """Sum, over tensor ranks, the gradient of a whole parameter of which each rank uses a part (norms of heads).
 
-    It is DeepSpeed's hook except for the group, which DeepSpeed's own keeps for ever.
+    A hook like DeepSpeed's own, except that it looks the group up, while DeepSpeed's keeps its first group for good.
     """
     whole = gradient.contiguous()
     dist.all_reduce(whole, group=groups.get_tensor_model_parallel_group())
@@ -336,7 +337,7 @@ def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
-    """Set the group over which all layers of AutoTP, and its loss, communicate; None removes it."""
+    """Set the group over which AutoTP's layers and its loss communicate; None removes it."""
     for module in root.modules():
         if isinstance(module, TensorParallel_Layer):
             module.mp_group = group
@@ -346,7 +347,7 @@ def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
 
 
 def _take_off(root: nn.Module, origin: nn.Module) -> None:
-    """Remove the attributes that AutoTP has set on the root. origin: the root as the user made it."""
+    """Remove the attributes that AutoTP has set on the root, and restore the user's. origin: the root's template."""
     loss = root.__dict__.pop(_LOSS_BEFORE, None)
     if loss is not None:
         root.loss_function = loss

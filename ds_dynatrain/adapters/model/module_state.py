@@ -76,8 +76,9 @@ class _Built:
 
 
 class _Noted(dict[str, _Built]):
-    """Recorded attributes of a module. They are stored on the module, and left out when the module is copied or
-    pickled.
+    """Recorded attributes of a module.
+
+    They are stored on the module, and left out when the module is copied or pickled.
     """
 
     def __reduce__(self) -> Any:
@@ -95,8 +96,9 @@ def note(module: nn.Module) -> None:
 
 
 def note_one(part: nn.Module) -> Mapping[str, _Built]:
-    """Record the attributes of one module, without its submodules, unless they are recorded already. Return the
-    record.
+    """Record the attributes of one module, unless they are recorded already, and return the record.
+
+    The record does not include the module's submodules.
     """
     noted: _Noted | None = part.__dict__.get(_NOTED)
     if noted is None:
@@ -115,8 +117,9 @@ def forget(module: nn.Module) -> None:
 
 
 def changed_attributes(module: nn.Module) -> AttributeState:
-    """Return the attributes of a module and all its submodules that have changed since they were recorded. Values are
-    not copied.
+    """Return the attributes of a module and all its submodules that have changed since they were recorded.
+
+    Values are not copied.
     """
     buffers, found = {*map(id, module.buffers())}, AttributeState()
     for path, part in module.named_modules():
@@ -133,10 +136,10 @@ def changed_attributes(module: nn.Module) -> AttributeState:
 
 
 def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Apply the changed attributes in `state` to the submodules of the same names; reset other attributes to their
-    recorded values.
+    """Set the changed attributes in `state` on the submodules of the same names, and reset all other attributes.
 
-    Called before buffers are applied. A warning names attributes that could not be transferred.
+    Attributes are reset to their recorded values. Called before buffers are set. A warning names attributes that could
+    not be transferred.
     """
     left: list[str] = []
     for path, part in module.named_modules():
@@ -164,8 +167,9 @@ def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Return whether a module defines both `get_extra_state` and `set_extra_state`. Its caches are then assumed to be
-    in its extra state.
+    """Return whether a module defines both `get_extra_state` and `set_extra_state`.
+
+    Its caches are then assumed to be in its extra state.
     """
     kind, stock = type(module), nn.Module
     gives = kind.get_extra_state is not stock.get_extra_state
@@ -248,8 +252,9 @@ def _is_output(value: Any, depth: int = 0) -> bool:
 
 
 def _parts(value: Any, depth: int) -> list[Any] | None:
-    """Return the entries of a list or tuple, or the keys and values of a dictionary. Return None for any other value,
-    or beyond the greatest depth.
+    """Return the entries of a list or tuple, or the keys and values of a dictionary.
+
+    Return None for any other value, or beyond the greatest depth.
     """
     if type(value) not in (list, tuple, dict) or depth >= _MOST_DEPTH:
         return None
@@ -324,7 +329,7 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
             parent, _, key = name.rpartition(".")
             part = _part(module, parent)
             held = None if part is None else part._buffers.get(key)
-            if part is not None and held is not None and id(held) in written:  # one buffer here, two in the state
+            if part is not None and held is not None and id(held) in written:  # shared here, separate in the state
                 held = part._buffers[key] = held.clone()
             is_cast = casts and held is not None and held.is_floating_point() and value.is_floating_point()
             if held is not None and held.shape == value.shape and (held.dtype == value.dtype or is_cast):

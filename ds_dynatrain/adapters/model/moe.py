@@ -83,8 +83,9 @@ def expert_index(layout: Layout) -> int:
 
 
 def check_size(counts: Mapping[str, int], size: int) -> None:
-    """Raise LayoutError, naming the layer and the nearest sizes, unless the size divides the number of experts of every
-    layer.
+    """Raise LayoutError unless the expert size divides the number of experts of every layer.
+
+    The error names the layer and the nearest sizes.
 
     counts: the number of experts of each layer, by the layer's name.
     """
@@ -99,8 +100,9 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
 
 
 def refuse_other_axes(layout: Layout, *tried: str) -> None:
-    """Raise LayoutError for axes that were not tested together with experts. tried: the axes besides data and expert
-    that were tested.
+    """Raise LayoutError for axes that were not tested together with experts.
+
+    tried: the axes besides data and expert that were tested.
     """
     known = {"data", "expert", *tried}
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in known and size > 1]
@@ -136,7 +138,7 @@ def enter_layers(engine: Any, size: int) -> None:
     parts = list(engine.module.modules())
     layers = layers_with_experts(engine.module)
     marked = [group for group in engine.basic_optimizer.param_groups if group.get("moe")]
-    engine.has_moe_layers = bool(layers or marked)  # without experts it joins others' collectives
+    engine.has_moe_layers = bool(layers or marked)  # a rank without experts takes part in the experts' collectives
     engine.num_experts = [layer.num_experts for layer in layers]
     engine.gate_modules = [part for part in parts if isinstance(part, TopKGate)]
     engine.moe_layers = [part for part in parts if isinstance(part, MOELayer)]
@@ -152,13 +154,13 @@ def enter_layers(engine: Any, size: int) -> None:
 
 
 def clip(model: nn.Module, limit: float, layout: Layout) -> None:
-    """Clip the gradients of ZeRO stage 0 in fp32 by the norm over all experts, all tensor parts and all replicated
-    tensors.
+    """Clip the gradients of ZeRO stage 0 in fp32 by their norm over the whole model.
 
-    The world of the layout must be installed. Tensors that pipeline stages share count on the stage that owns them.
+    The norm counts all experts, all parts of cut tensors, and each replicated tensor once. Tensors that pipeline stages
+    share count on the stage that owns them. The world of the layout must be installed.
     """
     given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
-    squares = torch.zeros(3, device=compute_device())  # sums over whole tensors, parts of tensors, experts
+    squares = torch.zeros(3, device=compute_device())  # one sum each for whole tensors, parts of tensors, and experts
     for held, gradient in given:
         if not getattr(held, "ds_pipe_replicated", False):
             kind = 2 if is_moe_param(held) else int(is_model_parallel_parameter(held))
@@ -204,10 +206,9 @@ def layers_with_experts(model: nn.Module) -> list[Any]:
 
 
 def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UnsupportedError, with the group's number, for an optimizer group that holds experts but is not marked as a
-    group of experts alone.
+    """Raise UnsupportedError for an optimizer group that holds experts but is not marked as a group of experts alone.
 
-    DeepSpeed accepts such a group in stages 0 and 3 only.
+    The error contains the group's number. DeepSpeed accepts such a group in stages 0 and 3 only.
     """
     for number, group in enumerate(parameter_groups):
         routed = [is_moe_param(held) for held in group["params"]]
@@ -225,8 +226,9 @@ def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def start_size(model: nn.Module) -> int:
-    """Return the expert size that the user built the model with. Raises UnsupportedError if layers have different
-    sizes.
+    """Return the expert size that the user built the model with.
+
+    Raises UnsupportedError if layers have different sizes.
     """
     sizes = {name: int(layer.ep_size) for name, layer in layers(model)}
     if len(set(sizes.values())) > 1:
@@ -271,9 +273,7 @@ class NativeShaper(Shaper):
         return Made(convert(copied(self._template), layout.expert))
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Reshape as `Shaper.reshape` specifies; new parameters have unwritten memory, and buffers are the
-        template's.
-        """
+        """Do what `Shaper.reshape` specifies; new parameters have unwritten memory, buffers are the template's."""
         made = made or self.make(layout, td.get_rank())
         adopt(root, with_memory(made.module, next(root.parameters()).dtype))
 
@@ -293,9 +293,10 @@ class NativeShaper(Shaper):
 def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:
     """Give a user's model all experts of its layers; experts of other ranks have no memory.
 
-    member: the number of this process in the launch. lists: the caller's lists of parameters, such as an optimizer's;
-    the parameters of all experts are added to them. Raises UnsupportedError for layers of several sizes, or with
-    experts that differ from each other.
+    member: the number of this process in the launch.
+    lists: the caller's lists of parameters, such as an optimizer's; the parameters of all experts are added to them.
+
+    Raises UnsupportedError for layers of several sizes, or with experts that differ from each other.
 
     If each process has built only the experts of its own rank, returns the process of the launch that has the first
     value of each expert's parameter, by the parameter's id. Returns {} if every process has built all experts.
@@ -345,8 +346,9 @@ def parameters(root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
 
 
 def names(module: nn.Module, index: int) -> dict[str, str]:
-    """Return the logical name of each parameter of a rank's module, by its local name. index: the rank's expert
-    index.
+    """Return the logical name of each parameter of a rank's module, by its local name.
+
+    index: the rank's expert index.
     """
     found = {name: name for name, _ in module.named_parameters()}
     for path, layer in layers(module):
@@ -358,9 +360,7 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
 
 
 def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> None:
-    """Extend each list that contains parameters of some experts of a layer by the same parameters of all experts of
-    that layer.
-    """
+    """Extend lists with parameters of some experts of a layer by the same parameters of all experts of that layer."""
     alike: dict[str, list[nn.Parameter]] = {}
     for path, layer in layers(model):
         for _, prefix, held in _experts(path, layer):
@@ -414,8 +414,9 @@ def _mark(layer: Any, size: int) -> None:
 
 
 def _pattern(path: str, experts: nn.ModuleList) -> nn.Module:
-    """Return a template of the experts of a layer. Raises UnsupportedError if the experts differ from each other or
-    hold buffers.
+    """Return a template of the experts of a layer.
+
+    Raises UnsupportedError if the experts differ from each other or hold buffers.
     """
     if next(experts.buffers(), None) is not None:
         raise UnsupportedError(

@@ -26,8 +26,9 @@ from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 
 PARAMETERS, UNIFORM, TYPE, PROFILE = "parameters", "uniform", "type:", "profile"
-"""DeepSpeed's partition methods. "type:" is followed by a pattern for the names of layer classes; "profile" takes no
-argument here.
+"""DeepSpeed's partition methods.
+
+"type:" is followed by a pattern for the names of layer classes; "profile" takes no argument here.
 """
 Cut = Callable[[int, int], tuple[int, ...]]
 """Function (number of layers, number of stages) -> boundaries of the stages."""
@@ -131,15 +132,14 @@ class PipelineTemplate:
         return tuple(str(at) if key is None else f"tied_modules.{key}" for at, key in enumerate(self.keys))
 
     def ties(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """Return the stages that share each tied layer, by its key, in DeepSpeed's order; the first stage is the
-        owner.
-        """
+        """Return the stages that share each tied layer, by its key, in DeepSpeed's order: the owner comes first."""
         parts = self.boundaries(layout)
         return {key: self._holders(parts, f"tied_modules.{key}") for key in sorted(self.tied)}
 
     def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the modules on each stage, without functions. A tied module is listed once on each of its
-        stages.
+        """Return the names of the modules on each stage, without functions.
+
+        A tied module is listed once on each of its stages.
         """
         names = [None if layer is None else name for layer, name in zip(self.layers, self.prefixes(), strict=True)]
         pairs = itertools.pairwise(self.boundaries(layout))
@@ -156,8 +156,9 @@ class PipelineTemplate:
         return made
 
     def converted(self, convert: Callable[[nn.Module], None]) -> PipelineTemplate:
-        """Return a template with the same stages but other layers: `convert` alters copies of all layers, in a module
-        like `whole`.
+        """Return a template with the same stages but other layers.
+
+        convert: alters copies of all layers, in a module like `whole`.
         """
         copies = {id(layer): copied(layer) for layer in self.layers if layer is not None}
         made = replace(self, layers=tuple(None if each is None else copies[id(each)] for each in self.layers)).whole
@@ -184,8 +185,9 @@ class PipelineTemplate:
         return tuple(map(int, parts))
 
     def _weights(self, expert: int) -> list[int]:
-        """Return the weight of each layer in the partition method, for a rank that has one in `expert` of its
-        experts.
+        """Return the weight of each layer in the partition method.
+
+        expert: the number of ranks among which the experts of a layer are divided.
         """
         if self.method == PARAMETERS:
             expert = 1 if self.counts_all else expert
@@ -265,9 +267,7 @@ def refuse_uncuttable(model: PipelineModule) -> None:
 
 
 def refuse_stage_of_another(model: nn.Module, member: int) -> None:
-    """Raise UnsupportedError for a module that was built while `torch.distributed` had the world of another engine with
-    other ranks.
-    """
+    """Raise UnsupportedError for a module built while another engine's world, with other ranks, was in place."""
     if is_pipeline(model) and model.global_rank != member:
         raise UnsupportedError(
             f"PipelineModule: it was built as rank {model.global_rank} of another engine's world, and this is process "
@@ -276,8 +276,9 @@ def refuse_stage_of_another(model: nn.Module, member: int) -> None:
 
 
 def refuse_shared(model: PipelineModule) -> None:
-    """Raise UnsupportedError for a parameter that would be on two stages, or on none. The module must have all
-    layers.
+    """Raise UnsupportedError for a parameter that would be on two stages, or on none.
+
+    The module must have all layers.
     """
     for key, tied in model.tied_modules.items():
         if any(isinstance(part, MoE) for part in tied.modules()):

@@ -1,5 +1,4 @@
-"""Building blocks by which a model follows a layout: a template without memory, new children for a root, and the
-shaper.
+"""Building blocks by which a model follows a layout: templates without memory, new children for a root, the shaper.
 
 A template's parameters are on the meta device. Its buffers are real copies: a constructor makes a rotary table that is
 in no checkpoint, and the constructor is not run again. A rebuild gives the root module other children; the root itself,
@@ -102,9 +101,7 @@ _TABLES = ("_modules", "_parameters")
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Children for a root module, held by a module of their own on the meta device, and attributes to set on
-    the root.
-    """
+    """Children for a root module, inside another module on the meta device, and attributes to set on the root."""
 
     module: nn.Module
     on_root: Mapping[str, Any] = field(default_factory=dict)
@@ -125,8 +122,9 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """Give every parameter its shape over a single element, because its values are elsewhere. Tied parameters stay
-    tied.
+    """Give every parameter its shape over a single element, because its values are elsewhere.
+
+    Tied parameters stay tied.
     """
     return _over(module, lambda held: stand_in(held.shape, held.dtype, compute_device()))
 
@@ -200,8 +198,7 @@ class Shaper:
         """Raise SwitchRefused, naming the tensor, for a tensor that cannot be trained in every layout."""
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """Build the children of a rank under `layout`, ahead of `reshape`; None if `reshape` makes them in the root
-        itself.
+        """Build the children of a rank under `layout`, ahead of `reshape`; None if `reshape` builds them itself.
 
         Call it in any thread, whichever world is installed; it changes no object that training uses.
         """
@@ -217,9 +214,7 @@ class Shaper:
             self.cuts(layout)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters of a root in the shape of `layout` on this rank, by the names of the logical
-        tensors.
-        """
+        """Return the parameters of a root in the shape of `layout` on this rank, by the logical tensors' names."""
         return dict(root.named_parameters())
 
     def enter(self, engine: Any, layout: Layout) -> None:

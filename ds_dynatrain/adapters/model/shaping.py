@@ -1,7 +1,7 @@
 """Shape of a model under the sizes of the pipe, expert and tensor axes: the cuts of its tensors, and its local module.
 
-There is one shaper for each of DeepSpeed's ways to deal a model out. A change of these sizes, or of a member's place on
-these axes, gives the root module other children; the root itself, and with it every reference to it, stays.
+There is one shaper for each of DeepSpeed's ways to distribute a model. A change of these sizes, or of a member's index
+on these axes, gives the root module other children; the root itself, and with it every reference to it, stays.
 
 ZeRO's cuts follow from numbers of DeepSpeed's configuration, which `rules_of` returns in the form that `space` needs.
 """
@@ -44,9 +44,10 @@ def shaper_of(
 ) -> Shaper:
     """Return the shaper of a user's model that DeepSpeed has not altered yet; the shaper takes the model over.
 
-    From then on the model has one parameter for each logical tensor. member: of the launch. lists: lists of the model's
-    parameters that the caller has, such as an optimizer's. factory: builds the model anew, if it cannot be copied.
-    owners: see `put_together`. cut: partitions layers into stages if `pipeline.partition` is "profile".
+    From then on the model has one parameter for each logical tensor. member: this process's number in the launch.
+    lists: lists of the model's parameters that the caller has, such as an optimizer's. factory: function that builds
+    the model anew, for a model that cannot be copied. owners: result of `put_together`. cut: function that partitions
+    layers into stages if `pipeline.partition` is "profile".
     """
     if is_pipeline(model):
         return PipelineShaper(model, config, member, lists, owners, cut)
@@ -62,11 +63,11 @@ def shaper_of(
 
 
 def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
-    """Return the tensor size to start with: `named` by `dynatrain.layout`, else DeepSpeed's own, else 1.
+    """Return the tensor size to start with: that in `dynatrain.layout` (`named`), else DeepSpeed's own, else 1.
 
-    ConfigError if both are given and differ.
+    Raises ConfigError if both are given and differ.
     """
-    own = (config.get("tensor_parallel") or {}).get("autotp_size") or None  # 0 is its word for none
+    own = (config.get("tensor_parallel") or {}).get("autotp_size") or None  # 0 means none
     if named is not None and own is not None and own != named:
         raise ConfigError(
             f"tensor_parallel.autotp_size is {own} and dynatrain.layout.tensor is {named}; leave "
@@ -78,8 +79,9 @@ def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
 def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
     """Return the expert size to start with.
 
-    asked: size in the `dynatrain` block, None if it leaves it to DeepSpeed's settings. Raises ConfigError if two sizes
-    differ.
+    asked: the size in the `dynatrain` block; None if the block leaves it to DeepSpeed's settings.
+
+    Raises ConfigError if this size and DeepSpeed's differ.
     """
     settled: int | None = None
     if experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:
@@ -95,9 +97,7 @@ def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | 
 
 
 def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Partition:
-    """Return the cuts of all logical tensors in the order of `names`; raises LayoutError for one that the shaper leaves
-    out.
-    """
+    """Return the cuts of all logical tensors, in the order of `names`. Raises LayoutError if the shaper lacks one."""
     cuts = shaper.cuts(layout)
     missing = [name for name in names if name not in cuts]
     if missing:
@@ -110,7 +110,7 @@ def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Part
 
 @dataclass(frozen=True)
 class Shape:
-    """The inputs that determine a root's children: the sizes of the axes, and the place of this member on them."""
+    """The inputs that determine a root's children: the sizes of the axes, and this member's index on each of them."""
 
     pipe: int
     boundaries: tuple[int, ...] | None
@@ -135,23 +135,22 @@ WHOLE_SHAPE = Shape(1, None, 1, 1, (0, 0, 0))
 
 @dataclass(frozen=True, eq=False)
 class Children:
-    """A root module's children and own tensors at one time."""
+    """A record of a root module's children and own tensors, from which they can be restored."""
 
     tables: Mapping[str, Any]
     others: Mapping[str, Any]
 
     @staticmethod
     def of(root: nn.Module) -> Children:
-        """Record the children of a root. Later changes of the root must replace them and never alter them."""
+        """Record the children of a root. Later changes of the root must replace the children and never alter them."""
         tables = {name: type(root.__dict__[name])(root.__dict__[name]) for name in _STRUCTURE}
         others = {name: value for name, value in root.__dict__.items() if name not in _STRUCTURE}
         return Children(tables, others)
 
     def pass_on(self, root: nn.Module, is_resized: bool) -> None:
-        """Give new children everything but parameters, and the user's hooks. is_resized: see
-        `module_state.ModuleState`.
+        """Give the root's new children the state of their predecessors, except parameters, and the user's hooks.
 
-        A child without a predecessor gets the mode of its parent.
+        A child without a predecessor gets the mode of its parent. is_resized: see `module_state.pass_on`.
         """
         old = {name: child for first, part in self._named() for name, child in _below(first, part)}
         new = {name: child for first, part in root.named_children() for name, child in _below(first, part)}
@@ -203,8 +202,9 @@ def rules_of(host: Any) -> ZeroRules:
 
 
 def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
-    """Return the features that decide in which layouts DeepSpeed trains a model that it has not altered yet; see
-    `support/axes`.
+    """Return the features of a model, not yet altered by DeepSpeed, that decide which layouts it can have.
+
+    See `support/axes`.
     """
     found = {
         PIPELINE: is_pipeline(model),

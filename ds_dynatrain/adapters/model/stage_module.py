@@ -78,11 +78,10 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
 
 
 class PipelineShaper(Shaper):
-    """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank has some experts of each
-    layer.
+    """The shaper of a `PipelineModule` (see `shaping`): stages have whole layers, ranks some experts of each layer.
 
-    owners: process that has the first value of a parameter, by the parameter's id; see `moe.complete`. autoep: AutoEP's
-    conversion of the layers, if AutoEP is on.
+    owners: process that has the first value of a parameter, by the parameter's id; see `moe.complete`.
+    autoep: AutoEP's conversion of the layers, if AutoEP is on.
     """
 
     def __init__(
@@ -97,7 +96,8 @@ class PipelineShaper(Shaper):
         """Take over a user's model, as `moe.complete` or AutoEP does, and keep a template of it.
 
         config: DeepSpeed's configuration; its `pipeline.partition` determines how layers are assigned to stages,
-        because DeepSpeed does not keep the method that the module was built with. owners: the result of `put_together`.
+        because DeepSpeed does not keep the method that the module was built with.
+        owners: the result of `put_together`.
         cut: the function that partitions the layers for the method "profile".
         """
         method, owners = (config.get("pipeline") or {}).get("partition", "best"), owners or {}
@@ -126,8 +126,9 @@ class PipelineShaper(Shaper):
         return self.template.whole
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """Raise SwitchRefused for a parameter of a tied layer that is not in its `tied_weight_attr`: stages would train
-        separate copies.
+        """Raise SwitchRefused for a parameter of a tied layer that is not in its `tied_weight_attr`.
+
+        Stages would train separate copies of it.
         """
         for key in {key for key in self.template.keys if key is not None and self.template.keys.count(key) > 1}:
             tied = {f"tied_modules.{key}.{attribute}" for attribute in self.template.tied[key]}
@@ -139,9 +140,7 @@ class PipelineShaper(Shaper):
                 )
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """Build AutoEP's layers. Return None without AutoEP, because DeepSpeed's module then builds its layers
-        itself.
-        """
+        """Build AutoEP's layers; return None without AutoEP, since DeepSpeed's module then builds its layers itself."""
         return Made(self.autoep.dealt(layout.expert, layout.expert_place(rank)[0])) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
@@ -160,8 +159,9 @@ class PipelineShaper(Shaper):
             reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters by logical name: DeepSpeed's names in the whole model, with experts numbered in the
-        whole layer.
+        """Return the parameters by logical name.
+
+        These are DeepSpeed's names in the whole model, with experts numbered in the whole layer.
         """
         return moe.parameters(root, layout)
 
@@ -266,12 +266,13 @@ class StageExperts(Conversion):
         listed: bool,
         first: Mapping[str, int],
     ) -> None:
-        """Take over a module with all layers: from now on it has DeepSpeed's layers, with the values of the former
-        ones.
+        """Take over a module with all layers, and give it DeepSpeed's layers with the values of the former ones.
 
-        source: the module's template. listed: whether the caller has lists of its parameters. first: the process that
-        has the first value of each layer. Raises UnsupportedError, naming the part, for a module whose stages cannot be
-        changed.
+        source: the module's template.
+        listed: whether the caller has lists of its parameters.
+        first: the process that has the first value of each layer.
+
+        Raises UnsupportedError, naming the part, for a module whose stages cannot be changed.
         """
         super().__init__(model, config)
         native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)
@@ -315,8 +316,9 @@ class StageExperts(Conversion):
 
 
 def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
-    """Free the memory of the new experts `made` if their layer had no memory before. Called once for each layer in
-    turn.
+    """Free the memory of the new experts `made` if their layer had no memory before.
+
+    Called once for each layer in turn.
     """
     name = next(name for name, part in model.named_modules() if part is made)
     if layer_of(name) in layers:
@@ -399,9 +401,7 @@ def _complete(model: PipelineModule) -> None:
 
 
 def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module:
-    """Build a layer of another stage, in the type of this stage's layers, without advancing the process's random
-    streams.
-    """
+    """Build a layer of another stage, in the type of this stage's layers, without advancing any random stream."""
     with seeded(f"layer {number}"):
         layer: nn.Module = spec.build()
     first = next((held.dtype for held in layer.parameters() if held.is_floating_point()), None)
@@ -413,9 +413,7 @@ def _same(layer: nn.Module) -> nn.Module:
 
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
-    """Extend each list by the parameters that any process has in the list with the same number, in the module's
-    order.
-    """
+    """Extend each list by the parameters in the lists with the same number on all processes, in the module's order."""
     for member, record in sorted(records.items()):
         if len(record["lists"]) != len(records[0]["lists"]):
             raise ConfigError(
@@ -439,10 +437,10 @@ def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> Non
 
 
 def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
-    """Copy the owner's value into each buffer that differs between processes, such as one drawn at random in a
-    constructor.
+    """Copy the owner's value into each buffer that differs between processes.
 
-    Afterwards all buffers are on the device, where DeepSpeed has put the buffers of the process's own stage.
+    A buffer differs, for example, if a constructor draws it at random. Afterwards all buffers are on the device, where
+    DeepSpeed has put the buffers of the process's own stage.
     """
     for name, held in model.named_buffers():
         marks = [record["buffers"][name] for record in records.values()]
@@ -452,7 +450,7 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
                 "one shape and type on all stages"
             )
         if any(mark != marks[0] for mark in marks):
-            value = held.detach().to(HOST, copy=True)  # some have it on the device by now, others do not
+            value = held.detach().to(HOST, copy=True)  # only some processes have moved the buffer to the device
             td.broadcast(value, owners.get(layer_of(name), 0))
             held.copy_(value)
         held.data = held.data.to(compute_device())

@@ -23,9 +23,7 @@ GETTERS = ("get_sequence_parallel_group", "get_sequence_parallel_rank", "get_seq
 
 
 def spread_layers(module: nn.Module) -> Iterator[tuple[str, DistributedAttention]]:
-    """Yield (name, layer) of each layer that exchanges heads for sequence: a submodule, or one held outside a module's
-    tables.
-    """
+    """Yield (name, layer) of each layer that exchanges heads for sequence, even if it is not a registered submodule."""
     for name, part in module.named_modules():
         if isinstance(part, DistributedAttention):
             yield name, part
@@ -35,9 +33,7 @@ def spread_layers(module: nn.Module) -> Iterator[tuple[str, DistributedAttention
 
 
 def refuse_sequence(module: nn.Module, mpu: Any) -> None:
-    """Raise UnsupportedError, naming it, for sequence parallelism that keeps the sizes of its first layout, and for an
-    `mpu` for any other axis.
-    """
+    """Raise UnsupportedError for sequence parallelism whose size cannot change, and for an `mpu` for any other axis."""
     if mpu is not None:
         missing = [name for name in GETTERS if not hasattr(mpu, name)]
         if missing:
@@ -55,9 +51,7 @@ def refuse_sequence(module: nn.Module, mpu: Any) -> None:
 
 
 def first_size(mpu: Any, wanted: int | None) -> int:
-    """Return the sequence size to start with: that of the configuration, else that of an `mpu` that is set
-    up, else 1.
-    """
+    """Return the sequence size to start with: that of the configuration, else that of an initialized `mpu`, else 1."""
     if wanted is not None:
         return wanted
     return _size(mpu, "sequence") if mpu is not None and td.is_initialized() else 1

@@ -1,8 +1,8 @@
-"""torch.compile around a switch: finds compiled modules, times their compilation, and starts it anew.
+"""torch.compile around a switch: find compiled modules, time their compilation, and drop compiled code.
 
-Compiled code carries guards on hooks, containers and buffers that a switch replaces. Dynamo would compile again for a
-new layout and, after `recompile_limit` (8) versions of one function, run it eagerly for the rest of the job without an
-error. So all of it is dropped after a switch, and the next call compiles for the present layout only.
+Compiled code has guards on hooks, containers and buffers that a switch replaces. Dynamo would compile again for a new
+layout and, after `recompile_limit` (8) versions of one function, run it eagerly for the rest of the job without an
+error. So all compiled code is dropped after a switch, and the next call compiles for the present layout only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch._dynamo.callback import callback_handler
 class CompileWatch:
     """Counts and times dynamo's compilations in this process, by any caller, until `stop`.
 
-    count: compilations since the watch began. seconds: their time since `begin`.
+    count: the number of compilations since the watch was made.
+    seconds: the time that compilations have taken since `begin`.
     """
 
     def __init__(self) -> None:
@@ -37,13 +38,13 @@ class CompileWatch:
     def forget(self) -> None:
         """Drop all code that dynamo has compiled in this process; compiled modules compile again when called.
 
-        The time of this call counts, too. Callbacks of others stay registered.
+        The time of this call is added to `seconds`. Callbacks that other code has registered stay registered.
         """
         begin = time.perf_counter()
         others = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
         torch._dynamo.reset()
         graphs = sys.modules.get("torch._inductor.cudagraph_trees")
-        if graphs is not None:  # graphs of mode="reduce-overhead" read memory that is no state any more
+        if graphs is not None:  # graphs of mode="reduce-overhead" would read memory that a switch has replaced
             graphs.reset_cudagraph_trees()
         callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = others
         self.seconds += time.perf_counter() - begin
@@ -66,9 +67,7 @@ class CompileWatch:
 
 
 def compiled_in_place(module: nn.Module) -> list[str]:
-    """Return the names of the modules on which `compile()` was called; `engine.compile` calls it on the whole
-    module.
-    """
+    """Return the names of the modules on which `compile()` was called, by `engine.compile` or by the user."""
     return [name or "the model" for name, part in module.named_modules() if part._compiled_call_impl is not None]
 
 
@@ -79,7 +78,10 @@ def compiled_by_wrapping(module: nn.Module) -> list[str]:
 
 
 def compile_layers(module: Any, given: Mapping[str, Any]) -> None:
-    """Compile the layers, functions included, of a pipeline's stage that are not compiled yet, as DeepSpeed does."""
+    """Compile the layers and functions of a pipeline stage that are not compiled yet, as DeepSpeed does.
+
+    given: arguments of `torch.compile`.
+    """
     for number, layer in enumerate(module.forward_funcs):
         if not isinstance(layer, nn.Module):
             if not hasattr(layer, "_torchdynamo_orig_callable"):

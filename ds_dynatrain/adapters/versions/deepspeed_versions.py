@@ -1,4 +1,4 @@
-"""Differences between the DeepSpeed series that this package is tested with; no other file asks for a version.
+"""Differences between the DeepSpeed series that this package is tested with. No other file looks at the version.
 
 A series is a minor version. Within a series, patch versions from the tested one on are accepted: the private names that
 the adapters rely on are checked before any other adapter is imported, and the census of every switch checks where
@@ -38,20 +38,20 @@ class RefusedKey:
 
 @dataclass(frozen=True)
 class Series:
-    """One minor version of DeepSpeed's.
+    """One minor version of DeepSpeed, and how it differs from the others.
 
-    tested: the patch that the tests ran with, and the oldest that is let in.
-    names: private names that are relied on in this series alone.
+    tested: the patch version that the tests ran with; older patches are refused.
+    names: the private names that the adapters rely on in this series alone.
     collector: the module in which ZeRO-3's constructor looks `gc` up.
-    refused: dotted key of the configuration -> why it is refused in this series, where another may take it.
+    refused: the reason to refuse a key of the configuration in this series, by the dotted key.
     steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters of their groups.
     gathers_by_address: whether ZeRO-3 begins the gathers of several groups in the order of addresses.
     waits_for_last_gather: whether ZeRO-3 waits for the last of many gathers only, though gloo ends them in any order.
-    follows_own_optimizers: whether optimizer classes of DeepSpeed's own were tested.
-    follows_axes: whether other axes than data were tested.
-    has_autotp: whether AutoTP describes what it cuts.
-    follows_leaves: whether gradients that are added leaf by leaf were tested.
-    needs_elements: ZeRO stages that do not take a parameter without elements.
+    follows_own_optimizers: whether DeepSpeed's own optimizer classes were tested.
+    follows_axes: whether axes other than data were tested.
+    has_autotp: whether AutoTP records on each parameter how it cut it.
+    follows_leaves: whether adding gradients leaf by leaf (a leaf is a micro-batch of fixed size) was tested.
+    needs_elements: the ZeRO stages that refuse a parameter without elements.
     """
 
     tested: str
@@ -178,8 +178,9 @@ def versions_tested() -> str:
 
 
 def series_of(version: str) -> Series:
-    """Return the series of a version of DeepSpeed; raises ImportError, naming the tested versions, for one that is not
-    accepted.
+    """Return the series that a version of DeepSpeed belongs to.
+
+    Raises ImportError, naming the tested versions, if the version is not supported.
     """
     parsed = Version(version)
     series = SERIES.get((parsed.major, parsed.minor))
@@ -214,7 +215,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, series: Series | None = N
 
 
 def refuse_axes(layout: Layout, series: Series | None = None) -> None:
-    """Raise SwitchRefused for an axis besides data in a series whose other axes were not tested."""
+    """Raise SwitchRefused for a layout with an axis other than data, if such axes were not tested with the series."""
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
     if wide and not (series or present()).follows_axes:
         raise SwitchRefused(
@@ -236,8 +237,9 @@ def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | Non
 
 
 def mend() -> None:
-    """Repair defects of the installed series that affect every engine. Called once in a process, before an engine is
-    built.
+    """Repair defects of the installed series that affect every engine.
+
+    Called once in a process, before an engine is built.
     """
     if present().waits_for_last_gather:
         gather_one_by_one(importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init)
@@ -247,7 +249,7 @@ def mend() -> None:
 
 
 def gather_one_by_one(kind: Any) -> None:
-    """Let `kind` (ZeRO-3's `Init`) gather one parameter after the other.
+    """Make `kind` (ZeRO-3's `Init`) gather one parameter after the other.
 
     0.18.9 starts a gather per parameter and waits for the last one. Persistent parameters, which are gathered together
     at the end of a step, could then be read half-written.
@@ -265,11 +267,11 @@ def gather_one_by_one(kind: Any) -> None:
 
 
 def gather_in_one_order(kind: Any) -> None:
-    """Let `kind` (ZeRO-3's coordinator) begin gathers in the order of parameters.
+    """Make `kind` (ZeRO-3's coordinator) begin gathers in the order of parameters.
 
-    0.19.8 goes through a set, in the order of its members' addresses. Parameters of experts have a group of their own,
-    so ranks begin the gathers of both groups in different orders (measured: in every second run), and NCCL may wait in
-    them without end.
+    0.19.8 iterates over a set, in the order of its members' addresses. Parameters of experts have a process group of
+    their own, so ranks begin the gathers of the two groups in different orders (measured: in every second run), and
+    NCCL may then hang.
     """
     together = getattr(kind, _GATHERS)
     if together.__name__ == "in_one_order":
@@ -282,7 +284,7 @@ def gather_in_one_order(kind: Any) -> None:
 
 
 def configure_python_gc(engine: Any) -> None:
-    """Configure Python's garbage collector as `deepspeed.initialize` does last, since 0.19."""
+    """Configure Python's garbage collector, as `deepspeed.initialize` does at its end since 0.19."""
     if hasattr(engine, "_configure_python_gc"):
         engine._configure_python_gc()
 
@@ -293,9 +295,9 @@ def aligns_parameters(engine: Any) -> bool:
 
 
 def settle_flat_groups(zero: Any) -> None:
-    """Take the autograd history off flat weights of stages 1 and 2 that DeepSpeed has just built.
+    """Detach the flat weights that DeepSpeed has just built for stages 1 and 2 from their autograd history.
 
-    DeepSpeed 0.18 keeps the history of their concatenation, and gloo refuses to gather into them (torch 2.13).
+    DeepSpeed 0.18 keeps the history of their concatenation, and gloo then refuses to gather into them (torch 2.13).
     """
     for group, flat in enumerate(getattr(zero, "bit16_groups_flat", ())):
         if flat.grad_fn is not None:
@@ -304,10 +306,10 @@ def settle_flat_groups(zero: Any) -> None:
 
 
 def flat_offsets(zero: Any, group: int) -> list[int]:
-    """Return where each of `zero.round_robin_bit16_groups[group]` starts in the flat buffer of stages 1 and 2, in
-    elements.
+    """Return the offset, in elements, of each parameter of an optimizer group in the flat buffer of stages 1 and 2.
 
-    DeepSpeed 0.18 keeps no list of these; there the parameters lie end to end.
+    The parameters are those of `zero.round_robin_bit16_groups[group]`. DeepSpeed 0.18 keeps no list of offsets; there
+    the parameters lie end to end.
     """
     offsets = getattr(zero, "round_robin_bit16_offsets", None)
     if offsets is not None:
@@ -417,7 +419,7 @@ NAMES: Names = {
 def check_names(*names: Names) -> None:
     """Raise ImportError, naming every missing name and both versions, unless all names exist.
 
-    names: tables; by default that of every series, and that of the installed one.
+    names: tables of names; by default the names of every series, and those of the installed one.
     """
     rows = itertools.chain.from_iterable(table.items() for table in names or (NAMES, present().names))
     missing = [".".join(path) for row in rows for path in paths(*row) if not has(path[0], ".".join(path[1:]))]
@@ -430,9 +432,10 @@ def check_names(*names: Names) -> None:
 
 
 def paths(holder: str, names: str) -> list[list[str]]:
-    """Return, for each of the names, the module and the attributes that lead to the name.
+    """Return the path to each name: its module, and the attributes that lead to it.
 
-    holder: "module" or "module:Class". names: separated by spaces; a name may have dots.
+    holder: "module" or "module:Class".
+    names: the names, separated by spaces; a name may have dots.
     """
     module, *classes = holder.split(":")
     return [[module, *classes, *name.split(".")] for name in names.split()]

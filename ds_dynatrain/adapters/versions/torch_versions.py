@@ -1,7 +1,7 @@
 """Differences between the versions of torch that this package runs with; no other file asks for torch's version.
 
-Names are looked up one by one, so a newer torch is accepted as long as it has them; `check_torch` reports at import
-which are missing.
+The private names that the adapters need are looked up one by one, so a newer torch is accepted as long as it has them;
+`check_torch` reports missing names at import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 OLDEST = "2.11"
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.15.0")
-"""The versions that the tests ran with; docs/versions.md says how much of them."""
+"""The versions that the tests ran with, fully or in part; docs/versions.md says more."""
 
 NAMES: Mapping[str, str] = {
     "torch._C": "_AutoDispatchBelowAutograd",
@@ -45,10 +45,10 @@ NAMES: Mapping[str, str] = {
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils.file_baton": "FileBaton.wait",
 }
-"""Names of torch's, most of them private, that the adapters rely on in every version: module -> names in it."""
+"""Names in torch, most of them private, that the adapters rely on in every version: module -> names in it."""
 
 REGISTERING = ("_register_pg_in_world", "_update_process_group_global_state")
-"""Function that makes a group known to `torch.distributed`: its names since 2.13, and before."""
+"""Names of the function that makes a group known to `torch.distributed`: since 2.13, and before."""
 
 NO_COLLECTIVES = frozenset(
     {
@@ -58,7 +58,7 @@ NO_COLLECTIVES = frozenset(
         *("unregister_abort_hook", "unregister_pre_hook", "unregister_post_hook"),
     }
 )
-"""Methods of torch's groups that send nothing to peers, and those that make, change or end a group."""
+"""Methods of torch's process groups that send nothing to peers, or that make, change or end a group."""
 HIDDEN_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
 COLLECTIVES = tuple(
     name
@@ -66,7 +66,7 @@ COLLECTIVES = tuple(
     if callable(getattr(td.ProcessGroup, name))
     and (name in HIDDEN_COLLECTIVES if name.startswith("_") else name not in NO_COLLECTIVES)
 )
-"""All other methods of the installed torch's groups: torch renames them from time to time, and calls them itself."""
+"""All other methods of process groups in the installed torch, which renames them from time to time."""
 
 
 def tested_torches() -> str:
@@ -75,9 +75,7 @@ def tested_torches() -> str:
 
 
 def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) -> None:
-    """Raise ImportError, naming this version and the tested ones, for a torch that is too old or lacks one of the
-    names.
-    """
+    """Raise ImportError, naming this version and the tested ones, for a torch that is too old or lacks a name."""
     version = version or torch.__version__
     if Version(version).release < Version(OLDEST).release:
         raise ImportError(
@@ -95,7 +93,7 @@ def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) ->
 
 
 def has(module: str, name: str) -> bool:
-    """Return whether a module has a name, which may have several levels."""
+    """Return whether a module can be imported and has a name, which may be dotted."""
     try:
         held: object = importlib.import_module(module)
         for part in name.split("."):
@@ -106,28 +104,24 @@ def has(module: str, name: str) -> bool:
 
 
 def register_in_world() -> Callable[..., None]:
-    """Return the function that makes a group known to `torch.distributed`; its arguments never differ."""
+    """Return the function that makes a group known to `torch.distributed`; its arguments never change."""
     found: Any = next(getattr(c10d, name) for name in REGISTERING if hasattr(c10d, name))
     return found  # type: ignore[no-any-return]
 
 
 def attends_without_heads() -> bool:
-    """Return whether attention works on a rank without heads: before 2.12, on a CPU, it ends the process (SIGFPE)."""
+    """Return whether attention works on a rank without heads. Before torch 2.12 it crashes on a CPU (SIGFPE)."""
     return Version(torch.__version__).release >= Version("2.12").release
 
 
 def fake_backend(rank: int, size: int) -> Backend:
-    """Return torch's back-end without peers: its collectives return at once; what they write differs between
-    versions.
-    """
+    """Return torch's back-end without peers. Its collectives return at once; their results differ between versions."""
     made: Backend = FakeProcessGroup._create_internal(rank, size)
     return made
 
 
 def failing_backend(rank: int, size: int) -> Backend:
-    """Return a back-end whose collectives raise RuntimeError, for groups whose collectives are answered before they
-    reach it.
-    """
+    """Return a back-end whose collectives raise RuntimeError, for groups whose collectives must not reach it."""
     kind: Any = FakeProcessGroup
     options = kind.Options()
     options.error_on_collective = True

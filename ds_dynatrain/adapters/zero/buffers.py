@@ -25,12 +25,10 @@ from ds_dynatrain.space import (
 )
 
 SLACK = 2048
-"""Number of elements by which a flat weight buffer can grow, so that the padding of another world size fits into the
-same memory.
-"""
+"""Spare elements of a flat weight buffer, so that the padding of another world size fits into the same memory."""
 
 Allocate = Callable[[int, Memory], torch.Tensor]
-"""Function (number of elements, their type and place) -> a flat tensor."""
+"""Function (number of elements, their type and memory) -> a flat tensor."""
 
 
 def reusable(
@@ -71,7 +69,7 @@ def reusable(
 
 
 def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
-    """Return, by buffer, its runs and their offsets as one comparable value."""
+    """Return the runs of each buffer and their offsets, as bytes, so that two layouts can be compared."""
     columns = np.stack([pieces.start, pieces.stop, pieces.offset], axis=1)
     found = {}
     for index in np.unique(pieces.buffer).tolist():
@@ -80,10 +78,9 @@ def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
 
 
 def _masters_apart(target: Layout, kept: set[tuple[str, BufferId]], live: Buffers) -> set[tuple[str, BufferId]]:
-    """Return the kept weights and masters of equal type that lie in separate memory, although the target has them share
-    memory (see `provide`).
+    """Return the kept weights and masters if they lie in separate memory although `provide` makes them share it.
 
-    DeepSpeed's own constructor of stage 3 keeps them separate.
+    DeepSpeed's own constructor of stage 3 puts them into separate memory.
     """
     pairs = [(live.get((WEIGHT, name)), live.get((MASTER, name))) for _, name in kept]
     apart = [
@@ -107,9 +104,12 @@ def provide(
 ) -> Buffers:
     """Return every buffer of a rank: kept buffers in place, the others zeroed, from `allocate(elements, memory)`.
 
-    memory: element type and place of each state kind. keep: buffers to keep; of the sub-group buffers of a kind, which
-    are slices of one tensor, either all or none. If weight and master have the same type (fp32) and device, they share
-    memory at ZeRO stages 0 and 3, as in DeepSpeed.
+    memory: element type and memory of each state kind.
+    keep: buffers to keep; of the sub-group buffers of a kind, which are slices of one tensor, either all or none.
+    live: the present buffers.
+
+    If weight and master have the same type (fp32) and device, they share memory at ZeRO stages 0 and 3, as in
+    DeepSpeed.
     """
     one_memory, sizes = is_one_memory(memory, local.layout), local.sizes()
     buffers: Buffers = {}
@@ -144,10 +144,9 @@ def zeros(numel: int, memory: Memory) -> torch.Tensor:
 
 
 def bucket_bytes(engine: Any, zero_stage: int) -> int:
-    """Return the bytes that ZeRO-3 allocates on an accelerator for the gradients of one reduction, as soon as it is
-    built.
+    """Return the bytes that ZeRO-3's constructor allocates on an accelerator for the gradients of one reduction.
 
-    Returns 0 on a CPU, where the pages of this memory are allocated when a backward pass touches them.
+    Returns 0 on a CPU, where the pages of this memory are allocated only when a backward pass touches them.
     """
     if zero_stage != 3 or not is_accelerated() or not engine.zero_contiguous_gradients():
         return 0

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration of one layout, made from the user's, without asking which world is installed."""
+"""DeepSpeed's configuration for one layout, made from the user's; it does not depend on the installed world."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The three batch sizes of a configuration, in samples and steps, settled for the world of the start.
+    """The batch sizes of a configuration, in samples, completed for the number of data ranks at the start.
 
-    in_leaves: whether a micro-batch has the same samples in every world.
+    in_leaves: whether a micro-batch (then called a leaf) has the same samples in every world.
     """
 
     train_batch_size: int
@@ -30,9 +30,12 @@ class BatchSizes:
 
     @staticmethod
     def of(config: dict[str, Any], data: int, in_leaves: bool = False) -> BatchSizes:
-        """Complete the sizes by DeepSpeed's own rules; the world need not divide the batch.
+        """Complete the sizes by DeepSpeed's own rules, except that data ranks need not divide the batch evenly.
 
-        ConfigError, with the arithmetic, if all three sizes are given and disagree, or if neither batch size is given.
+        data: the number of data ranks.
+
+        Raises ConfigError, with the arithmetic, if all three sizes are given and disagree, or if neither batch size is
+        given.
         """
         batch, micro, steps = (config.get(key) for key in SIZES)
         for key in SIZES:
@@ -58,16 +61,16 @@ class BatchSizes:
 def layout_config(
     config: dict[str, Any], layout: Layout, batch: BatchArithmetic
 ) -> tuple[dict[str, Any], DeepSpeedConfig]:
-    """Return (dictionary, DeepSpeedConfig) for `layout`, where the latter has the user's `train_batch_size`.
+    """Return (dictionary, DeepSpeedConfig) for `layout`, of which the latter has the user's `train_batch_size`.
 
     At stage 3 DeepSpeed reads the dictionary again and checks that its first size is the product of the other two. In
-    lower stages it has the sizes that the user wrote, because code that reads `engine.config` may count other ranks
-    than those of the data axis.
+    lower stages the dictionary has only the sizes that the user wrote, because code that reads `engine.config` may
+    count other ranks than those of the data axis.
     """
     micro_batch_size = batch.largest_slot
     adapted = copy.deepcopy(config)
     adapted.setdefault("zero_optimization", {})["stage"] = layout.zero_stage
-    adapted.pop("sequence_parallel_size", None)  # where DeepSpeed reads it, it would divide the data axis by it
+    adapted.pop("sequence_parallel_size", None)  # DeepSpeed would divide the data axis by it
     adapted["train_micro_batch_size_per_gpu"] = micro_batch_size
     adapted["gradient_accumulation_steps"] = batch.accumulation
     adapted["train_batch_size"] = micro_batch_size * batch.accumulation * layout.data

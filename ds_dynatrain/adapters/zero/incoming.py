@@ -1,10 +1,10 @@
 """Models whose parameters are not whole when `initialize` is called; their values arrive one parameter at a time.
 
-A model built under `deepspeed.zero.Init` is partitioned over all processes of the launch, idle ones included; so may be
-a model that an engine has trained at stage 3. Its parameters are gathered one after the other, and each working member
-copies its shard of the first layout into buffers made for it. The engine is then built over these buffers without
-allocating memory of its own, as on a member that stops being idle. So a member never holds more than its shard of the
-first layout and one whole parameter.
+A model built under `deepspeed.zero.Init` is partitioned over all processes of the launch, idle ones included; a model
+that an engine has trained at stage 3 may be so, too. Its parameters are gathered one after the other, and each working
+member copies its shard of the first layout into buffers made for the shard. The engine is then built over these buffers
+without allocating memory of its own, as on a member that stops being idle. So a member never holds more than its shard
+of the first layout and one whole parameter.
 
 Parameters on the meta device are initialized module by module, equally on every member: a module's own parameters get
 memory, its `reset_parameters()` is called (as torch's FSDP does) under a seed derived from the job's seed and the
@@ -56,10 +56,9 @@ WAY_OUT = "give its class a `reset_parameters()`, or pass `param_init_fn=` to in
 
 
 def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Return (name, module, own parameters to initialize) of each module with such parameters; a shared parameter is
-    listed once.
+    """Return (name, module, parameters) of each module that has parameters of its own to initialize.
 
-    meta: ids of the parameters that are, or were, on the meta device.
+    meta: ids of the parameters that are, or were, on the meta device. A shared parameter is listed once.
     """
     found, taken = [], set[int]()
     for name, module in model.named_modules():
@@ -102,11 +101,13 @@ def draw(
     types: dict[int, torch.dtype],
     init: ParamInit | None,
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Initialize a module's parameters and yield each parameter of `own` with its flat value; the memory is released
-    afterwards.
+    """Initialize a module's parameters, and yield each parameter in `own` with its flat value.
 
-    seed: string that determines the random values. types: element types of the values, by the parameters' ids. Raises
-    UnsupportedError if the module leaves one of them unset.
+    seed: string that determines the random values.
+    types: element types of the values, by the parameters' ids.
+    init: function to call in place of the module's `reset_parameters`.
+
+    The memory is released at the end. Raises UnsupportedError if the module leaves one of the parameters unset.
     """
     stand_ins = [(held, held.data) for held in module.parameters(recurse=False)]
     try:
@@ -131,10 +132,9 @@ def draw(
 
 @contextmanager
 def seeded(what: str) -> Iterator[None]:
-    """Seed the default generators of torch, DeepSpeed's accelerator, numpy and Python inside the block; restore them
-    afterwards.
+    """Seed the default generators of torch, the accelerator, numpy and Python inside the block, and restore them after.
 
-    Generators of other devices are left alone.
+    what: string that determines the seed. Generators of other devices are left alone.
     """
     seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
     before = torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams()
@@ -161,9 +161,10 @@ Place = tuple[int, int, BufferId, int]
 class Incoming:
     """The parameters of a model, in the module's order, before its engine is built.
 
-    forms, types: how each parameter arrives, and its element type, by its id. owners: process that has the value of a
-    parameter, by the parameter's id; process 0 if not listed. held: this process's part of each parameter, or the whole
-    parameter; emptied as values are yielded. place: index of the part that this process has of each parameter.
+    forms, types: how each parameter arrives, and its element type, by its id.
+    owners: process that has the value of a parameter, by the parameter's id; process 0 if not listed.
+    held: this process's part of each parameter, or the whole parameter; emptied as values are yielded.
+    place: index of the part that this process has of each parameter.
     """
 
     def __init__(
@@ -174,10 +175,11 @@ class Incoming:
         owners: Mapping[int, int] | None = None,
         joins: bool = False,
     ) -> None:
-        """Read a model without changing it. Raise UnsupportedError, naming the parameter, if a parameter cannot be
-        taken in.
+        """Read a model without changing it.
 
         joins: whether all values come from a running job.
+
+        Raises UnsupportedError, naming the parameter or buffer, for a model that cannot be taken over.
         """
         if partition_parameters.top_level_context is not None:
             raise UnsupportedError(
@@ -267,7 +269,7 @@ class Incoming:
             if self.forms[id(each)] == PART:
                 mine = _gathered(mine, launch, places)[: math.prod(self.shapes[id(each)])]
             elif launch.size > 1:
-                mine = mine.reshape(-1).to(HOST, copy=True)  # the memory may be the user's, and lies anywhere
+                mine = mine.reshape(-1).to(HOST, copy=True)  # the memory may belong to the user, on any device
                 td.broadcast(mine.view(torch.uint8), self.owners.get(id(each), 0), group=launch.group)
             yield each, mine.reshape(-1)
         if works:
@@ -305,7 +307,7 @@ def fill(
     wanted = {kind: pieces_by_tensor(vps, vps.layout, rank, kind) for kind in (WEIGHT, MASTER)}
     dtype = next(held.dtype for (kind, _), held in buffers.items() if kind == WEIGHT)
     for parameter, value in incoming:
-        value = value.to(dtype)  # not the parameter's own type: it may be the one that it was drawn in
+        value = value.to(dtype)  # the parameter may still have the type in which it was initialized
         for kind, rows in wanted.items():
             for first, numel, name, offset in rows.get(numbers[id(parameter)], ()):
                 buffers[kind, name].narrow(0, offset, numel).copy_(value.narrow(0, first, numel))
@@ -314,8 +316,9 @@ def fill(
 def pieces_by_tensor(
     vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str, owned: bool = False
 ) -> dict[int, list[Place]]:
-    """Return where the pieces of each tensor lie on a rank, by tensor number. owned: whether to include only pieces
-    that the rank owns.
+    """Return where the pieces of each tensor lie on a rank, by tensor number.
+
+    owned: whether to include only the pieces that the rank owns.
     """
     found: dict[int, list[Place]] = {}
     numbers, pieces = vps.split_by_tensor((vps.owned if owned else vps.holding)(layout, rank, kind))
@@ -326,9 +329,7 @@ def pieces_by_tensor(
 
 
 def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> torch.Tensor:
-    """Return the parts of all processes concatenated, with the padding of the last. places: the process that has each
-    part.
-    """
+    """Return the parts of all processes concatenated, with the last one's padding. places: the process of each part."""
     part = part.to("cpu").contiguous()
     whole = torch.empty(launch.size, part.numel(), dtype=part.dtype)
     rows = dict(zip(places, whole.view(torch.uint8).unbind(0), strict=True))
@@ -337,10 +338,9 @@ def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> tor
 
 
 def refuse_cut(model: nn.Module, beside: bool) -> None:
-    """Raise UnsupportedError, naming the parameter, for a model that is partitioned over other processes than those
-    that start a job together.
+    """Raise UnsupportedError, naming a parameter that is not partitioned over the processes that start the job.
 
-    beside: whether this process has an engine already; the group that all processes started in no longer exists then.
+    beside: whether this process has an engine already; the group of all starting processes no longer exists then.
     """
     each: Any
     for name, each in model.named_parameters():
@@ -364,9 +364,7 @@ def _is_left(each: Any) -> bool:
 
 
 def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
-    """Raise UnsupportedError for a parameter that is not partitioned over the launch, or that uses unsupported features
-    of `zero.Init`.
-    """
+    """Raise UnsupportedError if a parameter is not partitioned over the launch, or uses an unsupported `zero.Init`."""
     if _is_left(each):
         ranks = each.ds_process_group.size()
         if ranks != launch.size:
@@ -403,8 +401,9 @@ def _configured_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
 
 
 class ElasticInit(Init):  # type: ignore[misc]
-    """Variant of `deepspeed.zero.Init` with the same arguments. `install_zero_init` derives the class that is used,
-    which adds `join` and `read`.
+    """Variant of `deepspeed.zero.Init` that lets this process join the job first; it takes the same arguments.
+
+    `install_zero_init` derives the class that is used, which adds `join` and `read`.
     """
 
     join: Callable[[], bool]
@@ -436,7 +435,7 @@ class ElasticInit(Init):  # type: ignore[misc]
             super()._post_init_method(module)
             return
         _drop(module.parameters(recurse=False))
-        with replaced(module, "_parameters", {}):  # DeepSpeed sees to buffers
+        with replaced(module, "_parameters", {}):  # so that DeepSpeed handles only the buffers
             super()._post_init_method(module)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
@@ -450,7 +449,8 @@ def install_zero_init(join: Callable[[], bool], read: Callable[[Any], dict[str, 
     """Replace `deepspeed.zero.Init` by our class; DeepSpeed's engines keep the original.
 
     join: function that is called before each use; it brings this process into the job, and returns whether the process
-    joins a running job. read: function that returns a configuration as a dictionary.
+    joins a running job.
+    read: function that returns a configuration as a dictionary.
     """
     zero.Init = type("Init", (ElasticInit,), {"join": staticmethod(join), "read": staticmethod(read)})
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
@@ -467,7 +467,7 @@ def _drop(parameters: Iterable[nn.Parameter]) -> None:
 def _undrawn() -> Iterator[None]:
     """Make functions of `torch.nn.init` leave parameters unchanged inside the block.
 
-    A reference to such a function that is kept from inside the block works normally afterwards.
+    A reference to such a function that was taken inside the block works normally after it.
     """
     is_open = True
 

@@ -19,10 +19,13 @@ Parameters = tuple[nn.Parameter, ...]
 class ModelMap:
     """The assignment of parameters to logical tensors.
 
-    tensors: in the order of registration (group 0's trainable ones, group 1's, ..., then the frozen ones). parameters:
-    the parameter of each tensor; these objects live as long as the engine, their data comes and goes. groups:
-    parameters of each group of the user's optimizer, trainable or not. requires_grad: flag of each parameter when it
-    was registered (a parameter in no group counts as frozen).
+    tensors: the logical tensors in the order of registration (group 0's trainable ones, group 1's, ..., then the frozen
+        ones).
+    parameters: the parameter of each tensor. The objects live as long as the engine; their data is replaced.
+    groups: the parameters of each group of the user's optimizer, trainable or not.
+    requires_grad: whether each parameter required a gradient when it was registered (a parameter in no group counts as
+        frozen).
+    dtype: the type that all parameters have.
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -33,10 +36,10 @@ class ModelMap:
 
     @staticmethod
     def of(module: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> ModelMap:
-        """Read names and shapes while the module is whole.
+        """Return the map of a module whose parameters are whole, with the parameters of its optimizer groups.
 
-        A parameter that several modules share has its first name and is one logical tensor. Raises UnsupportedError,
-        naming the parameter or group, for one that a switch cannot carry.
+        A parameter that several modules share is one logical tensor, under its first name. Raises UnsupportedError,
+        naming the parameter or group, for one that a switch cannot transfer.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         known = {id(parameter): parameter for parameter in module.parameters()}
@@ -67,8 +70,10 @@ class ModelMap:
     def reshaped(self, parameters: Mapping[str, nn.Parameter], tensors: Sequence[LogicalTensor]) -> ModelMap:
         """Return the map of the same model in another shape, whose parameters are given by the logical tensors' names.
 
-        tensors: the local ones of this rank. For an empty one, the map holds an empty parameter of its own.
-        UnsupportedError for a parameter that is missing or has another shape.
+        tensors: this rank's local tensors.
+
+        A tensor without elements may have no parameter, and then gets an empty one. Raises UnsupportedError for a
+        parameter that is missing or has another shape than its tensor.
         """
         held: list[nn.Parameter] = []
         for before, tensor in zip(self.parameters, tensors, strict=True):
@@ -89,10 +94,12 @@ class ModelMap:
         return ModelMap(tuple(tensors), tuple(held), groups, self.requires_grad, self.dtype)
 
     def regrouped(self, groups: Sequence[Sequence[str]], requires_grad: Collection[str]) -> ModelMap:
-        """Return the map of the same parameters in other optimizer groups, by the tensors' names.
+        """Return the map of the same parameters in other optimizer groups.
 
-        requires_grad: names of the parameters that require a gradient then; their flags are not set here. Frozen
-        tensors stay in their order.
+        groups: names of the tensors in each group.
+        requires_grad: names of the parameters that require a gradient from now on; their flags are not set here.
+
+        Frozen tensors keep their order.
         """
         number = {tensor.name: at for at, tensor in enumerate(self.tensors)}
         trained = [(number[name], group) for group, listed in enumerate(groups) for name in listed]

@@ -1,5 +1,4 @@
-"""The loss scale of fp16: the fields of DeepSpeed's three scalers, under one set of names, so that they survive a
-switch.
+"""The loss scale of fp16. The fields of DeepSpeed's three scalers have common names here, so that a switch keeps them.
 
 A field that the current optimizer does not have (stage 0 has no hysteresis, a plain torch optimizer no scaler) is kept
 on the engine and restored when a later layout has it.
@@ -52,7 +51,7 @@ UNFUSED = {
 }
 """Fields of the LossScaleConfig of FP16_UnfusedOptimizer and FP16_Optimizer (stage 0)."""
 STATIC = {SCALE: "cur_scale"}
-"""Fields of either kind of scaler if the scale is fixed."""
+"""Fields of a scaler, of any class, whose scale is fixed."""
 OF_OPTIMIZER = {
     "overflow": "overflow",
     "custom": "custom_loss_scaler",
@@ -64,7 +63,7 @@ OF_BF16_OPTIMIZER = {"overflow": "overflow"}
 
 
 def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
-    """Return (object, field -> attribute) of every object of an optimizer that holds fields of the loss scale."""
+    """Return (object, field -> its attribute) for each object of an optimizer that holds fields of the loss scale."""
     found: list[tuple[Any, Mapping[str, str]]] = []
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     if isinstance(scaler, DynamicLossScaler):
@@ -92,9 +91,10 @@ def first_state(engine: Any) -> State:
 
 
 def taken_from(state: State, fields: Mapping[str, Any]) -> State:
-    """Return a state updated with the fields of a DeepSpeed checkpoint, which have DeepSpeed's names, of any scaler.
+    """Return `state`, updated with the loss scale of a DeepSpeed checkpoint.
 
-    A fixed scale says nothing about a dynamic one, nor the reverse; the state is then returned unchanged.
+    fields: attributes of the checkpoint's scaler, of any class, by DeepSpeed's names. The state is returned unchanged
+    if one of the two scales is fixed and the other dynamic.
     """
     was_dynamic = bool(fields.get("dynamic", fields.get("dynamic_loss_scale", False)))
     if was_dynamic != ("iteration" in state):
@@ -113,12 +113,11 @@ def plain(value: Any) -> Any:
 
 
 def forgotten_scale(engine: Any) -> float:
-    """Return the scale by which the optimizer will divide gradients although DeepSpeed did not multiply the loss by it;
-    else 1.
+    """Return the factor that DeepSpeed forgets to multiply the loss by: the loss scale, or 1 if it forgets none.
 
-    DeepSpeed 0.19.8 at stage 0 (fp16): `engine.backward` scales the loss for ZeRO optimizers only, but
-    FP16_UnfusedOptimizer and FP16_Optimizer divide all the same. A DeepSpeed without `engine.scale` leaves both to the
-    optimizers.
+    In DeepSpeed 0.19.8 `engine.backward` scales the loss for ZeRO optimizers only, but at stage 0 in fp16
+    FP16_UnfusedOptimizer and FP16_Optimizer divide gradients by the scale all the same. In a DeepSpeed without
+    `engine.scale` the optimizers do both.
     """
     settings = getattr(engine.optimizer, "loss_scale_config", None)
     if settings is None or not settings.use_grad_scaling or isinstance(engine.optimizer, ZeROOptimizer):
@@ -128,10 +127,9 @@ def forgotten_scale(engine: Any) -> float:
 
 @contextmanager
 def true_norm(engine: Any) -> Iterator[None]:
-    """Make a step of FP16_UnfusedOptimizer inside the block report the unscaled norm of the gradients, as all other
-    optimizers do.
+    """Make FP16_UnfusedOptimizer's step inside the block report the norm of the unscaled gradients, like all others.
 
-    By itself, that optimizer reports the norm before it divides the gradients by the scale (and tokens).
+    That optimizer takes the norm before it divides the gradients by the loss scale (and by the number of tokens).
     """
     optimizer = engine.optimizer
     divisor = float(optimizer.loss_scale_config.cur_scale) if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
@@ -146,10 +144,10 @@ def true_norm(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def norm_before_growth(engine: Any) -> Iterator[None]:
-    """Make a step of stage 3 inside the block report the norm of the gradients under their own scale, as stages 1 and 2
-    do.
+    """Make stage 3's step inside the block divide the norm that it reports by the scale of the gradients themselves.
 
-    DeepSpeed 0.19.8 divides it by the scale of the next step there, which differs if the scale has just grown.
+    Stages 1 and 2 do so. At stage 3 DeepSpeed 0.19.8 divides the norm by the loss scale of the next step, which differs
+    if the scale has just grown.
     """
     optimizer = engine.optimizer
     before = float(optimizer.loss_scale)
@@ -169,8 +167,8 @@ def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None
 
     own: number of tokens of this rank in the window; None (on all ranks) if no counts were given, in which case
     gradients are not divided. Otherwise this is a collective over the data and sequence axes, because DeepSpeed
-    averages over data ranks and sums over sequence ranks. slots: number of micro-batches that the gradients were
-    divided by already.
+    averages over data ranks and sums over sequence ranks.
+    slots: number of micro-batches, by which the gradients are divided already.
     """
     if own is None:
         yield
@@ -197,11 +195,9 @@ def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None
 
 @contextmanager
 def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
-    """Make the optimizer divide its gradients additionally by `factor` inside the block, without changing the loss
-    scale.
+    """Make the optimizer divide its gradients by `factor` too inside the block, without changing the loss scale.
 
-    The scaler sees its true scale while it judges a step, so growth, the minimum scale and overflows apply to the true
-    scale.
+    While the scaler judges a step, it sees the true scale, to which growth, minimum and overflow apply.
     """
     holder, name = _divisor(optimizer)
     true = getattr(holder, name)
@@ -224,7 +220,7 @@ def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
 
 
 def _divisor(optimizer: Any) -> tuple[Any, str]:
-    """Return (object, attribute) of the number by which the optimizer divides gradients."""
+    """Return the object and the attribute that hold the number by which the optimizer divides gradients."""
     if hasattr(optimizer, "loss_scale_config"):
         return optimizer.loss_scale_config, "cur_scale"
     return (optimizer, "external_loss_scale") if optimizer.custom_loss_scaler else (optimizer.loss_scaler, "cur_scale")

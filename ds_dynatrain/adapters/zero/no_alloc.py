@@ -29,7 +29,7 @@ from ds_dynatrain.adapters.versions.deepspeed_versions import present
 from ds_dynatrain.adapters.versions.replaced import replaced
 
 LARGE = 1 << 14
-"""Number of elements from which on tensors are not written while building."""
+"""Smallest number of elements of a tensor that is not written while an optimizer is built."""
 
 _aten = torch.ops.aten
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
@@ -42,11 +42,12 @@ _NO_ALLOC = frozenset(_ZEROS | _IN_PLACE | _FRESH)
 class NoAllocMode(TorchDispatchMode):
     """A mode in which large new tensors are reserved but not written, and large copies into existing ones are skipped.
 
-    On the host zeros stay zeros (the operating system hands out zeroed memory). A device has no memory that is reserved
-    only, so a large tensor there is a stand-in: one element with the full shape. This also holds for a part that ZeRO-3
-    cuts from a parameter. A stand-in that is never replaced would be written to in training, which torch refuses.
-    keeps_zeros: whether the optimizer keeps tensors that it makes of zeros; these are real then. Small tensors behave
-    as always.
+    Zeros on the host are still zeros, because the operating system hands out zeroed memory. A device cannot reserve
+    memory without allocating it, so a large tensor there is a stand-in: one element with the full shape. The same holds
+    for the part that ZeRO-3 cuts from a parameter. If a stand-in is never replaced, training fails, because torch
+    refuses to write to it. Small tensors behave as always.
+
+    keeps_zeros: whether the optimizer keeps the tensors of zeros that it makes; on a device these are then allocated.
     """
 
     def __init__(self, keeps_zeros: bool = True) -> None:
@@ -55,7 +56,7 @@ class NoAllocMode(TorchDispatchMode):
         self._cuts = False
 
     def cut(self, partition: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Let ZeRO-3 cut a parameter: an empty tensor that this makes on a device is its part, and a stand-in."""
+        """Call `partition`, with which ZeRO-3 cuts a parameter; its large empty tensors on a device are stand-ins."""
         self._cuts = True
         try:
             return partition(*given, **named)
@@ -69,7 +70,7 @@ class NoAllocMode(TorchDispatchMode):
         if func in _IN_PLACE:
             is_skipped = args[0].numel() >= LARGE or is_stand_in(args[0])
             return args[0] if is_skipped else func(*args, **kwargs)
-        if func is _aten.view.dtype and is_stand_in(args[0]):  # which torch refuses: its one element is of its type
+        if func is _aten.view.dtype and is_stand_in(args[0]):  # torch cannot view its one element as another type
             *rows, last = args[0].shape
             return stand_in((*rows, last * args[0].element_size() // args[1].itemsize), args[1], args[0].device)
         is_part = func is _EMPTY and self._cuts
@@ -80,7 +81,7 @@ class NoAllocMode(TorchDispatchMode):
         is_zero = func in _ZEROS or func is _aten.full.default
         if device.type != "cpu":
             return func(*args, **kwargs) if is_zero and self.keeps_zeros else stand_in(shape, dtype, device)
-        if is_zero:  # an allocator may zero memory that it has had before
+        if is_zero:  # torch's allocator may reuse memory, which it would have to overwrite
             return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
         return func(*args, **kwargs) if is_part else torch.empty(shape, dtype=dtype)
 
@@ -88,10 +89,10 @@ class NoAllocMode(TorchDispatchMode):
 def _outline(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
-    """Return shape, type and device of the result of a call of one of `_NO_ALLOC` or `empty`.
+    """Return the shape, type and device of what a call of `empty` or of a function in `_NO_ALLOC` would return.
 
-    None for calls that are let through: a fill with a value other than zero, or a concatenation of more than one
-    dimension.
+    Returns None for calls that run as usual: a fill with a value other than zero, and a concatenation of tensors that
+    do not all have one dimension.
     """
     like, shape = None, args[0]
     if func is _aten.full.default:
@@ -114,7 +115,7 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has less memory than elements."""
+    """Return whether a tensor's memory is too small for its elements, as that of a stand-in is."""
     return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
@@ -122,7 +123,7 @@ _COLLECTIVES = """
     barrier broadcast all_gather all_gather_into_tensor all_gather_coalesced all_reduce reduce reduce_scatter_tensor
     all_to_all_single
 """.split()
-"""Methods of DeepSpeed's communication backend that send; its questions of rank and size still answer."""
+"""Methods of DeepSpeed's communication backend that send messages; those that return ranks and sizes still work."""
 
 
 @contextmanager
@@ -138,7 +139,7 @@ def silent_communication() -> Iterator[None]:
 def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iterator[None]:
     """Build one ZeRO optimizer around `optimizer` inside the block without memory, messages or garbage collection.
 
-    keeps_zeros: as `NoAllocMode`. The optimizer takes no step (FP16_UnfusedOptimizer's constructor steps on zeros).
+    keeps_zeros: see `NoAllocMode`. The optimizer takes no step (FP16_UnfusedOptimizer's constructor steps on zeros).
     Collecting garbage takes 0.2 to 0.5 s in a large process: ZeRO-3's constructor does so by itself, BF16_Optimizer's
     wherever it reports its memory. Tensors print as one word: ZeRO-3's constructor formats all of its arguments, every
     parameter among them, for a message that is then not shown, which takes 0.1 s and more.

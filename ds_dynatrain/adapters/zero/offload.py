@@ -1,9 +1,9 @@
 """ZeRO-Offload: masters, moments and the masters' gradients in host memory, stepped by DeepSpeed's CPU optimizers.
 
 The gradient of a master part (`master.grad`) is allocated once and never cleared (DeepSpeed 0.19.8): a parameter that
-got no gradient in a step is stepped with the rest of its last one. So it is state, in stages 1 to 3: `host_grad`.
-Everything else that offload keeps (`param_buffer_of_bit16_for_cpu_offload_groups`, `temp_grad_buffer_*`,
-`accumulated_grads_in_cpu`, `norm_for_param_grads`) is written before it is read, or cleared by a step.
+got no gradient in a step is stepped with the one left from an earlier step. So these gradients are state in stages 1 to
+3: `host_grad`. All other fields of offload (`param_buffer_of_bit16_for_cpu_offload_groups`, `temp_grad_buffer_*`,
+`accumulated_grads_in_cpu`, `norm_for_param_grads`) are written before they are read, or cleared by a step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from ds_dynatrain.support import usage
 
 
 def keeps_gradients(zero: Any) -> bool:
-    """Return whether a ZeRO optimizer offloads; its masters then own their gradients."""
+    """Return whether a ZeRO optimizer offloads to the host; its masters then keep their gradients between steps."""
     return bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
 
 
 @contextmanager
 def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
-    """Make the optimizer's step inside the block divide gradients by `divisor`, except those left from former steps.
+    """Make the optimizer's step inside the block divide gradients by `divisor`, except those left from earlier steps.
 
-    Old gradients were divided when they were new. A step notes a norm for each gradient that it has got.
+    Gradients from earlier steps were divided when they were new. DeepSpeed records a norm (`norm_for_param_grads`) for
+    each new gradient; a parameter without one has an old gradient.
     """
     if not keeps_gradients(zero):
         yield
@@ -44,13 +45,13 @@ def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
     try:
         yield
     finally:
-        if getattr(zero, "overflow", False):  # a step that was left out
+        if getattr(zero, "overflow", False):  # the step was skipped
             for gradient in left:
                 gradient.div_(divisor)
 
 
 def refuse_moved_states(host: Any) -> None:
-    """Raise SwitchRefused while `engine.offload_states()` has taken state away: a switch could not read it."""
+    """Raise SwitchRefused if `engine.offload_states()` has moved state away, where a switch cannot read it."""
     away = getattr(host.optimizer, "offloaded_states", None)
     if away:
         names = ", ".join(sorted(str(getattr(kind, "value", kind)) for kind in away))
@@ -58,10 +59,13 @@ def refuse_moved_states(host: Any) -> None:
 
 
 def working_bytes(local: LocalSpace, weight: torch.dtype, accumulates: bool) -> int:
-    """Return the most bytes that offload takes on a rank beside the state.
+    """Return the most bytes that offload takes on a rank in addition to the state.
 
-    Stages 1 and 2 take a copy of the weight part, two buffers as large as the largest tensor and, with several
-    micro-batches, the whole gradient of each parameter that touches the part.
+    weight: element type of the weights.
+    accumulates: whether a step has several micro-batches.
+
+    Stages 1 and 2 take a copy of the rank's part of the weights, two buffers as large as the largest tensor and, if
+    gradients are accumulated, the whole gradient of each parameter that overlaps the part.
     """
     if local.layout.zero_stage not in (1, 2):
         return 0

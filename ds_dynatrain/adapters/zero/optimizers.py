@@ -31,13 +31,13 @@ Scalars = Mapping[str, Number] | Callable[[Group], Mapping[str, Number]]
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """The entries of `state[parameter]` that an optimizer keeps, per parameter group.
+    """The entries of `state[parameter]` that an optimizer keeps, for each parameter group.
 
     moments: names of the per-element states, of the element type and shape of the parameter.
-    scalars: names of the scalars beside them, with their value before the first step.
-    counts_by_group: the optimizer counts on one parameter of a group for all of them (DeepSpeed's fused kernels), so
-        the highest count of a group is the count of each.
-    whole_tensors: those of the moments that ZeRO stages 1 and 2 keep for a whole tensor, on every rank with a part.
+    scalars: names of the other states, which are numbers, with their values before the first step.
+    counts_by_group: whether the optimizer counts steps on one parameter for its whole group (DeepSpeed's fused
+        kernels), so that the highest count in a group is valid for each parameter in it.
+    whole_tensors: the moments that ZeRO stages 1 and 2 keep for a whole tensor, on every rank with a part of it.
     placeless: whether a step's effect on an element depends on that element alone, with the same bits in tensors of
         any length and at any position, and the optimizer keeps nothing but its state.
     """
@@ -97,9 +97,7 @@ KNOWN: Mapping[str, OptimizerRule] = {
 
 
 def _muon_rule(optimizer: Any) -> OptimizerRule:
-    """Return the rule of DeepSpeed's Muon: matrices have a momentum; other groups have the states of the Adam that it
-    contains.
-    """
+    """Return the rule of DeepSpeed's Muon: matrices have a momentum, other groups the states of Muon's inner Adam."""
     adam = OptimizerRule(_adam, {"step": 0}) if optimizer.aux_optimizer is None else rule_of(optimizer.aux_optimizer)
     return OptimizerRule(
         lambda group: ("momentum_buffer",) if group["use_muon"] else adam.moments_of(group),
@@ -110,7 +108,7 @@ def _muon_rule(optimizer: Any) -> OptimizerRule:
 
 
 _registered: dict[type[torch.optim.Optimizer], OptimizerRule] = {}
-"""The users' own classes: the one documented registry of the package; filled once per class, never emptied."""
+"""Rules of the users' own optimizer classes; a class is added once and never removed."""
 
 
 def register_optimizer(
@@ -151,9 +149,7 @@ def register_optimizer(
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
-    """Return the rule of an optimizer. Raise UnsupportedError, naming the class and the alternatives, if it is
-    unknown.
-    """
+    """Return the rule of an optimizer. Raises UnsupportedError, naming class and alternatives, if there is none."""
     cls = type(optimizer)
     if full_name(cls) == MUON:
         return _muon_rule(optimizer)
@@ -169,10 +165,10 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout) -> None:
-    """Raise UnsupportedError for an optimizer that a switch cannot transfer, because of its class, its groups or the
-    first layout.
+    """Raise UnsupportedError for an optimizer that a switch cannot transfer, or that cannot start in this layout.
 
-    config: DeepSpeed's configuration. layout: the layout to start in.
+    config: DeepSpeed's configuration.
+    layout: the layout to start in.
     """
     rule = rule_of(optimizer)
     try:
@@ -211,8 +207,9 @@ def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple
 
 
 def moment_types(optimizer: torch.optim.Optimizer, weight: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the types of the moments whose type differs from the master's. Muon's momentum has the type in which
-    gradients are sent.
+    """Return the types of the moments whose type is not that of the master, by name.
+
+    Muon's momentum has the type in which gradients are sent. weight: the type of the weights.
     """
     return {"momentum_buffer": weight} if full_name(type(optimizer)) == MUON else {}
 
@@ -227,7 +224,8 @@ def refuse_optimizer_layout(
 ) -> None:
     """Raise SwitchRefused for a layout in which DeepSpeed rejects this optimizer, or handles it wrongly.
 
-    config: the user's configuration. present: the layout before a switch; None at the start.
+    config: the user's configuration.
+    present: the layout before a switch; None at the start.
     """
     cls = type(optimizer)
     if full_name(cls) == MUON:
@@ -249,9 +247,7 @@ def refuse_optimizer_layout(
 
 
 def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
-    """Raise SwitchRefused for layouts in which Muon would be another algorithm, or its momentum would have another type
-    or partition.
-    """
+    """Raise SwitchRefused for layouts in which Muon, or the type or partition of its momentum, would differ."""
     stage = layout.zero_stage
     if stage:
         _refuse_muon_under_zero(config, layout)
@@ -357,12 +353,12 @@ _NO_BETA = -1.0
 
 
 def forget_running_products(optimizer: Any) -> None:
-    """Make a compiled optimizer recompute its powers of the betas at the next step. Call it on all members alike.
+    """Make a compiled optimizer recompute its powers of the betas at the next step. Call it on every member.
 
-    `Adam_Optimizer` (csrc/includes/cpu_adam.h) multiplies these powers up from step to step, in float. A member that
-    has trained all along and one that has just become active would correct their averages by numbers that differ in the
-    last bit, and replicas would drift apart. A call with other betas makes it compute the powers afresh. FusedAdam has
-    one such object per process and mode, DeepSpeedCPUAdam one of its own, Lion none.
+    `Adam_Optimizer` (csrc/includes/cpu_adam.h) updates these powers by a multiplication in each step, in float. A
+    member that has trained all along and one that has just become active would correct their averages by numbers that
+    differ in the last bit, and replicas would drift apart. A call with other betas makes it compute the powers anew.
+    FusedAdam has one such object per process and mode, each DeepSpeedCPUAdam has its own, and Lion has none.
     """
     if full_name(type(optimizer)) == MUON and optimizer.aux_optimizer is not None:
         optimizer = optimizer.aux_optimizer

@@ -1,8 +1,8 @@
 """State that DeepSpeed keeps once per process and not per engine, apart from groups (`worlds`).
 
-It consists of globals that DeepSpeed sets, and of random streams beside torch's: those of the tracker of activation
-checkpointing, and the accelerator's own. Code that runs under `get_cuda_rng_tracker().fork(name)` draws from the
-tracker's named states, which every fork advances; nothing else in a job knows of them.
+It consists of globals that DeepSpeed sets, and of random streams in addition to torch's: those of the tracker of
+activation checkpointing, and the accelerator's own. Code that runs under `get_cuda_rng_tracker().fork(name)` draws from
+the tracker's named states, which every fork advances; nothing else in a job saves them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from ds_dynatrain.adapters.zero.stage3 import restore_linear
 class ProcessWide:
     """Globals that an engine sets for its whole process.
 
-    linear: `torch.nn.functional.linear`, which stage 3 replaces by one that rounds differently. is_autocast, autocast:
-    whether torch autocast was configured, and the type in which ranks add gradients up then.
+    linear: `torch.nn.functional.linear`, which stage 3 replaces by one that rounds differently.
+    is_autocast: whether torch autocast was configured.
+    autocast: the type in which ranks add up gradients under autocast.
     """
 
     linear: Callable[..., torch.Tensor]
@@ -57,7 +58,7 @@ _TRACKED = "checkpointing:"
 
 
 def further_streams() -> dict[str, np.ndarray[Any, Any]]:
-    """Return the state (bytes) of every stream in use, by name."""
+    """Return the state (as bytes) of each random stream in use that is not torch's own, by name."""
     found: dict[str, np.ndarray[Any, Any]] = {}
     for name, state in get_cuda_rng_tracker().get_states().items():
         found[f"{_TRACKED}{name}"] = state.cpu().numpy()
@@ -67,7 +68,7 @@ def further_streams() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Restore the states of streams; a tracked stream that has none is dropped."""
+    """Restore random streams from `further_streams`. Streams of the tracker that are not listed are removed."""
     tracked: dict[str, torch.Tensor] = {}
     for name, held in streams.items():
         state = torch.from_numpy(held.copy())
@@ -79,18 +80,18 @@ def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
 
 
 def seed_accelerator(seed: int) -> None:
-    """Seed the accelerator's generator if it is not the CPU's; `further_streams` has its state."""
+    """Seed the accelerator's random generator; do nothing if DeepSpeed's accelerator is the CPU."""
     if is_accelerated():
         get_accelerator().manual_seed(seed)
 
 
 def is_of_tensor_index(name: str) -> bool:
-    """Return whether a stream is one of the tracker's, which are meant to differ between tensor ranks."""
+    """Return whether a random stream belongs to the tracker, whose streams are meant to differ between tensor ranks."""
     return name.startswith(_TRACKED)
 
 
 def seeded_stream(seed: int) -> np.ndarray[Any, Any]:
-    """Return the state that the accelerator's generator has after `seed`; the generator itself is left as it was."""
+    """Return the state that the accelerator's generator would have if it were seeded with `seed`; it is not changed."""
     accelerator = get_accelerator()
     before = accelerator.get_rng_state()
     try:

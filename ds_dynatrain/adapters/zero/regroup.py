@@ -1,4 +1,4 @@
-"""Registration of the trained parameters and their optimizer groups: changes to it, and the effects of changes.
+"""Changes to the registered trainable parameters and optimizer groups, and to schedulers that follow them.
 
 Schedulers keep lists with one entry per optimizer group; these are adjusted when groups are added or dropped.
 """
@@ -26,9 +26,10 @@ LIKE = "like"
 class NewGroup:
     """An optimizer group after a registration.
 
-    origin: number of the existing group that it continues, or whose hyper-parameters it copies. fresh: whether its
-    optimizer state starts anew. names: names of its parameters, frozen ones included. values: hyper-parameters that
-    differ from the origin's.
+    origin: number of the existing group that it continues, or whose hyper-parameters it copies.
+    fresh: whether its optimizer state starts anew.
+    names: names of its parameters, frozen ones included.
+    values: hyper-parameters that differ from the origin's.
     """
 
     origin: int
@@ -71,7 +72,8 @@ class RegroupRequest:
     """Changes that one registration requests.
 
     requires_grad: whether each parameter requires a gradient from now on, by its tensor's name; parameters that are not
-    listed keep their flag. groups: names of the parameters of each requested group, and the group's other entries.
+    listed keep their flag.
+    groups: names of the parameters of each requested group, and the group's other entries.
     begun: whether the optimizer has states already.
     """
 
@@ -81,9 +83,11 @@ class RegroupRequest:
 
 
 def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, Any]], begun: bool) -> RegroupRequest:
-    """Return the changes that the flags of this rank's parameters and the caller's `groups` request.
+    """Return the changes that the caller's `groups` and the `requires_grad` flags of this rank's parameters request.
 
-    Raises SwitchRefused, naming the parameter, if the model map does not know one of them.
+    begun: whether the optimizer has states already.
+
+    Raises SwitchRefused, naming the parameter, for a parameter that the model map does not know.
     """
     strange = _strange(model, module)
     if strange is not None:
@@ -106,8 +110,7 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
 
 
 def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: RegroupRequest) -> Regrouping | None:
-    """Return the groups that follow from the current flags and the requested groups; None if the groups stay as they
-    are.
+    """Return the optimizer groups that a request leads to, or None if the groups do not change.
 
     A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group that it was
     listed in, because ZeRO counts steps once per group. Before the first step it stays in that group. Raises
@@ -141,7 +144,7 @@ def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: RegroupRe
             "engine.update_param_groups: no parameter requires a gradient any more",
             "leave one trainable: parameter.requires_grad_(True)",
         )
-    for group in fresh if wanted.begun else ():  # zeros have to be how the optimizer begins
+    for group in fresh if wanted.begun else ():  # a new state must be all zeros
         if {**optimizer.param_groups[group.origin], **group.values}.get("dampening"):
             raise SwitchRefused(
                 f"{group.names[0]!r}: with dampening a momentum does not begin as zeros", "set dampening to 0"
@@ -181,7 +184,7 @@ def _strange(model: ModelMap, module: nn.Module) -> str | None:
             return f"{name!r} is new in the model, or another object than at initialize"
         present.add(id(parameter))
     for tensor, parameter in zip(model.tensors, model.parameters, strict=True):
-        if tensor.numel and id(parameter) not in present:  # an empty one is of another rank
+        if tensor.numel and id(parameter) not in present:  # a tensor without elements belongs to another rank
             return f"{tensor.name!r} is no longer in the model"
     return None
 
@@ -232,7 +235,7 @@ PER_GROUP = """
     delta_lrs org_lrs min_lr min_moms max_moms
 """.split()
 Lists = list[tuple[Any, str, list[Any]]]
-"""(scheduler, attribute, list)."""
+"""Rows of (scheduler, name of an attribute, the list that is its value)."""
 
 
 def lists_per_group(scheduler: Any, groups: int) -> Lists:

@@ -35,7 +35,7 @@ _KEPT_ATTRIBUTES = """
     ds_autoep_uc_meta ds_autoep_folding_param_family ds_zero_placement_family ds_zero_partition_group_name
     ds_autotp_universal_checkpoint_meta ds_is_replaced_module
 """.split()
-"""Attributes in ds_ that describe a parameter in every stage: AutoEP and AutoTP set them once, in a new layer."""
+"""Attributes with the prefix `ds_` that AutoEP and AutoTP set once, in a new layer; they hold in every stage."""
 _RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
@@ -72,9 +72,7 @@ class PartitionedStage(ZeroStage):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return each part at its own address: `ds_tensor` for weights, `grad_position` for masters and last
-        gradients.
-        """
+        """Return where each part lies: by `ds_tensor` for weights, by `grad_position` for masters and gradients."""
         zero = engine.optimizer
         rows = []
         parameter: Any
@@ -103,13 +101,15 @@ class PartitionedStage(ZeroStage):
         """
         reset_counters()
         offload = getattr(engine.optimizer, "parameter_offload", None)
-        if offload is not None:  # classes that it made for the module's hooks keep it in cycles, and it keeps groups
+        if offload is not None:  # classes made for the hooks keep it in cycles, and it refers to groups
             offload.get_param_coordinator().__dict__.clear()
             offload.__dict__.clear()
         for parameter in model.parameters:
             parameter.grad = None
             for cell in getattr(getattr(parameter, "partition", None), "__closure__", None) or ():
-                if isinstance(cell.cell_contents, Init):  # its methods keep it in cycles, and it keeps groups
+                if isinstance(
+                    cell.cell_contents, Init
+                ):  # it is in reference cycles with its methods, and refers to groups
                     cell.cell_contents.__dict__.clear()
             forget_parameter(parameter)
             parameter.data = torch.empty(0, dtype=model.dtype, device=parameter.device)
@@ -128,10 +128,9 @@ class PartitionedStage(ZeroStage):
 
 
 def _refill_host_memory(zero: Any, buffers: Buffers) -> None:
-    """Restore `offload_param`'s memory: one block of host memory per optimizer group, of which its sub-groups are
-    slices.
+    """Restore the host memory of `offload_param`: one block per optimizer group, which its sub-groups are slices of.
 
-    The blocks are separate if DeepSpeed built them, and contiguous if they were allocated for a switch.
+    The blocks are separate if DeepSpeed allocated them, and contiguous if a switch did.
     """
     for group, old in enumerate(zero.param_groups_fp16_flat_cpu_memory):
         first = min(index for index, owner in zero.sub_group_to_group_id.items() if owner == group)
@@ -151,7 +150,7 @@ def restore_linear() -> None:
 
 
 def whole(buffers: Buffers, kind: str) -> torch.Tensor:
-    """Return the single buffer of which the sub-group buffers of a kind are consecutive slices."""
+    """Return the buffer that all sub-group buffers of a state kind are consecutive slices of."""
     first = buffers[kind, BufferId("subgroup", 0)]
     size = sum(held.numel() for (name, place), held in buffers.items() if name == kind and place.place == "subgroup")
     return first.as_strided((size,), (1,), first.storage_offset())

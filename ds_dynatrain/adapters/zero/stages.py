@@ -13,9 +13,9 @@ parameter has none. Its staging for a step (`_muon_pending_momentum`) is written
 Nor are the whole fp32 gradients of BF16_Optimizer, which are zero between two steps.
 
 `param._hp_mapping` is not read: it is derived. DeepSpeed 0.19.8 links a parameter to its fragment of the flat master by
-the order of registration, and by true offsets only where something is padded between tensors. Under
-`round_robin_gradients` alone the flat order is another one, and `safe_get_full_fp32_param`, its setters and the
-universal checkpoint then read and write the elements of other parameters. `correct_fragments` sets that right.
+the order of registration, and by true offsets only if there is padding between tensors. Under `round_robin_gradients`
+alone the flat order is another one, and `safe_get_full_fp32_param`, its setters and the universal checkpoint then read
+and write the elements of other parameters. `correct_fragments` corrects the links.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from ds_dynatrain.space import FROZEN, HOST_GRAD, MASTER, WEIGHT, BufferId
 class ReplicatedStage(ZeroStage):
     """ZeRO stage 0: every rank holds every tensor whole.
 
-    If a pipeline stage has no tensor of an optimizer group, a stand-in element (`fill_empty_groups`) counts the group's
-    steps there.
+    If a pipeline stage has no tensor of an optimizer group, a placeholder element (see `fill_empty_groups`) counts the
+    group's steps there.
     """
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
@@ -81,7 +81,7 @@ class ReplicatedStage(ZeroStage):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return whole tensors, at the addresses of the parameters and masters themselves."""
+        """Return the whole tensors, at the addresses of the parameters and of the masters."""
         rows = super().census(engine, model)
         for number, master in enumerate(_masters(engine, model)):
             rows += rows_of(MASTER, master, [(number, 0, master.numel())])
@@ -89,13 +89,16 @@ class ReplicatedStage(ZeroStage):
 
 
 def count_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> None:
-    """Give the stand-in elements of empty groups a zero gradient before a step, so that they are stepped too."""
+    """Give the placeholder element of each empty optimizer group a zero gradient, so that the next step counts it.
+
+    Called before a step of a plain torch optimizer; see `fill_empty_groups`.
+    """
     for holder in _holders_of_empty_groups(optimizer, model).values():
         holder.grad = torch.zeros_like(holder)
 
 
 def _holders_of_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[int, torch.Tensor]:
-    """Return the stand-in elements of empty groups, by the number of their group."""
+    """Return the placeholder element of each empty optimizer group, by the group's number."""
     groups = enumerate(optimizer.param_groups)
     return {number: group["params"][-1] for number, group in groups if is_empty_group(model, number)}
 
@@ -113,9 +116,7 @@ def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
 
 
 class FlatGroups(ZeroStage):
-    """Stages with a flat weight buffer for each optimizer group, and a flat fp32 master that is whole or a
-    rank's part.
-    """
+    """Stages with a flat weight buffer and a flat fp32 master, whole or a rank's part, for each optimizer group."""
 
     flats: ClassVar[str]
     masters: ClassVar[str]
@@ -123,8 +124,9 @@ class FlatGroups(ZeroStage):
 
     @abstractmethod
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """Return the first position that the master contains, and the slots of a group's tensors, both by DeepSpeed's
-        bookkeeping.
+        """Return where this rank's master begins in a flat group, and the slots of the group's tensors.
+
+        Both come from DeepSpeed's own bookkeeping. held: DeepSpeed's optimizer.
         """
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
@@ -135,11 +137,10 @@ class FlatGroups(ZeroStage):
             yield Stepped(BufferId("group", group), group, tensors, *pair, is_empty_group(model, group), whole)
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return weights as whole tensors at the parameters' own addresses, and masters in DeepSpeed's own order within
-        a group.
+        """Return weights as whole tensors at the parameters' addresses, and masters in DeepSpeed's order in a group.
 
-        Moments of whole tensors are listed in the order in which DeepSpeed reads them, and offloaded gradients where
-        the reduction copies them (`grad_position`).
+        Moments that are kept for whole tensors are listed in the order in which DeepSpeed reads them, and offloaded
+        gradients at the places to which the reduction copies them (`grad_position`).
         """
         held, basic, rows = engine.optimizer, engine.basic_optimizer, super().census(engine, model)
         for each in self.stepped(engine, model):
@@ -160,10 +161,10 @@ class FlatGroups(ZeroStage):
         return rows
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Refill as all stages do; also link parameters to their parts of the masters, and masters to the moments.
+        """Put buffers in as all stages do; also link parameters to their parts of the masters, and masters to moments.
 
-        `safe_get_full_optimizer_state` then finds the moments before the first step, in which DeepSpeed would link
-        them. FP16_Optimizer has no such links.
+        DeepSpeed would link moments only in the next step, and `safe_get_full_optimizer_state` would not find them
+        before. FP16_Optimizer has no such links.
         """
         super().refill(engine, model, buffers, scalars)
         held = engine.optimizer
@@ -253,9 +254,7 @@ def stage_of(optimizer: object) -> ZeroStage:
 
 
 def correct_fragments(zero: Any) -> None:
-    """Link the parameters of a ZeRO optimizer of stage 1 or 2 by their true offsets; do nothing for other
-    optimizers.
-    """
+    """Link parameters of stages 1 and 2 to their masters by their true offsets; do nothing for other optimizers."""
     if not getattr(zero, "round_robin_gradients", False):
         return
     for group, master in enumerate(zero.single_partition_of_fp32_groups):
@@ -296,9 +295,7 @@ def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
 
 @contextmanager
 def stage_without_gradients(optimizer: Any) -> Iterator[None]:
-    """Make a pipeline stage without any gradient add 0 to the norm inside the block; DeepSpeed would stack an empty
-    list.
-    """
+    """Make a pipeline stage without gradients add 0 to the norm inside the block; DeepSpeed would fail in that case."""
     own = optimizer.get_grads_for_norm
 
     def at_least_one(for_clipping: bool = False) -> Any:

@@ -21,8 +21,10 @@ from ds_dynatrain.space import WEIGHT, row_of
 class ElementTypes:
     """Element type of each state kind; the same in every layout.
 
-    weight: type of the parameters. gradient: type of accumulated gradients, and so of ZeRO-3's last ones. moments:
-    types by name; a moment that is not listed has the master's type.
+    weight: the type of the parameters.
+    gradient: the type of accumulated gradients, also of the last gradients that ZeRO-3 keeps.
+    master: the type of the masters, and of moments that are not listed.
+    moments: the types of moments, by name.
     """
 
     weight: torch.dtype
@@ -39,14 +41,14 @@ class ElementTypes:
 class MemoryPlace(NamedTuple):
     """A device, and the kind of its memory.
 
-    pinned: whether it is host memory that an accelerator copies from and to by itself.
+    pinned: whether it is page-locked host memory, which an accelerator copies from and to by itself.
     """
 
     device: torch.device
     pinned: bool = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies there; it may be pinned without need."""
+        """Return whether a tensor lies in this memory. A tensor may be pinned even if that is not required."""
         return tensor.device == self.device and (not self.pinned or is_pinned(tensor))
 
     def __str__(self) -> str:
@@ -54,7 +56,7 @@ class MemoryPlace(NamedTuple):
 
 
 HERE = MemoryPlace(HOST)
-"""Host memory whose pages come when they are touched."""
+"""Host memory that is not pinned; its pages are allocated when they are first touched."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ class Memory:
 
 
 def place_of(config: Any, kind: str, zero_stage: int) -> MemoryPlace:
-    """Return the place of one state kind under a stage, by DeepSpeed's parsed configuration.
+    """Return the memory in which DeepSpeed keeps a state kind under a ZeRO stage. config: DeepSpeed's parsed one.
 
-    It is the device, or the host for what `offload_optimizer` and `offload_param` say; pinned if they say so. Moments,
-    which the CPU optimizer allocates itself, are not pinned, nor are stage 3's masters; its trainable weights always
-    are.
+    State is on the device unless `offload_optimizer` or `offload_param` moves it to the host, where it is pinned if
+    they say so. Moments, which the CPU optimizer allocates itself, and stage 3's masters are never pinned; stage 3's
+    offloaded weights always are.
     """
     device, is_weight = compute_device(), kind == WEIGHT
     block = config.zero_config.offload_param if is_weight else config.zero_config.offload_optimizer
@@ -81,5 +83,5 @@ def place_of(config: Any, kind: str, zero_stage: int) -> MemoryPlace:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Return whether the accelerator copies from and to a tensor by itself."""
+    """Return whether a tensor lies in pinned memory, which the accelerator copies from and to by itself."""
     return bool(get_accelerator().is_pinned(tensor))

@@ -1,6 +1,7 @@
-"""Watches on what is open at a boundary: gradients without a step, and `deepspeed.zero.GatheredParameters` blocks.
+"""Two watches that a boundary asks: for parameters without a gradient, and for open `GatheredParameters` blocks.
 
-ZeRO-3 steps parameters that got no gradient with the last gradient they had, so the others are recorded.
+ZeRO-3 steps a parameter that got no gradient with the last gradient that it had. So a hook records the parameters that
+get one.
 
 An evaluation may leave ZeRO-3's parameters gathered by DeepSpeed's own hooks: no code relies on them, and a switch puts
 them back. A user's own `GatheredParameters` block is different: the values that it reads would vanish during a switch,
@@ -39,7 +40,7 @@ class GatherWatch:
 
         @functools.wraps(init)
         def note(block: Any, params: Any, *arguments: Any, **named: Any) -> None:
-            """Note blocks that ask for one of our parameters, which DeepSpeed itself ignores below stage 3."""
+            """Record whether a block asks for one of our parameters; below stage 3 DeepSpeed ignores such a block."""
             listed = [params] if isinstance(params, torch.Tensor) else params
             listed = list(listed) if isinstance(listed, Iterable) else listed
             init(block, listed, *arguments, **named)

@@ -34,9 +34,12 @@ Slots = Iterable[tuple[int, int, int]]
 class Stepped(NamedTuple):
     """A master, and the weights that are cast from it.
 
-    name: name of its buffers. tensors: numbers of the logical tensors in it. is_empty: whether it is the stand-in
-    element of a group of which this rank has no tensor (`fill_empty_groups`). whole: number of elements of all tensors
-    that the master has a part of, if moments are kept for whole tensors (see `read_state`).
+    name: the name of its buffers.
+    group: the number of its optimizer group.
+    tensors: the numbers of the logical tensors in it.
+    is_empty: whether it is the placeholder element of a group without tensors on this rank (see `fill_empty_groups`).
+    whole: the number of elements of all tensors that the master has a part of, if moments are kept for whole tensors
+        (see `read_state`); else None.
     """
 
     name: BufferId
@@ -49,9 +52,7 @@ class Stepped(NamedTuple):
 
 
 class ZeroStage(ABC):
-    """One kind of DeepSpeed optimizer: where its state lies, and how the state is detached from a module and attached
-    to it.
-    """
+    """One kind of DeepSpeed optimizer: where its state lies, and how it is detached from a module and restored."""
 
     alone: ClassVar[str] = "tensor"
     """Kind of place (`BufferId.place`) of the buffers of frozen tensors."""
@@ -82,18 +83,14 @@ class ZeroStage(ABC):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return where each parameter's elements lie according to DeepSpeed's own bookkeeping; most moments are left
-        out.
-        """
+        """Return where each parameter's elements lie by DeepSpeed's own bookkeeping, which has few of the moments."""
         rows: list[Found] = []
         for number, parameter in enumerate(model.parameters):
             rows += rows_of(WEIGHT, parameter, [(number, 0, parameter.numel())])
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Remove the optimizer's attributes from the module, after the optimizer's own `destroy`; buffers are left
-        untouched.
-        """
+        """Remove the optimizer's attributes from the module, but no buffers. Called after the optimizer's `destroy`."""
         for parameter in model.parameters:
             parameter.grad = None
             for name in _PARAMETER_ATTRIBUTES:
@@ -128,8 +125,10 @@ class ZeroStage(ABC):
 
 
 def rows_of(kind: str, held: torch.Tensor, slots: Slots, low: int = 0) -> list[Found]:
-    """Return census rows for tensors in `slots` of a flat group, of which `held` contains the positions from
-    `low` on.
+    """Return the census rows of the tensors of a flat group that overlap `held`.
+
+    slots: position of each tensor in the flat group.
+    low: position in the group at which `held` begins.
     """
     rows, high = [], low + held.numel()
     for number, position, numel in slots:
@@ -183,8 +182,9 @@ def read_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return (moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
 
-    whole: number of elements of all tensors that the holder has a part of, if moments are kept for whole tensors. Both
-    results are empty before the first step. Raises CensusError for states that the optimizer's rule does not list.
+    whole: number of elements of all tensors that the holder has a part of, if moments are kept for whole tensors.
+
+    Both results are empty before the first step. Raises CensusError for states that the optimizer's rule does not list.
     """
     state: dict[str, Any] = optimizer.state.get(holder, {})
     rule, settings, kind = rule_of(optimizer), optimizer.param_groups[group], full_name(type(optimizer))
@@ -212,7 +212,7 @@ def write_state(
     moments: dict[str, torch.Tensor],
     scalars: dict[str, float],
 ) -> None:
-    """Give `holder` these moments (in its shape, unless it is flat) and scalars. Does nothing if both are empty.
+    """Give `holder` these moments (in its shape, unless it is flat) and scalars; do nothing if both are empty.
 
     Scalars get the types of their first values; torch's fused optimizers keep counts on the stepped tensor's device.
     """
@@ -251,10 +251,9 @@ def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str
 
 
 def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
-    """Give each tensor of a group the highest count in the group, if the optimizer counts on one tensor for the whole
-    group.
+    """Give each tensor the highest step count in its group, if the optimizer counts on one tensor for the whole group.
 
-    groups: the optimizer group of each tensor number.
+    groups: the optimizer group of each tensor, by its number.
     """
     if not rule_of(optimizer).counts_by_group:
         return
@@ -266,11 +265,10 @@ def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Seq
 
 
 def fill_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-    """Add empty moments, and counts, for trained tensors of which this rank has no part because other pipeline stages
-    hold them.
+    """Add empty moments, and step counts, for trained tensors that only other pipeline stages hold.
 
-    The counts are copied from another tensor on this rank, if possible of the same group. If a tensor was left out of a
-    step, pipeline stages then disagree, and the certificate reports it.
+    The counts are copied from a tensor on this rank, if possible of the same group. If that tensor was left out of a
+    step, the counts of pipeline stages disagree, which the certificate of the switch reports.
     """
     counted = {number for table in scalars.values.values() for number in table}
     for number, tensor in enumerate(model.tensors[: model.trainable]):

@@ -177,8 +177,9 @@ def _adding(run: Callable[..., None], seconds: list[float]) -> Callable[..., Non
 
 
 def _is_compiled(layer: Layer) -> bool:
-    """Return whether any part of the layer is compiled: hooks on the tensors that autograd saves would cause a
-    recompilation.
+    """Return whether any part of the layer is compiled.
+
+    In such a layer, hooks on the tensors that autograd saves would cause a recompilation.
     """
     parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
     if any(hasattr(part, "_torchdynamo_orig_callable") for part in parts):

@@ -84,9 +84,7 @@ class Timer:
     def __init__(self, optimizer: torch.optim.Optimizer, layers: int) -> None:
         self._optimizer, self._layers = optimizer, layers
         self._passes: tuple[list[tuple[list[Mark], float]], ...] = [], []
-        """The forward passes and the backward passes: the marks of each, and its samples as a fraction of a
-        micro-batch.
-        """
+        """The forward and the backward passes, each as (its marks, its samples as a fraction of a micro-batch)."""
         self._marks: list[Mark] | None = None
         """The marks of the current pass; None between passes."""
         self._updates: list[tuple[Any, Any]] = []
@@ -222,7 +220,7 @@ class ModuleTimer(Timer):
         self._given += self._hook_gradients(outputs, number)
 
     def _hook_gradients(self, tensors: Any, whose: int) -> list[torch.Tensor]:
-        """Hook the gradients of the tensors that no module has returned so far, and return these tensors.
+        """Hook the gradients of those tensors that no module has returned so far, and return these tensors.
 
         whose: the number of the layer for which time counts once such a gradient arrives.
         """
@@ -239,9 +237,7 @@ def with_gradients(given: Any) -> list[torch.Tensor]:
 
 
 def tensors_in(given: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value: a tensor itself, or those in lists, tuples and dictionaries, such as outputs of
-    transformers.
-    """
+    """Yield the tensors in a value, also in lists, tuples and dictionaries, such as the outputs of transformers."""
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, Mapping):

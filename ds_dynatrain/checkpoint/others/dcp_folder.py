@@ -97,8 +97,9 @@ def is_dcp(path: Path) -> bool:
 def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
     """Return a description of a torch distributed checkpoint; tensor values are not read.
 
-    trust_pickle: whether to unpickle values that are neither tensors nor plain; the metadata is never executed. Raises
-    CheckpointError for refused content, and CheckpointDamaged if a part is missing or invalid.
+    trust_pickle: whether to unpickle values that are neither tensors nor plain; the metadata is never executed.
+
+    Raises CheckpointError for refused content, and CheckpointDamaged if a part is missing or invalid.
     """
     return _Folder.open(path, trust_pickle).foreign()
 
@@ -219,9 +220,10 @@ class _Folder:
     def _groups(self, weights: Collection[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return (hyper-parameters of each optimizer group, number of each tensor's group).
 
-        weights: the names of all weights. If the checkpoint has hyper-parameters per tensor, tensors with equal ones
-        form a group. Otherwise it has groups. Raises CheckpointError if a group lists something that is no weight or is
-        in two groups.
+        weights: the names of all weights.
+
+        If the checkpoint has hyper-parameters per tensor, tensors with equal ones form a group. Otherwise it has
+        groups. Raises CheckpointError if a group lists something that is no weight or is in two groups.
         """
         said: dict[str, dict[str, Any]] = {}
         for key, each in self.keys.items():
@@ -444,7 +446,8 @@ def _plain(saved: Saved, carry: Mapping[str, Any]) -> dict[Keys, Any]:
     tensors = saved.record.logical_tensors()
     for name, table in carry.get("scalars", {}).items():
         for number, value in table.items():
-            short, whole = torch.tensor(value), torch.tensor(value, dtype=torch.float64)  # torch's own have 32 bits
+            # torch's optimizers have scalars of 32 bits
+            short, whole = torch.tensor(value), torch.tensor(value, dtype=torch.float64)
             found["optim", "state", tensors[int(number)].name, name] = short if short == whole else whole
     for tensor in tensors:
         for key, value in carry["groups"][tensor.group].items() if tensor.trainable and "groups" in carry else ():

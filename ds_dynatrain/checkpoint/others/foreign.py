@@ -111,8 +111,9 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 def number_of(folder: Path, value: Any) -> float:
     """Return a scalar of an optimizer as a number.
 
-    value: a number, or a stored tensor, which is read from its file in `folder`. Raises CheckpointDamaged if the tensor
-    does not have exactly one element.
+    value: a number, or a stored tensor, which is read from its file in `folder`.
+
+    Raises CheckpointDamaged if the tensor does not have exactly one element.
     """
     if isinstance(value, Stored) and value.numel != 1:
         raise CheckpointDamaged(f"{folder / value.file} has a tensor of shape {value.shape} where a number is expected")
@@ -124,10 +125,14 @@ def take(
 ) -> Path:
     """Convert another tool's checkpoint into the latest checkpoint of a folder of ours; return the path of the result.
 
-    carry: the encoded shared extra state. rest: the encoded extra state of rank 0. tensors: the tensors to which `rest`
-    refers. progress: called with the bytes of each tensor. Raises CheckpointDamaged, naming tensor and kind, for an
-    impossible description, or, naming file and member, for values with a wrong CRC32. Raises CheckpointError if the
-    folder already has a checkpoint of that step. A failure leaves nothing behind.
+    carry: the encoded shared extra state.
+    rest: the encoded extra state of rank 0.
+    tensors: the tensors to which `rest` refers.
+    progress: called with the bytes of each tensor.
+
+    Raises CheckpointDamaged, naming tensor and kind, for an impossible description, or, naming file and member, for
+    values with a wrong CRC32. Raises CheckpointError if the folder already has a checkpoint of that step. A failure
+    leaves nothing behind.
     """
     check_names([each.name for each in foreign.tensors], foreign.kinds)
     check_tensors(foreign.tensors)

@@ -80,12 +80,12 @@ class _Made:
 
 def check_pickle(data: bytes) -> None:
     """Raise ValueError if a pickle has too many values, is nested too deeply, or has a value that contains itself."""
-    stack: list[_Made | None] = []  # None: a mark
+    stack: list[_Made | None] = []  # None stands for pickle's mark
     memo: dict[int, _Made] = {}
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
         if opcode.name in _PUTS:
             top, index = stack[-1], len(memo) if opcode.name == "MEMOIZE" else int(argument or 0)
-            if top is None or index > count:  # Python's unpickler allocates all lower places
+            if top is None or index > count:  # a large index makes Python's unpickler allocate a large table
                 raise ValueError(f"value {index} is noted by operation {count}")
             memo[index] = top
         elif opcode.name in _GETS:
@@ -136,8 +136,9 @@ Archive = tuple[str, tuple[int, int] | None]
 class FilePart(io.RawIOBase):
     """A part of an open file, as a file object of its own.
 
-    place: the first byte and the length of the part; None for the whole file. Raises ValueError if the part exceeds the
-    file.
+    place: the first byte and the length of the part; None for the whole file.
+
+    Raises ValueError if the part exceeds the file.
     """
 
     def __init__(self, file: io.BufferedReader, place: tuple[int, int] | None) -> None:
@@ -198,6 +199,7 @@ def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places
     """Compare the members of `torch.save` files with their CRC32s.
 
     place, places: check only every `places`-th member, beginning with number `place`; other processes check the others.
+
     Raises CheckpointDamaged, naming file and member, if a member does not match.
     """
     count = 0
@@ -265,9 +267,11 @@ def fields_of(value: Any) -> dict[str, Any]:
 def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[int, int] | None = None) -> Any:
     """Return the content of a file of `torch.save`, with a `Stored` in place of each tensor; values are not read.
 
-    trust_pickle: whether to run the pickle if `weights_only` refuses it; only for files that you wrote yourself. part:
-    (first byte, length) if such a file lies inside another one. Raises CheckpointError for content that is refused, and
-    CheckpointDamaged for a file that has another format, is cut off, or stands for more values than are accepted.
+    trust_pickle: whether to run the pickle if `weights_only` refuses it; only for files that you wrote yourself.
+    part: (first byte, length) if such a file lies inside another one.
+
+    Raises CheckpointError for content that is refused, and CheckpointDamaged for a file that has another format, is cut
+    off, or stands for more values than are accepted.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
     from torch.serialization import safe_globals
@@ -321,8 +325,10 @@ def _loaded(file: IO[bytes], trust_pickle: bool) -> Any:
 def _stored(tensor: torch.Tensor, name: str, first: int, size: int) -> Stored:
     """Return the position of a tensor, which was loaded without values.
 
-    name: the file. first, size: the first byte of the zip in the file, and its length. Raises CheckpointError if torch
-    did not report the position, and CheckpointDamaged if the tensor exceeds the zip.
+    name: the file.
+    first, size: the first byte of the zip in the file, and its length.
+
+    Raises CheckpointError if torch did not report the position, and CheckpointDamaged if the tensor exceeds the zip.
     """
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     shape, dtype = tuple(tensor.shape), tensor.dtype

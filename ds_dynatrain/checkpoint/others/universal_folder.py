@@ -79,8 +79,10 @@ def is_universal(path: Path) -> bool:
 def read_universal(path: Path, trust_pickle: bool = False) -> Foreign:
     """Return a description of a checkpoint in DeepSpeed's universal format; tensor values are not read.
 
-    trust_pickle: whether to unpickle content that is neither tensors nor plain values. Raises CheckpointError if the
-    checkpoint cannot be read without its model, and CheckpointDamaged if a part of it is missing.
+    trust_pickle: whether to unpickle content that is neither tensors nor plain values.
+
+    Raises CheckpointError if the checkpoint cannot be read without its model, and CheckpointDamaged if a part of it is
+    missing.
     """
     return _Folder(path, replace(ZeroFolder.open(path, trust_pickle), layers={})).foreign()
 

@@ -128,7 +128,9 @@ class ZeroFolder:
     def alone(self, part: int) -> ZeroFolder:
         """Return the files of one model-parallel rank as a checkpoint of their own.
 
-        part: the model-parallel rank. Raises CheckpointDamaged if it has no model states.
+        part: the model-parallel rank.
+
+        Raises CheckpointDamaged if it has no model states.
         """
         models, optimizers = (
             {(0, rank): name for (of, rank), name in files.items() if of == part}
@@ -292,7 +294,9 @@ def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
 def _optimizer_file(raw: Mapping[str, Any], stage: int | None) -> OptimizerFile:
     """Interpret the `state_dict` of any of DeepSpeed's optimizers or, in stage 0 with fp32, of the basic optimizer.
 
-    stage: 0 if the checkpoint has no optimizer files, else None. Raises KeyError for an unknown structure.
+    stage: 0 if the checkpoint has no optimizer files, else None.
+
+    Raises KeyError for an unknown structure.
     """
     if "fp32_flat_groups" in raw:
         return _with_states(3, raw["fp32_flat_groups"], raw["optimizer_state_dict"], raw)
@@ -324,7 +328,9 @@ def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw
 def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[str, Any]:
     """Return the extra state outside tensors (the carry, see `foreign`) that DeepSpeed's files contain.
 
-    path: the folder, from which small tensors are read. said: the model states. file: the optimizer states.
+    path: the folder, from which small tensors are read.
+    said: the model states.
+    file: the optimizer states.
     """
     scaler = {**file.raw, **fields_of(file.raw.get("loss_scaler"))}
     found: dict[str, Any] = {
@@ -343,9 +349,12 @@ def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[s
 def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], trained: Iterable[str]) -> dict[str, Shape]:
     """Return the shapes of the frozen tensors by name.
 
-    said: the model states. weights: the weights and module buffers in the files. trained: the names of the trained
-    tensors. If the model states do not list frozen tensors, they are the weights that are neither trained nor buffers
-    nor shared.
+    said: the model states.
+    weights: the weights and module buffers in the files.
+    trained: the names of the trained tensors.
+
+    If the model states do not list frozen tensors, they are the weights that are neither trained nor buffers nor
+    shared.
     """
     if said.get("frozen_param_shapes") is not None:
         return {name: tuple(shape) for name, shape in said["frozen_param_shapes"].items()}
@@ -364,8 +373,10 @@ def configured_type(config: object) -> torch.dtype:
 def groups_of(path: Path, groups: Sequence[Mapping[str, Any]], count: int) -> list[int]:
     """Return the number of the optimizer group to which each of `count` tables of parameter names belongs.
 
-    path: the checkpoint's folder, for messages. groups: the hyper-parameters of each group. Raises CheckpointError if
-    the numbers of tables and groups do not fit together.
+    path: the checkpoint's folder, for messages.
+    groups: the hyper-parameters of each group.
+
+    Raises CheckpointError if the numbers of tables and groups do not fit together.
     """
     found = [number for number, group in enumerate(groups) for _ in group["params"]]
     if len(found) != count:  # one per group, or no hyper-parameters (elastic_checkpoint)

@@ -58,7 +58,7 @@ from ds_dynatrain.space import (
 from ds_dynatrain.space.zero import LocalSpace, flat_order
 
 SUB_GROUP_SIZE = 10**9
-"""DeepSpeed's default for `sub_group_size`."""
+"""Number of elements of a sub-group that ZeRO-3 uses if the configuration does not set `sub_group_size`."""
 ALIGNED_BYTES = 16
 """Alignment in bytes of each tensor's start if DeepSpeed aligned parameters."""
 FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
@@ -136,8 +136,10 @@ def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
 def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpace:
     """Return the parameter space of this model with the layout and rules of the job that saved a DeepSpeed checkpoint.
 
-    vps: the present space of the model. Raises CheckpointDamaged if files of data ranks are missing, and
-    CheckpointError if the model cannot have that layout or has states that are not read from DeepSpeed's checkpoints.
+    vps: the present space of the model.
+
+    Raises CheckpointDamaged if files of data ranks are missing, and CheckpointError if the model cannot have that
+    layout or has states that are not read from DeepSpeed's checkpoints.
     """
     folder.check_ranks()
     layout = layout_of(folder)
@@ -167,7 +169,8 @@ def part_of(layout: Layout, rank: int) -> int:
 def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
     """Raise CheckpointError, naming the parameter, unless the checkpoint has a rank's trained tensors in this order.
 
-    part: the model-parallel rank. local: the rank's local parameter space.
+    part: the model-parallel rank.
+    local: the rank's local parameter space.
     """
     said = folder.shapes(part)
     if said is None:
@@ -224,8 +227,10 @@ def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict
 def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
     """Return the positions of one rank's buffers in the checkpoint, by (state kind, buffer name).
 
-    part: the model-parallel rank. local: the rank's local parameter space. Raises CheckpointError if the checkpoint has
-    other buffers than this model.
+    part: the model-parallel rank.
+    local: the rank's local parameter space.
+
+    Raises CheckpointError if the checkpoint has other buffers than this model.
     """
     file = folder.optimizer(part, local.zero_rank)
     buffers = _buffers(folder, file, local)
@@ -283,8 +288,10 @@ def _frozen(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
 def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> Iterator[ManifestRow]:
     """Yield the manifest rows of the pieces of one state kind that a rank owns.
 
-    held: the positions of the rank's buffers. Weights without a buffer are skipped. Raises CheckpointDamaged if another
-    buffer is missing, and CheckpointError if a buffer is not as expected.
+    held: the positions of the rank's buffers.
+
+    Weights without a buffer are skipped. Raises CheckpointDamaged if another buffer is missing, and CheckpointError if
+    a buffer is not as expected.
     """
     for number in np.unique(pieces.buffer).tolist():
         here, name = np.flatnonzero(pieces.buffer == number), pieces.buffers[number]
@@ -350,8 +357,10 @@ def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict
 def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
     """Return a description of a checkpoint that DeepSpeed's `save_checkpoint` wrote, without needing the model.
 
-    trust_pickle: whether to unpickle content that is neither tensors nor plain values. Raises CheckpointError if the
-    checkpoint cannot be read without its model, and CheckpointDamaged if a part of it is missing.
+    trust_pickle: whether to unpickle content that is neither tensors nor plain values.
+
+    Raises CheckpointError if the checkpoint cannot be read without its model, and CheckpointDamaged if a part of it is
+    missing.
     """
     folder = ZeroFolder.open(path, trust_pickle)
     folder.check_ranks()
@@ -423,8 +432,9 @@ def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
 def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
     """Return the parameter space that the files of a single model-parallel rank describe, in the layout of the job.
 
-    others: the shapes of all tensors that any model-parallel rank trained, and the names of module buffers. Raises
-    CheckpointError if the files do not say enough.
+    others: the shapes of all tensors that any model-parallel rank trained, and the names of module buffers.
+
+    Raises CheckpointError if the files do not say enough.
     """
     layout, file = layout_of(folder), folder.optimizer(0, 0)
     if any("use_muon" in group for group in file.groups):

@@ -31,17 +31,13 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import digest
 
 REST = "rest"
-"""Placeholder for a state kind: a tensor of a rank's rest (per-rank extra state), named by the rank and the tensor's
-number.
-"""
+"""State kind under which the tensors of a rank's rest (per-rank extra state) are stored, named "rank/number"."""
 Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Shared(BaseModel):
-    """Known parts of the shared extra state, each of which may be absent. Other parts depend on the training that saved
-    it.
-    """
+    """Known parts of the shared extra state, each of which may be absent. Other parts depend on the saved training."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     groups: list[dict[str, Any]] = []
@@ -96,9 +92,7 @@ def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
-    """Return the random streams of a rank in any layout, as they would be after a switch there from the saved
-    layout.
-    """
+    """Return the random streams of a rank in any layout, as a switch there from the saved layout would set them."""
 
     def found(origin: int) -> streams.Streams:
         held = saved.of_rank(origin).get("streams")
@@ -152,9 +146,7 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
 
 
 def _check_rest(rest: Any) -> None:
-    """Raise TypeError, at the first wrong value, if a rest (per-rank extra state) has values that our code cannot
-    use.
-    """
+    """Raise TypeError, naming the part, if a rest (per-rank extra state) has values that our code cannot use."""
     tables = ("buffers", "objects", "extra", "modes", "attributes")
     if not isinstance(rest, dict) or not all(isinstance(rest.get(part, {}), dict) for part in tables):
         raise TypeError("it, its buffers, objects, extra states, modes or attributes are no tables")

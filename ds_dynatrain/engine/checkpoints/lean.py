@@ -66,8 +66,7 @@ class LeanTransaction:
         return saved
 
     def conclude(self, saved: VoteResult) -> None:
-        """Carry out the decision, with the same outcome on every member: continue from the checkpoint, or stay in the
-        old world.
+        """Carry out the decision: continue from the checkpoint, or stay in the old world, alike on every member.
 
         Raises CheckpointError, on all members alike, if neither side could be restored: the engine then holds no state,
         and the checkpoint that the error names has it. Raises OutcomeUnknown if this member cannot read whether the
@@ -112,8 +111,9 @@ class LeanTransaction:
         return found
 
     def _read_back(self, path: str, rank: int) -> None:
-        """Check this member's share of the checkpoint, before any member frees its state; raise CheckpointError if it
-        differs.
+        """Check this member's share of the checkpoint before any member frees its state.
+
+        Raises CheckpointError if the share is not what was written.
         """
         saved = Saved.open(Path(path))
         rows = [row for row in saved.manifest if row.file][rank :: len(self.proposal.source_members)]

@@ -57,7 +57,7 @@ NO_CLIENT_STATE = frozenset(
         "sparse_tensor_module_names",
     }
 )
-"""Keys of the saved model states that DeepSpeed does not return from `load_checkpoint`, and parts of frozen tensors."""
+"""Keys of the saved model states that are no client state: DeepSpeed's own keys, and parts of frozen tensors."""
 
 
 class Converted(Universal):
@@ -166,9 +166,7 @@ class Converted(Universal):
         return found
 
     def _buffer(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a buffer that is stored among the checkpoint's tensors, because the other tool did not tell them
-        apart.
-        """
+        """Return a buffer that the other tool has stored among the tensors, without telling buffers from parameters."""
         tensor = self.there[name][1]
         rows: tuple[ManifestRow, ...] = ()
         for kind in (MASTER, WEIGHT):
@@ -207,9 +205,7 @@ class Stock(FromCheckpoint):
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """The client state: entries of the saved model states that are not DeepSpeed's own, with values for small
-        tensors.
-        """
+        """The client state: entries of the saved model states that are not DeepSpeed's own; small tensors as values."""
         said = self.folder.model(0)
         found: dict[str, Any] = with_values(
             self.path, {key: value for key, value in said.items() if key not in NO_CLIENT_STATE}
@@ -258,8 +254,9 @@ class Stock(FromCheckpoint):
 def opened(
     path: Path, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: CheckpointPart, trust_pickle: bool
 ) -> FromCheckpoint:
-    """Open the checkpoint in a folder; see `FromCheckpoint`. Another tool's checkpoint updates the present shared extra
-    state.
+    """Open the checkpoint in a folder; see `FromCheckpoint`.
+
+    present: the present shared extra state, which another tool's checkpoint updates; None if there is none.
 
     Raises CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if `present` is None.
     """
@@ -296,7 +293,8 @@ def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
 def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole shared extra state: `present`, updated by `said`.
 
-    said: its keys are those in `checkpoint.others.foreign`; groups and scalars are numbered as in this job.
+    said: the extra state of another tool's checkpoint, with the keys of `checkpoint.others.foreign`; groups and scalars
+    are numbered as in this job.
     """
     taken = {key: said[key] for key in ("windows", "scalars") if key in said}
     taken["counters"] = {**present["counters"], **said.get("counters", {})}

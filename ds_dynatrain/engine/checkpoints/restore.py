@@ -38,9 +38,7 @@ from ds_dynatrain.space import Layout
 def from_checkpoint(
     engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: CheckpointPart
 ) -> Iterator[StateSource]:
-    """Open the checkpoint in a folder as a source of state, with the folder named in errors; see
-    `other_tools.opened`.
-    """
+    """Open the checkpoint in a folder as a source of state, and name the folder in errors; see `other_tools.opened`."""
     with naming(path), opened(path, engine, goal, present, part, trust_pickle) as source:
         yield source
 
@@ -85,13 +83,12 @@ def restore(
     is_wanted: Callable[[str], bool] = lambda tag: True,
     left_out: list[str] | None = None,
 ) -> Restored:
-    """Restore everything from the newest whole checkpoint in a folder, in a world that was just built. Used after
-    failures.
+    """Restore everything from the newest whole checkpoint in a folder, in a world that was just built.
 
-    Call it on the main thread of every member in `members`, including members that were idle or have just joined. All
-    of them must share `engine.control`. Open accumulation windows are void, and loaders may be at any position. No
-    state of the members is used: an optimizer that is attached is detached, without a message to any member. Groups of
-    an old world are neither used nor taken down: abort them before this call, and drop them after it.
+    Call it after a failure, on the main thread of every member in `members`, including members that were idle or have
+    just joined. All of them must share `engine.control`. Open accumulation windows are discarded, and loaders may be at
+    any position. No state of the members is used: an optimizer that is attached is detached, without a message to any
+    member. Groups of an old world are neither used nor shut down: abort them before this call, and drop them after it.
 
     members: the member at each rank of `layout`.
     world: this member's world, which `adapters.worlds.build_world` has built for the layout and members, with a
@@ -133,7 +130,7 @@ def restored(
 ) -> Restored:
     """Restore everything from one given checkpoint.
 
-    old: the state to go back to on failure; None if members have already let go of theirs.
+    old: the state to go back to on failure; None if members have already released theirs.
 
     Raises CheckpointError, on all members alike, if it fails, and CheckpointDamaged for a damaged checkpoint: the
     engine is then as before.

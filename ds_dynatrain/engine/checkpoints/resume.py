@@ -21,9 +21,7 @@ from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.restoration import Restored
 
 Load = Callable[[Path, str, bool], Restored]
-"""Function that loads a checkpoint as `engine.load` does; it takes the folder, the tag, and whether pickles are
-trusted.
-"""
+"""Function (folder, tag, whether to trust pickles) that loads a checkpoint as `engine.load` does."""
 
 
 def first_state(engine: EngineCore, load: Load) -> Restored | None:

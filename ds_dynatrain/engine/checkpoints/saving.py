@@ -44,7 +44,7 @@ SAVING = "saving"
 
 
 class PendingSave:
-    """A save in the background. step: optimizer steps done when the state was copied."""
+    """A save in the background. step: the number of optimizer steps done when the state was copied."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -52,11 +52,11 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, well or not; needs no message to other members."""
+        """Whether the save has ended, successfully or not; needs no message to other members."""
         return self._saved.done()
 
     def wait(self) -> Path:
-        """Wait for the checkpoint and return its folder; CheckpointError, on all members alike, if saving failed."""
+        """Wait for the checkpoint and return its folder; raise CheckpointError, on all members, if saving failed."""
         with OWN_WAITS.waiting(SAVING):
             return self._saved.result()
 
@@ -172,7 +172,7 @@ class _Saving:
             self.error = error
             self.session.give_up(error)
 
-    # ---- beside it ---------------------------------------------------------------------------------------------------
+    # ---- while training continues ------------------------------------------------------------------------------------
 
     def carry_out(self) -> Path:
         """Write the checkpoint and return its folder; raise CheckpointError, on all members, if one of them fails."""
@@ -188,9 +188,7 @@ class _Saving:
             self.snapshot = None
 
     def _written(self, stack: ExitStack) -> tuple[Snapshot, Path]:
-        """Write this member's files into the hidden folder, and report their checksum; return the snapshot and that
-        folder.
-        """
+        """Write this member's files into the hidden folder, and report a checksum; return (snapshot, hidden folder)."""
         try:
             if self.error is not None or self.snapshot is None:
                 raise self.error or CheckpointError("there is no copy of this member's state to write: save again")
@@ -215,9 +213,7 @@ class _Saving:
         return folder.begin(self.path, str(self.tag))
 
     def _write(self, snapshot: Snapshot, hidden: Path) -> str:
-        """Write this member's files and compare replicas at the same time; return the checksum of the member's small
-        file.
-        """
+        """Write this member's files, and compare replicas at the same time; return the checksum of its small file."""
         with ThreadPoolExecutor(1, "dynatrain-replicas") as beside:
             replicas = None if snapshot.replicas is None else beside.submit(snapshot.replicas)
             rows = write_shares(hidden, snapshot.rank, snapshot.shares)
@@ -229,9 +225,7 @@ class _Saving:
         return record.sum_of(data)
 
     def _finish(self, snapshot: Snapshot, hidden: Path) -> Path:
-        """Write the manifest and the record, and give the folder its name. Called on rank 0 once all members have
-        written.
-        """
+        """Write the manifest and the record, and name the folder. Called on rank 0 once all members have written."""
         found = self.sums or {}
         parts = [hidden / _part(rank) for rank in range(len(self.members))]
         rows = [row for part in parts for row in Manifest.from_bytes(part.read_bytes())]
@@ -345,11 +339,12 @@ def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buff
 
 
 def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], list[str]]:
-    """Compare the members' extra state; return the state kinds that some member has, and which per-rank states are
-    equal.
+    """Compare the members' extra state. Return the first rank with equal per-rank state, for each rank, and all kinds.
 
-    The first item of the result lists, for each rank, the first rank with equal per-rank state. Raises CheckpointError
-    if state that all members share differs between them.
+    found: the record that each member has posted.
+
+    The second item of the result lists the state kinds that some member has. Raises CheckpointError if state that all
+    members share differs between them.
     """
     first, *others = engine.members
     for member in others:

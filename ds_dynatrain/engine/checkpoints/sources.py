@@ -36,9 +36,7 @@ Gather = Callable[[str, Any], Mapping[int, Any]]
 
 
 class CheckpointPart(NamedTuple):
-    """Part of a checkpoint that DeepSpeed's `load_checkpoint` is asked for, with its arguments in order; by default all
-    of it.
-    """
+    """Part of a checkpoint that a call of DeepSpeed's `load_checkpoint` requests, by its arguments; by default all."""
 
     load_module_strict: bool = True
     load_optimizer_states: bool = True
@@ -48,9 +46,7 @@ class CheckpointPart(NamedTuple):
 
     @property
     def is_read_here(self) -> bool:
-        """Whether we can read this part: masters and other states, with or without the schedule and the frozen
-        weights.
-        """
+        """Whether we can read this part: all state, perhaps without the schedule or without missing frozen weights."""
         return self._replace(load_module_strict=True, load_lr_scheduler_states=True) == CheckpointPart()
 
 
@@ -62,8 +58,8 @@ class FromCheckpoint(StateSource):
     """A checkpoint in a folder, as a `StateSource`.
 
     present: the present shared extra state; empty if there is none.
-    part: the part that is asked for; its `is_read_here` is true. State that it leaves out stays as it is: the schedule,
-    and frozen weights that the checkpoint lacks (otherwise an error).
+    part: the part that is requested; its `is_read_here` is true. It may leave the schedule as it is, and also frozen
+    weights that the checkpoint lacks (otherwise an error).
     tensors: the tensors that the checkpoint has.
     kept: the numbers of the frozen tensors that it was saved without.
     registration: the registration of its parameters and optimizer groups, if it has any.
@@ -125,8 +121,9 @@ class FromCheckpoint(StateSource):
         return self._memory
 
     def _checked_tensors(self) -> dict[int, int]:
-        """Map tensor numbers in the checkpoint to numbers here; raise CheckpointError, naming a tensor, if the models
-        differ.
+        """Return the number here of each tensor in the checkpoint, by its number there.
+
+        Raises CheckpointError, naming a tensor, if the models differ.
         """
         here = {tensor.name: (number, tensor) for number, tensor in enumerate(self._vps.tensors)}
         found = {}
@@ -163,8 +160,9 @@ class FromCheckpoint(StateSource):
         self.reader.fill(self._vps, self.goal.layout, rank, buffers, self._keep(rank, buffers))
 
     def _keep(self, rank: int, buffers: Buffers) -> Pieces | None:
-        """Copy frozen weights that stay as they are from the engine, which is in this layout; return the pieces that
-        they fill.
+        """Copy frozen weights that the checkpoint lacks from the engine, and return the pieces that they fill.
+
+        The engine is in the layout of the goal already.
         """
         vps, kept = self._vps, np.array(self.kept, dtype=np.int64)
         if not len(kept):
@@ -209,7 +207,7 @@ class FromCheckpoint(StateSource):
     def _digests(self, place: int, places: int, gather: Gather) -> dict[Key, int]:
         """Return the digests of whole tensors in the types in which they are stored.
 
-        place: this member's position among the members that share any reading for this.
+        place: this member's position among the members that divide the reading among themselves.
         places: the number of those members.
         """
         raise NotImplementedError
@@ -231,7 +229,7 @@ class FromCheckpoint(StateSource):
                 if rows is None or rows[0].dtype != name_of(self._memory[kind].dtype):
                     continue
                 if not tensor.trainable and kind != WEIGHT:
-                    continue  # it is trained in the checkpoint, where its weight was cast from a master
+                    continue  # frozen here and trained in the checkpoint, so it has such state only there
                 if int(whole[kind][number]) != there[tensor.name, kind]:
                     wrong.append((tensor.name, kind))
         if not wrong:
@@ -256,7 +254,7 @@ class Universal(FromCheckpoint):
         super().__init__(saved.path, saved.manifest, engine, goal, present, part)
         self.saved, self.kinds, self.tensors = saved, saved.record.kinds, saved.record.logical_tensors()
         self.carry = shared_of(saved)
-        said = self.carry.get("registration")  # an early checkpoint has none
+        said = self.carry.get("registration")  # None in a checkpoint of an old version
         self.registration = None if said is None else Regrouping.from_json(said)
 
     def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def is_for_us(
 ) -> bool:
     """Return whether a checkpoint is read here: one of ours, or one of DeepSpeed's that its own call may not read.
 
-    Rank 0 looks, and tells all working members, which must go the same way.
+    Rank 0 decides and tells all working members, which must act alike.
     key: a key that is unique on the board (the job's key-value store).
 
     Raises CheckpointError, on all members alike, if this cannot be decided, or if weights alone are asked for and
@@ -71,9 +71,7 @@ def _opened(path: Path, trust_pickle: bool) -> ZeroFolder | None:
 
 
 def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether a checkpoint was cut in another way than now: by its layout, or by ZeRO's settings (see
-    `ZeroRules`).
-    """
+    """Return whether a checkpoint was cut differently: by another layout, or by other ZeRO settings (`ZeroRules`)."""
     try:
         if not _is_same_layout(engine, held):
             return True
@@ -102,9 +100,7 @@ def _is_same_layout(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether ranks held their parts at other places, as with another `round_robin_gradients` or
-    `sub_group_size`.
-    """
+    """Return whether ranks held other parts than now, as with another `round_robin_gradients` or `sub_group_size`."""
     layout, now = engine.layout, engine.vps
     if not layout.zero_stage:
         return False
@@ -120,8 +116,9 @@ def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _trains_alike(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether each stage trained the tensors that it trains now; the checkpoint does not record stage
-    boundaries.
+    """Return whether each stage trained the tensors that it trains now.
+
+    The checkpoint does not record the boundaries of stages.
     """
     layout = engine.layout
     for stage in range(layout.pipe):

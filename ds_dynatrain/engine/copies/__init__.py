@@ -2,8 +2,8 @@
 
 | file | role |
 |---|---|
-| `copy` | what one rank of a layout held alone at one step, and whether it is still that |
-| `kept` | the copies that this process has, of itself and of others, in memory that is used again |
+| `copy` | a copy of the state that one rank alone held at one step, and a check that it is unchanged |
+| `kept` | the copies that this process has, of its own rank and of others, in memory that is reused |
 | `from_copies` | a restoration from copies |
 
 May import `reshard`; start with `copy`.

@@ -26,14 +26,14 @@ from ds_dynatrain.transfer import digest_pieces
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """A copy of a rank's state; see the module. It does not change as long as it is among `Kept.copies`.
+    """A copy of a rank's state; see the docstring of the module. It does not change while it is in `Kept.copies`.
 
     mark: identifies the boundary at which the copy was taken.
     rank: the rank in the mark's layout.
     buffers: (kind, buffer) -> flat CPU tensor, padding included, under the names of `Host.state_buffers`.
-    said: plain JSON: the encoded extra state ("shared" and "rest"), "streams" as `streams.capture` returns them, the
-    job's "seed", and "kinds", all state kinds that the rank held.
-    tensors: the tensors of the encoded rest, on the CPU.
+    said: the state outside the buffers, as plain JSON: the encoded extra state ("shared" and, per rank, "rest"),
+    "streams" as `streams.capture` returns them, the job's "seed", and "kinds", all state kinds that the rank held.
+    tensors: the tensors of the encoded "rest", on the CPU.
     digests: kind -> one number per logical tensor, over the content of the buffers.
     said_digest: the digest of `said` and `tensors`.
     """

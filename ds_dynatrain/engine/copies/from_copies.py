@@ -1,8 +1,8 @@
 """Restoration from copies, by a plan that moves state from the layout of the copies to that of the goal.
 
-The copy of each rank has one holder. A holder carries out the part in the plan of each rank whose copy it has: for the
-first of these ranks under its own number, for the others under numbers that no member has. A holder without a rank in
-the goal calls `serve`.
+The copy of each rank has one holder, which carries out that rank's part of the plan. A holder of several copies acts
+for the first of these ranks under its own number, and for the others under numbers that no member has. A holder without
+a rank in the goal calls `serve`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DOING = "restoring from copies"
 
 
 def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
-    """Give this member's copies until all members have them. Called on a holder that has no rank in the goal.
+    """Send this member's copies to all members that need them. Called on a holder that has no rank in the goal.
 
     Raises CheckpointError if the other members fail.
     """
@@ -140,9 +140,7 @@ class FromCopies(StateSource):
         self._give_rests(transport, time.monotonic() + seconds)
 
     def _plans(self) -> list[SwitchPlan]:
-        """Return the plans for trained state, with weights cast from masters, and for frozen weights if copies have
-        any.
-        """
+        """Return the plans for trained state, with weights cast from masters, and for frozen weights in the copies."""
         vps = self._target.with_layout(self._layout, self._names)
         goal = self._goal.layout, self._goal.members
         trained = {tensor.group for tensor in vps.tensors if tensor.trainable}
@@ -208,9 +206,7 @@ class FromCopies(StateSource):
         return str(said["digest"])
 
     def _shares_of(self, rank: int, copy: Copy) -> Shares:
-        """Return a copy's shares of the digests: its own digests, and those of weights cast from masters and of frozen
-        weights.
-        """
+        """Return a copy's shares of the digests: of its buffers, and of its weights, cast from masters or frozen."""
         vps = self._target.with_layout(self._layout, self._names)
         cast, pieces = self._cast[rank], vps.holding(self._layout, rank, MASTER)
         total = Shares(kinds=[(self._names[rank], sorted(self.kinds))], whole={}, copies={}, places={})

@@ -24,7 +24,7 @@ from ds_dynatrain.exact.bits.steps import ExactSteps
 
 
 class LeafHost(Host):
-    """The host of a `LeafEngine`. sums: the gradient sums of the present optimizer; None without ZeRO."""
+    """The host of a `LeafEngine`. sums: the gradient sums of the present ZeRO optimizer; None if there is none."""
 
     sums: LeafSums | None = None
     _nodes: GraphNodes | None = None
@@ -112,9 +112,7 @@ class LeafEngine(DynatrainEngine):
         return scaled if grad is None or scaled is grad else grad * self._host.loss_weight
 
     def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """Add the gradients of the leaf (a micro-batch of fixed size) at the end of every backward pass, also in ZeRO
-        stage 1.
-        """
+        """Add the gradients of the leaf (a micro-batch of fixed size) after every backward pass, also in stage 1."""
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
         self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 

@@ -1,9 +1,10 @@
 """A pipeline engine whose micro-batches are leaves (micro-batches of fixed size), on any number of stages.
 
-All columns (pipelines side by side) run the same number of micro-batches; one without a leaf for its last micro-batch
-borrows leaf 0 with weight 0. Before each layer of a leaf the random generators are set by the layer's number in the
-whole model, also when activations are recomputed. The output of every layer is laid out in memory as if a message had
-brought it, whether it is sent or not, so a cut between layers changes no bits.
+All columns (pipelines side by side) run the same number of micro-batches; a column without a leaf for its last
+micro-batch borrows leaf 0, and multiplies its loss by 0. Before each layer of a leaf the random generators are set by
+the layer's number in the whole model, also when activations are recomputed. The output of every layer is laid out in
+memory as if it had been received in a message, whether it is sent or not, so cutting the model elsewhere changes no
+bits.
 """
 
 from __future__ import annotations
@@ -87,9 +88,7 @@ class LeafStageHost(LeafHost, StageHost):
     uses = Uses(())
 
     def optimizer_made(self) -> None:
-        """Make the new optimizer add the gradients of all stages leaf by leaf, where a leaf is a micro-batch of fixed
-        size.
-        """
+        """Make the new optimizer add gradients leaf by leaf, where a leaf is a micro-batch of fixed size."""
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         trained = {tensor.name: held for tensor, held in self.trained()}
         self.uses = Uses.of(self.module, self.shaper.template, {id(held) for held in trained.values()})
@@ -124,7 +123,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         if module.activation_checkpoint_func is not non_reentrant_checkpoint and module.activation_checkpoint_interval:
             row = usage("exact: reentrant checkpointing in a pipeline")
             raise row.error(f"exact: activation_checkpoint_interval={module.activation_checkpoint_interval}")
-        first = int(module._local_start)  # else numpy's integer, which would make other seeds
+        first = int(module._local_start)  # it may be an integer of numpy, with which seeds would differ
         layers = [partial(self._run_layer, first + at, layer) for at, layer in enumerate(module.forward_funcs)]
         self._host.uses.renew()
         with replaced(self, "_leaves", self._dealt()), replaced(module, "forward_funcs", layers):
@@ -200,8 +199,10 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
     }
 
     def _total_loss(self) -> torch.Tensor:
-        """Return the mean loss over all samples, adding the losses of leaves (micro-batches of fixed size) in their
-        order. If no global batch of leaves is being trained, it is DeepSpeed's loss.
+        """Return the mean loss over all samples.
+
+        Losses are added in the order of the leaves (micro-batches of fixed size). If no global batch of leaves is being
+        trained, it is DeepSpeed's loss.
         """
         if self._leaves is None:
             return super()._total_loss()
@@ -219,11 +220,14 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
 
 
 def as_sent(output: Any, number: int) -> Any:
-    """Return the output of a layer as the next stage would receive it, with its gradient laid out as the next stage
-    would return it.
+    """Return the output of a layer, laid out in memory as if it had been sent to the next stage.
 
-    number: the number of the layer, for the error. Raises UnsupportedError if there are several floating-point tensors,
-    since a stage makes a backward pass for each of them.
+    The gradient of the output is laid out as if the next stage had sent it back.
+
+    number: the number of the layer, for the error.
+
+    Raises UnsupportedError if there are several floating-point tensors, since a stage makes a backward pass for each of
+    them.
     """
     parts = output if isinstance(output, tuple) else (output,)
     if sum(torch.is_tensor(part) and part.is_floating_point() for part in parts) > 1:

@@ -1,11 +1,10 @@
-"""Gradient sums and norms for the ZeRO optimizer of an exact job: the owner of each slice adds the gradients of leaves
-(micro-batches of fixed size) in a fixed order.
+"""Gradient sums and norms for the ZeRO optimizer of an exact job, which do not depend on the number of ranks.
 
-DeepSpeed adds micro-batches on the ranks that computed them, and ranks in the order of the network, so the order
-depends on the world. Here each micro-step sends every slice of every leaf's gradient to the slice's owner, by an
-all-to-all, and the owner adds leaves in the order of their numbers (`exact.bits.sums`). All ZeRO stages do this, with
-the same bits: stages 2 and 3 as soon as gradients arrive, stage 1 at the end of a backward pass, as it holds whole
-gradients anyway.
+DeepSpeed adds gradients in an order that depends on the world: first those of each rank's micro-batches, then those of
+the ranks. Here each micro-step sends every slice of every leaf's gradient to the slice's owner, in an all-to-all, and
+the owner adds leaves in the order of their numbers (`exact.bits.sums`). A leaf is a micro-batch of fixed size. All ZeRO
+stages do this, with the same bits: stages 2 and 3 as soon as gradients arrive, stage 1 at the end of a backward pass,
+as it holds whole gradients anyway.
 
 Gradients are sent in the type of the weights, and added in fp32; with fp16 they are gradients of the scaled loss. A sum
 that is not finite makes the norm infinite, which alone makes DeepSpeed skip a step, in all stages alike.
@@ -52,8 +51,9 @@ class LeafSums:
 
     @staticmethod
     def put_on(zero: Any, order: Mapping[int, int], now: Callable[[], MicroStep | None]) -> LeafSums | None:
-        """Replace the gradient reduction of a ZeRO optimizer by these sums, and its norm by one that does not depend on
-        the ranks. Returns None for another optimizer.
+        """Make a ZeRO optimizer use such sums, and a norm that does not depend on the ranks; return the sums.
+
+        Returns None if it is not a ZeRO optimizer.
 
         order: the number of each parameter in the module, by the parameter's id.
         now: returns the latest micro-step.
@@ -63,9 +63,7 @@ class LeafSums:
 
     @staticmethod
     def over(lines: Lines, zero: Any, now: Callable[[], MicroStep | None]) -> LeafSums:
-        """Replace the gradient reduction of a ZeRO optimizer by these sums, with lines that are already known; see
-        `put_on`.
-        """
+        """Do the same as `put_on` for a ZeRO optimizer whose lines are known."""
         sums = LeafSums(zero, lines, now)
         zero.has_overflow = lambda partition_gradients=True: False  # an infinite norm skips the step instead
         zero.overlapping_partition_gradients_reduce_epilogue = sums.finish
@@ -123,9 +121,7 @@ class LeafSums:
         self._done += 1
 
     def close(self) -> None:
-        """End a global batch by giving the sums to DeepSpeed; works also if this rank trained no leaf (micro-batch of
-        fixed size).
-        """
+        """End a global batch: give the sums to DeepSpeed. The rank may have trained none of the batch's samples."""
         self._done = 0
         for line in range(len(self._lines.lengths)):
             self._lines.take(line, self._close(line, self._present().leaves))
@@ -147,7 +143,7 @@ class LeafSums:
             parameter.grad = None
 
     def _rows(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """Exchange a chunk, and return an iterator over the gradients that each rank has for this rank's part of it."""
+        """Exchange a chunk. Returns an iterator over the gradients that each rank has for this rank's part of it."""
         send, size = self._filled(chunk), len(chunk.splits)
         if size == 1:
             return iter([send])
@@ -181,8 +177,9 @@ class LeafSums:
 
     @torch.no_grad()
     def _close(self, line: int, leaves: int) -> torch.Tensor:
-        """Return the sum over all leaves (micro-batches of fixed size) of this rank's part of a line (gradients that
-        are reduced together); zeros in it are never negative.
+        """Return the sum over all leaves of this rank's part of a line; zeros in it are never negative.
+
+        A leaf is a micro-batch of fixed size; a line is an array of gradients that are reduced together.
         """
         levels = self._sums_of(line)
         newest, *older = rest_of(leaves)
@@ -192,8 +189,9 @@ class LeafSums:
         return total.add_(0.0)
 
     def _sums_of(self, line: int) -> list[torch.Tensor]:
-        """Return the partial sums by level of a line (gradients that are reduced together), allocating those that are
-        missing. Padding stays 0.
+        """Return a line's partial sums, one for each level, and allocate those that are missing. Padding stays 0.
+
+        A line is an array of gradients that are reduced together; for levels see `exact.bits.sums`.
         """
         held = self._levels.setdefault(line, [])
         while len(held) < levels_of(self._present().leaves):
@@ -211,10 +209,10 @@ class LeafSums:
 
 
 def global_norm(zero: Any, lines: Lines) -> torch.Tensor:
-    """Return the norm of all gradients as a 0-D fp32 tensor; it does not depend on which rank holds what. It is inf if
-    a gradient is not finite.
+    """Return the norm of all gradients as a 0-D fp32 tensor; inf if a gradient is not finite.
 
-    Padding does not count: its size depends on the world, and would change the grid on which squares are added.
+    The norm does not depend on which rank holds what. Padding does not count: its size depends on the world, and would
+    change the grid on which squares are added.
     """
     parts = [part.numpy() for part in lines.held()]
     most = torch.tensor([max(map(largest, parts), default=0.0)], dtype=torch.float64)

@@ -55,9 +55,7 @@ class GraphNodes:
 
 
 def _with_hooks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules on which ZeRO-3 has hooks. A module inside several others is yielded several times, like its
-    hooks.
-    """
+    """Yield the modules on which ZeRO-3 has hooks; a module inside several others is yielded several times."""
     if not z3_leaf_module(module):
         for child in module.children():
             yield from _with_hooks(child)

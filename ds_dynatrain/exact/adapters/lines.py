@@ -66,8 +66,9 @@ class Chunk:
 
 
 class Lines:
-    """The gradients of one ZeRO optimizer, in lines of gradients that are reduced together; base of the classes for its
-    stages.
+    """The gradients of one ZeRO optimizer, as lines; base class of `FlatLines` and `CutLines`.
+
+    A line is an array of gradients that are reduced together.
 
     is_eager: whether chunks are sent while a backward pass still runs.
     chunks: the messages in the order of sending, which begins with the layers that a backward pass reaches first.
@@ -96,8 +97,9 @@ class Lines:
         return self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Give DeepSpeed the sum of a line (the gradients that are reduced together) over a whole global batch, for its
-        next step.
+        """Give DeepSpeed the gradients of a line, summed over the whole global batch, for its next step.
+
+        A line is an array of gradients that are reduced together.
         """
         raise NotImplementedError
 
@@ -117,8 +119,9 @@ def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
 
 
 class FlatLines(Lines):
-    """The gradients in ZeRO stages 1 and 2: a group's parameters lie end to end, and are cut into equal parts, even
-    within a parameter.
+    """The gradients in ZeRO stages 1 and 2, with one line for each optimizer group.
+
+    The parameters of a group lie end to end. The line is cut into equal parts, which may begin within a parameter.
     """
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
@@ -158,8 +161,9 @@ class FlatLines(Lines):
 
 
 class CutLines(Lines):
-    """The gradients in ZeRO stage 3: each parameter is cut into equal parts, the last one padded; a rank's parts lie
-    end to end.
+    """The gradients in ZeRO stage 3, in a single line.
+
+    Each parameter is cut into equal parts, of which the last is padded. A rank's parts lie end to end.
     """
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
@@ -206,8 +210,9 @@ class CutLines(Lines):
             yield self._chunk(taken, begin, ranks)
 
     def _chunk(self, parameters: Sequence[nn.Parameter], begin: int, ranks: int) -> Chunk:
-        """Return the chunk of parameters that are adjacent in the line, the array of gradients that are reduced
-        together.
+        """Return the chunk of these parameters, which are adjacent in the line.
+
+        A line is an array of gradients that are reduced together; a chunk is sent in one message.
         """
         parts = [(held, int(held.partition_numel()), int(held.ds_numel)) for held in parameters]  # type: ignore[attr-defined]
         size, pieces = sum(part for _, part, _ in parts), []
@@ -243,9 +248,7 @@ def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[
 
 
 def in_order(chunks: list[Chunk], order: Mapping[int, int]) -> list[Chunk]:
-    """Return the chunks in the order of sending. Each parameter is put into `freed` of the last chunk that holds a
-    piece of it.
-    """
+    """Return the chunks in the order of sending, and set `freed`: each parameter is in that of its last chunk."""
 
     def reached(chunk: Chunk) -> int:
         return -min((order.get(id(piece.parameter), 0) for piece in chunk.pieces), default=0)

@@ -1,5 +1,6 @@
-"""Checks that refuse models, optimizers and settings that an exact job cannot have, and the settings that its machines
-must share.
+"""Checks that refuse what an exact job cannot have: models, optimizers, settings.
+
+`machine` returns the settings that must be the same on all its machines.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) ->
 
 
 def refuse_inexact_model(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    """Raise UnsupportedError if the model has parts that were not tested in exact jobs. The model must have all its
-    layers.
-    """
+    """Raise UnsupportedError if the model, which must have all its layers, has parts not tested in exact jobs."""
     if (
         experts.is_on(config)
         or _has_further_losses(model)
@@ -87,8 +86,8 @@ def _has_further_losses(model: nn.Module) -> bool:
 def exact_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return DeepSpeed's configuration with the settings of an exact job, which give all ZeRO stages the same bits.
 
-    ZeRO-3's own linear layer is off, since its weight gradients have other bits. Gradient sums are in fp32, whatever
-    the type of the weights, and so is the memory in which DeepSpeed receives them.
+    ZeRO-3's own linear layer is off, since its weight gradients have other bits. Gradients are summed in fp32, whatever
+    the type of the weights, and DeepSpeed receives the sums in fp32.
     """
     zero = {**(config.get("zero_optimization") or {}), "memory_efficient_linear": False}
     types = {**(config.get("data_types") or {}), "grad_accum_dtype": "fp32"}

@@ -1,10 +1,9 @@
-"""Tied weights in an exact job: the gradient of each layer that uses them is summed over leaves first, then over
-layers. A leaf is a micro-batch of fixed size.
+"""Tied weights in an exact job: their gradients are first summed over leaves, then over the layers that use them.
 
-With several stages, each has the gradient from its own layers; on one stage autograd would add them for every leaf.
-Since the order of sums matters in floating point, the sum over leaves comes first in every layout: if a stage has
-several layers that share a parameter, all but the first use a substitute, a second parameter with the same data, which
-receives their gradient.
+A leaf is a micro-batch of fixed size. With several stages, each has the gradients from its own layers; on one stage
+autograd would add them for every leaf. Since the order of sums matters in floating point, the sum over leaves comes
+first in every layout. To this end, if a stage has several layers that share a parameter, all but the first use a
+substitute, a second parameter with the same data, which receives their gradient.
 """
 
 from __future__ import annotations
@@ -66,8 +65,9 @@ class Uses:
 
     @property
     def stand_ins(self) -> list[nn.Parameter]:
-        """The substitutes for tied parameters, which receive the gradients of further layers; in the same order on all
-        ranks of a stage.
+        """The substitutes for tied parameters, which receive the gradients of all layers but the first.
+
+        Their order is the same on all ranks of a stage.
         """
         return [grad for each in self.tied for grad in each.grads.values() if grad is not each.parameter]
 
@@ -91,8 +91,9 @@ class Uses:
 
 
 class StageLines(FlatLines):
-    """The lines (jointly reduced gradients) of ZeRO stage 1 on a pipeline stage, followed by one line for each
-    substitute of a tied parameter.
+    """The lines of ZeRO stage 1 on a pipeline stage, and one more line for each substitute of a tied parameter.
+
+    A line is an array of gradients that are reduced together.
 
     numel: the number of trained elements of the whole model.
     """
@@ -124,9 +125,7 @@ class StageLines(FlatLines):
         return super().group(line) if line < self._own else self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Keep the sum of a line; with the last line, add the gradients of further layers to those of the tied
-        parameters.
-        """
+        """Keep the sum of a line. With the last line, add up the gradients of the layers that share a parameter."""
         self._totals[line] = total
         if line < self._own:
             super().take(line, total)
@@ -162,8 +161,9 @@ class StageLines(FlatLines):
             self._totals[total][part[0] : part[1]] = rows[0, within[0] : within[1]]
 
     def _parts(self, parameter: nn.Parameter) -> Iterator[tuple[int, Run, Run]]:
-        """Yield this rank's parts of a gradient: the line, the range in the parameter, and the range in the rank's part
-        of the line.
+        """Yield this rank's parts of a gradient, each as (line, range in the parameter, range in the rank's part).
+
+        A line is an array of gradients that are reduced together.
         """
         for line, spans in enumerate(self.spans):
             begin = dist.get_rank(group=self.group(line)) * self.lengths[line]
@@ -174,7 +174,11 @@ class StageLines(FlatLines):
 
 
 def _counted(begin: int, end: int, spans: list[tuple[nn.Parameter, int, int]]) -> Iterator[Run]:
-    """Yield what remains of a range without the parameters that are counted on another stage."""
+    """Yield the parts of a range that lie outside the parameters that another stage counts.
+
+    begin, end: the range.
+    spans: the parameters, and the range in which each lies.
+    """
     for held, low, high in spans:
         if getattr(held, "ds_pipe_replicated", False) and begin < high and low < end:
             if begin < low:

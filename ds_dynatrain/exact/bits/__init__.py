@@ -1,5 +1,4 @@
-"""Arithmetic whose results have the same bits in any world, records of each step in bits, and the rows of tried
-features.
+"""Sums that have the same bits in any world, records of each step, and the features that were tried in exact jobs.
 
 May import what `exact` may; start with `sums`.
 """

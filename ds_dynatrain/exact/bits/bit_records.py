@@ -1,8 +1,9 @@
 """Records of an exact job and of each of its steps, in bits: lines of the report file, and a whole run read from them.
 
 A line about the job precedes its first step, and also comes wherever steps are not consecutive: after a load, or if
-another process continues the file. If a step number comes again, the earlier steps from that number on are void, since
-the job went back there. Each line about a step has a digest of everything else in it, so that damage is noticed.
+another process continues the file. If a step number comes again, the job went back to that step, so the earlier lines
+about it and about later steps no longer count. Each line about a step has a digest of everything else in it, so that
+damage is noticed.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class ExactStep:
 
 @dataclass(frozen=True)
 class ExactRun:
-    """The valid steps of an exact job, by number, in order. path: the report file that they come from."""
+    """The steps of an exact job that count, by number, in order. path: the report file that they come from."""
 
     path: str
     job: ExactJob

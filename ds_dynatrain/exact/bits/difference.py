@@ -40,10 +40,10 @@ class Difference:
 class BitComparison:
     """The result of comparing two runs.
 
-    steps: the steps that both runs have, before the first that differs.
+    steps: the steps that both runs have, up to the first that differs, without that one.
     states: those of `steps` for which both runs have digests of weights and moments.
-    unknown: the number of losses and norms in these steps that only one run has, for example because a rank died with
-    its own.
+    unknown: the number of losses and norms in these steps that only one run has, for example because a rank died before
+    it sent its own.
     step: the first step that differs; None if there is none.
     differences: all differences in that step, in the order in which a step computes the values: losses by leaf
     (micro-batch of fixed size), the norm, weights, masters, moments.
@@ -114,9 +114,7 @@ def _numbers(step: ExactStep) -> tuple[float | None, ...]:
 
 
 def _differ(one: float | None, other: float | None) -> bool:
-    """Return whether both values are known and differ in `repr`, which tells -0.0 from 0.0 and treats nan as equal to
-    nan.
-    """
+    """Return whether both values are known and differ; -0.0 differs from 0.0, and nan equals nan."""
     return one is not None and other is not None and repr(one) != repr(other)
 
 

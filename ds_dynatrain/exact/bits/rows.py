@@ -1,5 +1,6 @@
-"""The rows of the table of features for exact jobs (`dynatrain.exact`), and the keys of DeepSpeed's configuration that
-were tried in one.
+"""The rows on exact jobs (`dynatrain.exact`) in the table of features.
+
+`TRIED` and `TRIED_VALUES` are the keys of DeepSpeed's configuration that were tried in such jobs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""An exact sum of squares of fp32 numbers, independent of their order: each square becomes two integers, and integers
-add up exactly.
+"""A sum of squares of fp32 numbers whose bits do not depend on the order of the numbers.
 
-A square is exact in fp64. All squares are rounded to one grid, which follows from the largest of them and from their
-number, so that the sum of all fits into 64 bits; the remainder is rounded to a second grid below it:
+Each square becomes two integers, whose sums are exact. A square is exact in fp64. All squares are rounded to one grid,
+which follows from the largest of them and from their number, so that the sum of all fits into 64 bits; the remainder is
+rounded to a second grid below it:
 
     square = high * 2^(exponent - bits) + low * 2^(exponent - 2 bits) + an error below 2^(exponent - 2 bits - 1)
 

@@ -1,11 +1,10 @@
-"""The bits of each step of an exact job: the losses of its leaves (micro-batches of fixed size), the gradient norm, and
-digests of weights and moments.
+"""The results of each step of an exact job, in bits: losses, the gradient norm, and digests of weights and moments.
 
-Each rank has the losses of its own leaves and parts of the state. It puts them into one vector of integers, whose sum
-over all ranks does not depend on which rank holds what: a loss as the bits of its fp64 number, which no other rank has;
-a tensor's digest as the digest of the rank's parts. If several ranks or stages hold a whole weight, only one of them
-counts. A second sum over all copies is added, which is 0 if they are equal (`transaction.certificate`), so that a copy
-that differs shows.
+Each rank has the losses of its own leaves (micro-batches of fixed size) and parts of the state. It puts them into one
+vector of integers, whose sum over all ranks does not depend on which rank holds what: a loss as the bits of its fp64
+number, which no other rank has; a tensor's digest as the digest of the rank's parts. If several ranks or stages hold a
+whole weight, only one of them counts. To show a copy that differs, a second sum over all copies is added, which is 0 if
+they are equal (`reshard.certificate`).
 """
 
 from __future__ import annotations
@@ -63,9 +62,7 @@ class ExactSteps:
         """The job, and the step of the last line that this process wrote."""
 
     def note_loss(self, loss: object) -> None:
-        """Record the loss of the leaf (a micro-batch of fixed size) that this rank trains; a later loss of the same
-        leaf replaces it.
-        """
+        """Record the loss of the micro-batch that this rank trains; a later loss of the same one replaces it."""
         host = self._engine.host
         if host.micro_step is None or host.slot_is_borrowed or not _is_loss(loss):
             return
@@ -90,8 +87,9 @@ class ExactSteps:
             self._trained = _Batch(self._place, step.leaves, self._losses)
 
     def finish_step(self) -> None:
-        """Reduce the record of the step over all ranks, and write it; called on all of them after a step that closed a
-        batch.
+        """Reduce the record of the step over all ranks, and write it.
+
+        All ranks call it after each step that ended a global batch.
         """
         batch, self._trained = self._trained, None
         if batch is None or batch.place != self._place:  # the world ended before the step was recorded
@@ -192,9 +190,7 @@ def _by_name(engine: EngineCore) -> Int64s:
 
 
 def _bits(batch: _Batch) -> Digests:
-    """Return two numbers for each leaf (micro-batch of fixed size): whether this rank has its loss, and the bits of
-    that loss.
-    """
+    """Return two numbers for each micro-batch: whether this rank has its loss, and the bits of that loss."""
     found = np.zeros((batch.leaves, 2), np.uint64)
     for leaf, loss in batch.losses.items():
         found[leaf] = 1, loss.cpu().numpy().reshape(1).view(np.uint64)[0]

@@ -1,9 +1,9 @@
 """The order in which leaves are added: pairs, then pairs of pairs, as they come (Higham 1993, pairwise summation).
 
-Leaves come in the order of their numbers, from 0, each a partial sum of one. While the two newest partial sums span
-equally many leaves they are added; so the sum of 2^k leaves lies on level k, and no level has two. At the end the
-remaining ones are added, the newest first. The result does not depend on which rank adds, or when: the pairs follow
-from the numbers alone.
+A leaf is a micro-batch of fixed size. Leaves are numbered from 0, and come in this order; each is a partial sum of one
+leaf. As long as the two newest partial sums have equally many leaves, they are added; so the sum of 2^k leaves lies on
+level k, and no level has two. At the end the remaining ones are added, the newest first. The result does not depend on
+which rank adds, or when: the pairs follow from the numbers alone.
 
     leaf           0   1   2   3   4   5        6 leaves: ((0+1)+(2+3)) + (4+5)
     level_of       0   1   0   2   0   1        levels that are left: 2 and 1
@@ -15,16 +15,15 @@ from collections.abc import Sequence
 
 
 def level_of(leaf: int) -> int:
-    """Return the level of the partial sum that a leaf (a micro-batch of fixed size) completes: the leaf is added to the
-    partial sums on all levels below, from 0 on.
+    """Return the level of the partial sum that a leaf (a micro-batch of fixed size) completes.
+
+    The leaf is added to the partial sums on all levels below, from level 0 on.
     """
     return ((leaf + 1) & -(leaf + 1)).bit_length() - 1
 
 
 def levels_of(leaves: int) -> int:
-    """Return the number of levels that a sum of this many leaves (micro-batches of fixed size) needs, with one partial
-    sum each.
-    """
+    """Return the number of levels, each with one partial sum, that a sum of this many leaves needs."""
     return leaves.bit_length()
 
 
