@@ -43,7 +43,7 @@ LINKS = {
     "balance.profile": "[which layout](balance.md#which-layout)",
     "balance.shape": "[what moves](balance.md#what-moves)",
     "report.jsonl": "[proof](exact.md#proof)",
-    "report.monitor": "[monitors](monitor.md#wb-tensorboard-csv)",
+    "report.monitor": "[monitors](monitoring.md#wb-tensorboard-csv)",
 }
 """By key: what else to read."""
 TABLES = {"layouts"}
