@@ -68,7 +68,7 @@ class LayoutConfig(Block):
     data: Annotated[Size, Said("ranks")]
     """Ranks that share the batch; processes beyond them start idle."""
     zero_stage: Annotated[Stage | None, Said(default="`zero_optimization.stage`")] = None
-    """ZeRO stage; takes precedence over `zero_optimization.stage`."""
+    """Stage of ZeRO; takes precedence over `zero_optimization.stage`."""
     pipe: Annotated[Size, Said("stages", "`num_stages` of the module, or 1")] = 1
     """Stages of a `PipelineModule`."""
     expert: Annotated[Size, Said("ranks", "`expert_parallel.autoep_size`, or 1")] = 1
@@ -121,11 +121,11 @@ class ElasticConfig(Block):
     """A job whose members come and go."""
 
     wait_for_members_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False), Said("seconds")] = 600.0
-    """How long training waits while fewer nodes than torchrun's MIN are present, after saving a fallback checkpoint;
-    then all processes end with code 87."""
+    """How long training waits below torchrun's MIN nodes, after saving a fallback checkpoint; then all processes end
+    with code 87."""
     collective_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] = 600.0
-    """How long a member waits in one collective of the training. After that all collectives are aborted, the members
-    form a new world, and the global batch is dealt again; the second time within ten steps ends the job."""
+    """The longest time in one collective; then members form a new world and repeat the batch. The second time within
+    ten steps ends the job."""
 
 
 NAME, TABLE = "<name>", "<table>"
@@ -153,27 +153,22 @@ class DynatrainConfig(Block):
     layout: LayoutConfig | None = None
     """The layout to start with; `None`: all processes, at the stage of `zero_optimization`."""
     safety: Literal["rollback", "lean"] = "rollback"
-    """How a switch protects the state. "rollback": both sides are held until the switch is committed; "lean": it goes
-    through a checkpoint of this very step in `fallback.path`, and never holds more than the larger side."""
+    """How a switch protects the state. "rollback": by both states in memory; "lean": by a checkpoint in
+    `fallback.path`."""
     exact: Annotated[
         Any, PlainValidator(_made), BeforeValidator(_exact_block), Said(default="false", kind="boolean or object")
     ] = None
     """Whether losses, gradient norms, weights and moments have the same bits in any world; true: an object of all
-    defaults. Features not tried with it are refused by name."""
+    defaults."""
     late: bool = False
-    """Whether the pause of a switch moves only what a forward pass reads, and masters and moments follow during the
-    first global batch; `engine.switch(late=...)` overrides it for one switch."""
+    """Whether masters and moments move after the pause of a switch; `engine.switch(late=...)` overrides it for one
+    switch."""
     memory_budget_bytes: Annotated[int, Field(ge=MINIMUM_BUDGET_BYTES), Said("bytes")] = 1 << 30
     """The most bytes that a member holds in flight beyond its old and new state; 1 GiB by default."""
     replica_tolerance: Annotated[float, Field(ge=0, le=0.01)] = 1e-5
-    """How far copies of a tensor that pipeline stages or tensor ranks compute separately (norms, tied weights) may have
-    drifted apart, as a share of its largest value. Up to that, the values of one rank are used for all and the event
-    has a warning; beyond it the switch is rolled back. A 16-bit weight may be off by one step of its type."""
+    """How far copies of a tensor on several ranks may differ, as a share of its largest value."""
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"
-    """How bytes travel. "auto": members on one machine read each other's memory, also on their accelerators, where that
-    is permitted; memory of other accelerators goes by NCCL where available, everything else by gloo. "ipc" and "nccl":
-    that way for all memory on accelerators; a switch is rolled back where it is impossible. "gloo": no member reads
-    another's memory."""
+    """How bytes travel in a switch."""
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] = 60.0
     """How long one member waits for another in a switch. Collectives of the training keep DeepSpeed's own limit of 30
     minutes."""
@@ -186,12 +181,11 @@ class DynatrainConfig(Block):
     layouts: Annotated[
         Annotated[str, Tag(NAME)] | Annotated[dict[WorldSize, LayoutConfig], Tag(TABLE)], Discriminator(_name_or_table)
     ] = "data"
-    """The layout for a world of n members, where members come and go: "data", "best", an object of layouts by n, or
+    """The layout for n members of an elastic job: "data", "best", an object of layouts by n, or
     "module:function"."""
     elastic: ElasticConfig = ElasticConfig()
     buddies: OfExtension = None
-    """Copies in members' memory of state that one rank holds alone, for jobs whose members come and go; `None`: those
-    of an empty object."""
+    """Copies in memory of state that one rank holds alone, for elastic jobs; `None`: as for an empty object."""
     balance: OfExtension = None
     """Timing of layers and members; layers move to save time if `mode` says so. `None`: nothing is timed."""
 

@@ -31,8 +31,9 @@ LINKS = {
     "safety": "[when both sides do not fit](switching.md#when-both-sides-do-not-fit)",
     "exact": "[exact jobs](exact.md)",
     "exact.digest_every_steps": "[proof](exact.md#proof)",
-    "late": "[late switches](switching.md#late-switches), also [in elastic jobs](dev/elastic-protocol.md#late)",
-    "transport": "[how bytes travel](how-a-switch-works.md#how-bytes-travel) and [GPUs](gpu.md)",
+    "late": "[late switches](switching.md#late-switches)",
+    "replica_tolerance": "[notes](#notes)",
+    "transport": "[notes](#notes)",
     "fallback": "[checkpoints](checkpoint.md)",
     "resume": "[resume](checkpoint.md#resume)",
     "layouts": "[elastic membership](elastic.md)",
@@ -43,7 +44,7 @@ LINKS = {
     "balance.profile": "[which layout](balance.md#which-layout)",
     "balance.shape": "[what moves](balance.md#what-moves)",
     "report.jsonl": "[proof](exact.md#proof)",
-    "report.monitor": "[monitors](monitor.md#wb-tensorboard-csv)",
+    "report.monitor": "[monitors](monitoring.md#wb-tensorboard-csv)",
 }
 """By key: what else to read."""
 TABLES = {"layouts"}

@@ -16,8 +16,8 @@ class BalanceConfig(Block):
     mode: Literal["act", "advise", "off"] = "advise"
     """"advise": layers are timed, and nothing moves by itself; "act": layers also move; "off": nothing is timed."""
     profile: File | None = None
-    """A profile written by `engine.balancer.profile.save`. Until one is measured, `engine.suggest` and `"layouts":
-    "best"` use it, and stages begin where it says if `pipeline.partition` is "profile"."""
+    """A profile of `engine.balancer.profile.save`, used until one is measured, and by `pipeline.partition`
+    "profile"."""
     every_steps: Steps = 50
     """Steps from the beginning of one timing window to the beginning of the next."""
     window_steps: Steps = 1
@@ -31,14 +31,13 @@ class BalanceConfig(Block):
     cooldown_steps: Annotated[int, Field(ge=0), Said("optimizer steps")] = 20
     """Steps after a move before the next one; doubled each time a move is taken back."""
     shape: Literal["boundaries", "any"] = "boundaries"
-    """Changes that may be made. "boundaries": those of stages; "any": also the numbers of stages and data ranks that
-    the same members form, and the samples of each data rank."""
+    """Allowed changes. "boundaries": of stages; "any": also numbers of stages and data ranks, and samples of each
+    rank."""
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25
     """A member counts as slow if it takes this many times as long as the median member of its stage; `None`: no member
     does."""
     slow_steps: Annotated[int, Field(ge=3), Said("optimizer steps")] = 20
-    """Steps within which a member that has become slow counts as slow: two windows must find it so, and there is a
-    window every third of these steps."""
+    """Steps within which a slow member is found: by two timing windows, one in every third of these steps."""
     memory_limit_bytes: Annotated[Size, Said("bytes")] | None = None
     """Predicted bytes that a member may hold; `None`: no limit, and in `"layouts": "best"` the memory of its device, or
     its part of the host's."""

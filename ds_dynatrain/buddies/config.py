@@ -15,9 +15,8 @@ class BuddiesConfig(Block):
     """Copies in members' memory of state that one rank holds alone, for jobs whose members come and go."""
 
     mode: Annotated[Literal["off", "copy"] | None, Said(default='"copy" in an elastic launch, else "off"')] = None
-    """Whether other members keep copies of state that one rank holds alone. "copy": as often as `every_steps` says;
-    `None`: the same in an elastic launch, while two nodes or more train and half of the free memory holds the copies.
-    All engines of a process have the same block."""
+    """Whether other members keep copies; `None`: in an elastic job of two or more nodes, if half of the free memory
+    suffices."""
     every_steps: Steps = 1
     """Number of steps between two copies."""
     copies: Annotated[Size, Said("members")] = 1

@@ -31,7 +31,7 @@ LONGEST_COMPILATION_MINUTES = 15
 LOOPBACK = "::ffff:127.0.0.1"
 """This machine's address as torch's stores see a local process; /etc/hosts has no line for it."""
 LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
-STATUS = "CPU processes over gloo; on GPUs a fixed launch was tried on one shared card, elastic ones on none"
+STATUS = "tested on CPUs over gloo; on GPUs only with a fixed number of processes on one shared card"
 """The package's status; the box at the top of README.md uses the same words."""
 
 

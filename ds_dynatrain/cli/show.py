@@ -48,7 +48,7 @@ def report(environment: Environment, job: JobReport | None, rounding: ExactMachi
 
 
 def json_report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
-    """Print the report as one JSON object. Its keys are documented in docs/doctor.md; arguments are as for `report`."""
+    """Print the report as one JSON object, whose keys docs/troubleshoot.md lists; arguments are as for `report`."""
     said: dict[str, Any] = {
         "would_start": environment.is_well and (job is None or job.would_start),
         "environment": _rows(environment.checks),

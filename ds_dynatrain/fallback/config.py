@@ -21,8 +21,7 @@ class FallbackConfig(Block):
     background: bool = True
     """Whether the step waits only for a copy in host memory, which takes as many bytes as this member writes."""
     on_sigterm: bool = False
-    """Whether SIGTERM to any member makes all members save at the next step and end with code 143. Not needed where
-    members come and go: a member that gets SIGTERM hands over its state, and if all get it they save, and end with code
-    0."""
+    """Whether SIGTERM to any member makes all members save at the next step and end with code 143. Elastic jobs do not
+    need it."""
     keep: Size = 2
     """Number of the newest checkpoints that stay in the folder."""

@@ -15,7 +15,7 @@ QUESTIONS = [
     ("my own sampler", "docs/data.md", "A sampler of your own", "shuffle=False"),
     ("epochs", "docs/script.md", "Epochs", "engine.epochs("),
     ("resume with other ranks", "docs/checkpoint.md", "Resume", '"resume": {"path"'),
-    ("W&B", "docs/monitor.md", "W&B, TensorBoard, csv", '"monitor": true'),
+    ("W&B", "docs/monitoring.md", "W&B, TensorBoard, csv", '"monitor": true'),
     ("it was refused, what now", "docs/troubleshoot.md", "A switch was refused", "refusal.way_out"),
     ("it hangs, what now", "docs/troubleshoot.md", "The job hangs", "py-spy"),
     ("what does it cost in memory", "docs/how-a-switch-works.md", "Memory", "peak_memory_bytes"),
