@@ -7,7 +7,7 @@ from ds_dynatrain.support.row import Row, Verdict
 IN_A_FIXED_LAUNCH = Row(
     "buddies in a launch of fixed size",
     Verdict.AT_START,
-    "nobody comes or goes there, so that nobody could take over what a dead process held",
+    "nobody comes or goes there to take over what a dead process held",
     "launch with the dynatrain rendezvous, or leave dynatrain.buddies out and save checkpoints",
     proof="tests/engine/test_buddies.py::test_in_a_launch_of_fixed_size",
 )

@@ -15,8 +15,7 @@ ROWS = (
     Row(
         "fallback checkpoints of several engines",
         Verdict.NOTE,
-        "each engine needs a folder of its own; where members come and go all have one, are saved at one boundary and "
-        "go back to one step together",
+        "each with a folder of its own; where members come and go all need one, and are saved and restored together",
         proof="tests/elastic/test_buddy_engines.py::test_a_restoration_of_one_engine_fails",
     ),
 )

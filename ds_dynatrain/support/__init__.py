@@ -1,7 +1,7 @@
 """The support table: what works in a job that switches; what is refused, when, why, and what to do about it.
 
 The rows are data and need neither torch nor DeepSpeed; `adapters/deepspeed/support_checks.py` applies them to live
-objects. When the verdict on a feature changes, its row changes. `docs/features.md` is made from the rows (`markdown`).
+objects. When the verdict on a feature changes, its row changes. `docs/support.md` is made from the rows (`markdown`).
 
 | file | contents |
 |---|---|

@@ -53,8 +53,8 @@ BATCHES = (
     *works(
         "",
         "managed_gradient_accumulation",
-        "false: call step() once, after the last micro-batch of a global batch; how many these are depends on the "
-        "world (`gradient_accumulation_steps()`), and in the middle step() raises",
+        "false: call step() once, after the last micro-batch of a global batch (`gradient_accumulation_steps()` has "
+        "their number); an earlier step() raises",
         "tests/engine/test_usage.py",
         off=(None, True),
         at_layout=unmanaged_overlap,
@@ -142,7 +142,8 @@ OPTIMIZERS = (
     *works(
         "optimizer",
         "type",
-        "without torch_adam in its params DeepSpeed takes its own FusedAdam, which it compiles when the job starts",
+        "without torch_adam in its params DeepSpeed compiles its own FusedAdam at the start, which needs a C++ "
+        "compiler",
         values=("Adam", "AdamW"),
         proof=_WALKS,
         at_start=needs_compiler,
@@ -172,9 +173,13 @@ OPTIMIZERS = (
     ),
     *refused("optimizer", "type", NOT_TRIED, _OTHER, values=("MuAdam", "MuAdamW", "MuSGD"), off=()),
     *refused(
-        "optimizer", "type", "its states are not one value per element", _OTHER, values=("Adafactor", "Shampoo"), off=()
+        "optimizer",
+        "type",
+        "its states are not one value per element",
+        _OTHER,
+        values=("Adafactor", "Shampoo", "LBFGS"),
+        off=(),
     ),
-    *refused("optimizer", "type", "it keeps a history over all parameters together", _OTHER, values=("LBFGS",), off=()),
     *refused("optimizer", "type", "it needs sparse gradients", _OTHER, values=("SparseAdam",), off=()),
     *refused(
         "optimizer",
@@ -192,7 +197,7 @@ OPTIMIZERS = (
         "use AdamW, or register its class (docs/optimizers.md) and pass an optimizer to initialize",
         off=(),
     ),
-    *works("optimizer", "params", "what the optimizer's class takes", _MATRIX, below=True),
+    *works("optimizer", "params", "what its class takes", _MATRIX, below=True),
     *refused("optimizer", "legacy_fusion"),
     *works("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", proof=_MATRIX),
 )
@@ -201,7 +206,7 @@ SCHEDULERS = (
     *works("", "scheduler", proof="tests/engine/test_loops.py"),
     *works("scheduler", "type", proof="tests/engine/test_loops.py", values=_SCHEDULERS),
     *works("scheduler", "type", "a class of torch.optim.lr_scheduler"),
-    *works("scheduler", "params", "what the scheduler's class takes", below=True),
+    *works("scheduler", "params", "what its class takes", below=True),
 )
 
 PRECISION = (
@@ -228,7 +233,7 @@ PRECISION = (
     *refused(
         "torch_autocast",
         "dtype",
-        "DeepSpeed keeps a gradient scaler of torch's there, apart from its own, which is not carried",
+        "DeepSpeed keeps a second gradient scaler there, torch's, which a switch does not carry",
         "take bfloat16, or the fp16 block instead of autocast",
         values=HALF,
     ),
@@ -279,8 +284,8 @@ ZERO = (
     *works(
         _ZERO,
         "round_robin_gradients",
-        "the order of the flat buffers depends on the data axis, so a change of it sends some more bytes; "
-        "`_hp_mapping` is set right, which stock 0.19.8 gets wrong",
+        "changing the data axis reorders the flat buffers, which sends more bytes; `_hp_mapping` is right here, "
+        "wrong in stock 0.19.8",
         _FLAT,
     ),
     *works(_ZERO, "parameter_alignment", proof=_FLAT),
@@ -399,9 +404,9 @@ PARALLELISM = (
     *works(
         "",
         "pipeline",
-        "of a PipelineModule: `partition` is the partition_method of other numbers of stages than it was built with, "
-        'of all numbers if it is ["profile"](balance.md#boundaries-of-the-start); '
-        "activation_checkpoint_interval and use_reentrant are DeepSpeed's, its other keys do nothing there",
+        "`partition`: the partition_method for other numbers of stages, for all if "
+        '["profile"](balance.md#boundaries-of-the-start); '
+        "activation_checkpoint_interval and use_reentrant as in DeepSpeed; other keys do nothing",
         _PIPELINE,
         below=True,
     ),
@@ -409,7 +414,7 @@ PARALLELISM = (
     *works(
         "tensor_parallel",
         "autotp_size",
-        "the tensor axis to start with, where dynatrain.layout names none; see [tensor](axes.md#tensor-parallelism)",
+        "this axis at the start, where dynatrain.layout names none; see [axes](axes.md)",
         f"{_TENSOR}::test_a_start_from_the_size_of_deepspeed",
     ),
     *works(
@@ -437,7 +442,7 @@ PARALLELISM = (
     *works(
         "expert_parallel",
         "autoep_size",
-        "the expert axis to start with, where dynatrain.layout names none; see [experts](experts.md)",
+        "this axis at the start, where dynatrain.layout names none; see [axes](axes.md)",
         "tests/engine/test_experts.py::test_a_start_with_experts_apart",
     ),
     *works(
@@ -453,7 +458,7 @@ PARALLELISM = (
     *refused(
         "expert_parallel",
         "comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank row_weighting_impl async_split_plan",
-        "it is for accelerators that a live switch was not tested on",
+        "it is for accelerators on which no switch was tested",
         "leave it out",
         off=(None, False, 0, 4, 12, "comm", "auto", "eager"),
     ),
@@ -468,15 +473,15 @@ PARALLELISM = (
     *works(
         "",
         "sequence_parallel_size",
-        "the sequence axis to start with, where dynatrain.layout names none; see [sequence](sequence.md)",
+        "this axis at the start, where dynatrain.layout names none; see [axes](axes.md)",
         "tests/engine/test_sequence.py",
         off=(None, 1),
     ),
     *refused(
         "",
         "data_parallel_size",
-        "with sequence_parallel_size it makes DeepSpeed's mesh, under which ZeRO reduces over data ranks alone: the "
-        "parameters of sequence ranks drift apart",
+        "with sequence_parallel_size DeepSpeed's ZeRO reduces over data ranks alone, and parameters of sequence "
+        "ranks drift apart",
         "leave it out and pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp",
         off=(None,),
     ),

@@ -1,8 +1,8 @@
 """The support table as Markdown, and pages of the docs with their tables brought up to date.
 
-    python -m ds_dynatrain.support.markdown docs/features.md docs/gpu.md docs/fit.md README.md
+    python -m ds_dynatrain.support.markdown docs/support.md docs/gpu.md docs/fit.md README.md
 
-rewrites the tables between a page's `<!-- table: NAME -->` and `<!-- end -->` marks and leaves the rest alone.
+rewrites the tables between a page's `<!-- table: NAME ... -->` and `<!-- end -->` marks and leaves the rest alone.
 """
 
 from __future__ import annotations
@@ -17,19 +17,32 @@ from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import proved
 from ds_dynatrain.support.keys import CONFIG_TABLES
 from ds_dynatrain.support.row import NOT_TRIED, OFF, REMOVE, Row, Verdict
-from ds_dynatrain.support.walk import all_tables
+from ds_dynatrain.support.walk import CONFIG_ROWS, all_tables
 
-_MARKED = re.compile(r"<!-- table: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
+_MARKED = re.compile(r"<!-- table: (?P<names>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 PROOFS = {"proved": proved.table, "gpus": proved.status}
-"""Functions that say where the package has run: the full table of docs/gpu.md, and the short answer on several
-pages."""
+"""Tables of where the package has run: the full one of docs/gpu.md, and the short answer on several pages."""
+MOST_KEYS = 12
+"""The most keys in a cell of a table."""
 
 
-def markdown(name: str) -> str:
-    """Return one table as Markdown; neighbouring rows that say the same share a line."""
-    lines = [_line(name, list(same)) for _, same in itertools.groupby(all_tables()[name], _what_is_said)]
-    head = "what" if name not in CONFIG_TABLES else "key"
-    return "\n".join([f"| {head} | | why, and what to do |", "|---|---|---|", *lines])
+def markdown(*names: str) -> str:
+    """Return the rows of these tables as one table, where rows that say the same share a line.
+
+    Keys without a note, and lists of keys that are too long for a cell, follow as paragraphs.
+    """
+    groups: dict[tuple[Verdict, str], list[Row]] = {}
+    for row in itertools.chain.from_iterable(all_tables()[name] for name in names):
+        groups.setdefault((row.verdict, note(row)), []).append(row)
+    lines, paragraphs = [], []
+    for (verdict, said), rows in groups.items():
+        keys = list(_names(rows))
+        if said and len(keys) <= MOST_KEYS:
+            lines.append(f"| {', '.join(keys)} | {verdict.value} | {said} |")
+        else:
+            paragraphs.append(f"*{verdict.value.capitalize()}*{said and f' ({said})'}: {', '.join(keys)}.")
+    head = "key" if names[0] in CONFIG_TABLES else "what"
+    return "\n\n".join(["\n".join([f"| {head} | | why, and what to do |", "|---|---|---|", *lines]), *paragraphs])
 
 
 def filled(pages: Sequence[str]) -> list[str]:
@@ -37,19 +50,19 @@ def filled(pages: Sequence[str]) -> list[str]:
 
     Raise ConfigError if any page has tables of the support table and the pages together do not have each of them once.
     """
-    there = [found["name"] for page in pages for found in _MARKED.finditer(page) if found["name"] not in PROOFS]
+    marked = [name for page in pages for found in _MARKED.finditer(page) for name in found["names"].split()]
+    there = [name for name in marked if name not in PROOFS]
     wrong = sorted(set(there) ^ set(all_tables())) or [name for name in there if there.count(name) > 1]
     if there and wrong:
         raise ConfigError(
-            f"docs/features.md has these tables not once: {', '.join(wrong)}; give the page, "
-            "with the marks of each once"
+            f"docs/support.md has these tables not once: {', '.join(wrong)}; give the page, with the marks of each once"
         )
     return [_MARKED.sub(_anew, page) for page in pages]
 
 
 def _anew(found: re.Match[str]) -> str:
-    name = found["name"]
-    return f"<!-- table: {name} -->\n{PROOFS[name]() if name in PROOFS else markdown(name)}\n<!-- end -->"
+    names = found["names"]
+    return f"<!-- table: {names} -->\n{PROOFS[names]() if names in PROOFS else markdown(*names.split())}\n<!-- end -->"
 
 
 def note(row: Row) -> str:
@@ -58,29 +71,24 @@ def note(row: Row) -> str:
     instead = "" if row.instead == REMOVE else row.instead
     said = "; ".join(part for part in (why, instead) if part)
     fine = [str(value).lower() if isinstance(value, bool) else str(value) for value in row.off if value not in OFF]
+    fine = [value for value in fine if value not in instead]
     if row.verdict is Verdict.AT_START and fine:
-        said = "; ".join(part for part in (said, f"`{'`, `'.join(fine)}` may stand there") if part)
+        said = "; ".join(
+            part for part in (said, f"`{'`, `'.join(fine)}` {'are' if len(fine) > 1 else 'is'} accepted") if part
+        )
     return said
 
 
-def _what_is_said(row: Row) -> tuple[object, ...]:
-    section = "" if row.values else row.key.rpartition(".")[0]
-    return (section, row.key if row.values else "", row.verdict, note(row))
-
-
-def _line(name: str, rows: Sequence[Row]) -> str:
-    return f"| {', '.join(_names(name, rows))} | {rows[0].verdict.value} | {note(rows[0])} |"
-
-
-def _names(name: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the keys of one table line: the first with its section (`zero_optimization.stage`), the others alone."""
-    for place, row in enumerate(rows):
-        if name not in CONFIG_TABLES:
-            yield row.key
-        elif row.values:
-            yield f"`{row.key}`: " + ", ".join(f"`{value}`" for value in row.values)
-        else:
-            yield f"`{row.key if place == 0 else '.' * ('.' in row.key) + row.key.rpartition('.')[2]}`"
+def _names(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the keys of one line. A key is without its section (`.stage`) if the key before is of the same section."""
+    before = ""
+    for row in rows:
+        section, _, name = row.key.rpartition(".")
+        shown = f".{name}" if section and section == before else row.key
+        before = section
+        is_key = row.key in CONFIG_ROWS
+        values = f" ({', '.join(f'`{value}`' for value in row.values)})" if row.values else ""
+        yield f"`{shown}`{values}" if is_key else row.key
 
 
 def main(files: Sequence[Path]) -> None:

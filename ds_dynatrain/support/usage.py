@@ -29,19 +29,19 @@ def _works(name: str, why: str, test: str) -> Row:
 USAGE = (
     _works(
         "accelerator",
-        "right by its tests on a device that is no GPU; what ran on hardware, and what never did: see [GPUs](gpu.md)",
+        "tested on a device without hardware; what ran on GPUs, and what never did: see [GPUs](gpu.md)",
         "tests/device/test_switch_memory.py::test_no_third_copy_is_made",
     ),
     _start(
         "an elastic launch on an accelerator without NCCL",
-        "what becomes of a collective whose member dies, and how it is ended, is known of NCCL alone",
+        "only with NCCL is it known how to end a collective whose member died",
         "launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
         "an_elastic_launch_without_nccl",
     ),
     _start(
         "an elastic launch with an old NCCL",
         "before 2.26.2 an abort after a death may hang",
-        "take a torch with a newer one, launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
+        "take a newer one, launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
         "an_elastic_launch_with_an_old_nccl",
     ),
     _start(
@@ -52,8 +52,8 @@ USAGE = (
     ),
     _switch(
         "CPU optimizers at stage 0 on an accelerator",
-        "DeepSpeed offloads nothing at stage 0, and its CPU optimizer cannot step weights on the device",
-        "choose a stage from 1 to 3, or leave offload_optimizer out",
+        "at stage 0 DeepSpeed offloads nothing, and its CPU optimizer cannot step weights on the device",
+        "take stage 1 to 3, or leave offload_optimizer out",
         "a_cpu_optimizer_at_stage_0",
     ),
     _works(
@@ -63,8 +63,8 @@ USAGE = (
     ),
     _works(
         "training_data of a pipeline",
-        "read in its own order, as in DeepSpeed's pipeline engine; an epoch is a whole number of global batches, or "
-        "dataloader_drop_last leaves its rest out: see [pipelines](pipeline.md#batches)",
+        "read in its own order, as in DeepSpeed; an epoch that is no whole number of global batches needs "
+        "dataloader_drop_last: see [pipelines](pipeline.md#batches)",
         "tests/engine/test_pipeline_data.py::test_training_data_is_what_deepspeed_trains_on",
     ),
     _works(
@@ -102,8 +102,7 @@ USAGE = (
     ),
     _switch(
         "stages in fp16 without ZeRO",
-        "DeepSpeed's optimizer there takes the norm of the first stage's gradients alone, and waits for ever where a "
-        "stage has nothing of an optimizer group",
+        "DeepSpeed clips by the norm of the first stage alone, and hangs where one has no parameter of a group",
         "take zero_stage=1, or pipe=1",
         "tests/engine/test_pipeline_precision.py::test_what_does_not_go_together",
     ),
@@ -127,8 +126,8 @@ USAGE = (
     ),
     _works(
         "engine.compile of a pipeline",
-        "its layers one by one, also those that a switch makes; after a change of stages layers that you compiled "
-        "yourself run as they were written",
+        "compiles layer by layer, also after a switch; layers that you compiled yourself are no longer compiled "
+        "after a change of stages",
         "tests/engine/test_pipeline_precision.py::test_compiled_layers",
     ),
     _start(
@@ -187,13 +186,13 @@ USAGE = (
     ),
     _works(
         "zero.Init",
-        "parameters come in one by one, at any stage; not from NVMe, quantized, or cut over a group of their own; "
-        "where members come and go it needs ds_dynatrain.init_distributed() as first line",
+        "at any stage; not from NVMe, quantized, or with a group of its own; in an elastic launch call "
+        "ds_dynatrain.init_distributed() first",
         "tests/engine/test_zero_init.py::test_equal_to_its_whole_twin",
     ),
     _start(
         "zero.Init beside an engine where members come and go",
-        "the processes that it would cut parameters over may be others soon",
+        "the processes over which it cuts parameters may change",
         "build all models before the first initialize, or this one whole",
         "tests/elastic/test_zero_init.py::test_under_init",
     ),
@@ -211,13 +210,13 @@ USAGE = (
     _start("sparse gradients", "not supported", "build the embedding with sparse=False", "modules"),
     _works(
         "engine.compile",
-        "or module.compile(), on every process: each switch drops all compiled code of the process, and the next step "
-        "compiles again; the event's recompile_ms says how long that took, after the pause",
+        "or module.compile(), on every process; each switch drops compiled code, and the next step compiles again "
+        "(the event's recompile_ms, after the pause)",
         "tests/engine/test_compile.py::test_twelve_switches",
     ),
     _switch(
         "torch.compile",
-        "DeepSpeed itself fails in its first forward pass at stage 3 if a module is wrapped; at stages 0 to 2 it works",
+        "at stage 3 DeepSpeed's first forward pass fails in a wrapped module (stages 0 to 2 work)",
         "use module.compile() or engine.compile(), which wrap nothing",
         "tests/engine/test_compile.py::test_a_wrapped_module_is_refused_at_stage_3",
     ),
@@ -235,51 +234,49 @@ USAGE = (
     ),
     _start(
         "set_train_batch_size",
-        "the batch size is settled for the whole job",
-        "give it at the start",
+        "batch sizes are settled for the whole job",
+        "give them at the start",
         "calls_of_an_engine",
     ),
     _start(
         "set_train_micro_batch_size",
-        "it follows from the global batch and the world",
-        "leave it out",
+        "batch sizes are settled for the whole job",
+        "give them at the start",
         "calls_of_an_engine",
     ),
     _start(
         "a pipeline beside another engine where members come and go",
-        "a global batch that is dealt again is one call of it, and the other engine's part of the loop is not",
-        "make the pipeline's engine first, or start the job without the dynatrain rendezvous",
+        "a pipeline repeats a lost global batch by itself, without the other engine",
+        "make the pipeline's engine first, or launch without the dynatrain rendezvous",
         "tests/elastic/test_together.py::test_what_is_refused",
     ),
     _start(
         "idle processes beside another engine",
-        "an idle process waits in its loader, and would not come to the steps of the other engine",
-        "give each engine a layout over all processes, or the others' processes to an engine alone",
+        "an idle process waits in its loader and misses the steps of the other engine",
+        "give each engine a layout over all processes",
         f"{_ENGINES}::test_layouts_that_leave_processes_idle_are_refused",
     ),
     _start(
         "a plain engine beside idle processes",
-        "it sends to all processes that it was made in, an idle one waits in its loader, and the groups of a world go "
-        "with that",
-        "make it before all others and give all processes work; or hold a frozen model whole on each process, without "
-        "ZeRO-3; or destroy it first",
+        "an idle one waits in its loader, a switch ends the engine's groups",
+        "give all work, hold a frozen model without ZeRO-3, or destroy it",
         "tests/engine/test_beside_stock.py::test_a_plain_engine_wants_all_processes",
     ),
     _start(
         "a model of another engine in ZeRO-3",
-        "that engine has taken its parameters apart, and gathers them for itself",
-        "call engine.destroy() on that one, and build the model anew; or switch its stage in place of a second engine",
+        "that engine has cut its parameters apart",
+        "call engine.destroy() there and build the model anew, or switch that engine's stage instead",
         f"{_ENGINES}::test_a_model_of_another_engine_is_refused",
     ),
     _start(
         "one backward pass through two engines",
-        "what DeepSpeed does with a gradient depends on whose turn it is, and autograd mixes them",
-        "call backward() on the loss of each engine, or detach what one engine takes from the other",
+        "DeepSpeed handles one engine's gradients at a time, and autograd mixes them",
+        "call backward() on each loss, or detach what passes between engines",
         f"{_ENGINES}::test_a_pass_through_both_is_refused",
     ),
     _start(
         "lean switches where members come and go",
-        'under "safety": "lean" a checkpoint alone has the state for a while, and a death then is not handled yet',
+        "for a while only a checkpoint has the state, and a death then is not handled yet",
         'use "rollback" there',
         "tests/elastic/test_lean.py::test_lean_switches_are_refused",
     ),
@@ -295,13 +292,13 @@ USAGE = (
     ),
     _switch(
         "late lean switches",
-        'under "safety": "lean" the source is gone before anything of the target is there',
+        'under "safety": "lean" the source is freed before the target is built',
         'use "rollback", or leave dynatrain.late out',
         f"{_LATE}::test_what_is_refused",
     ),
     _switch(
         "late switches beside another engine",
-        "the global batch that would become void is of one engine, and the other one's steps are not undone",
+        "a void global batch of one engine does not undo the other engine's steps",
         "leave dynatrain.late out, or switch with late=False",
         f"{_LATE}::test_beside_another_engine",
     ),
@@ -325,8 +322,8 @@ USAGE = (
     ),
     _switch(
         "open accumulation window",
-        "its gradients belong to the old layout",
-        "switch after engine.step()",
+        "gradients belong to the old layout",
+        "put the boundary after engine.step()",
         "what_must_not_be_open_at_a_boundary",
     ),
     _switch(
@@ -356,7 +353,7 @@ USAGE = (
     _switch(
         "no_sync",
         "its gradients are not reduced yet",
-        "leave the window before the boundary",
+        "leave the window and call engine.step() before the boundary",
         "what_must_not_be_open_at_a_boundary",
     ),
     _switch(
@@ -367,7 +364,7 @@ USAGE = (
     ),
     _switch(
         "a CUDA graph under capture",
-        "it records addresses that a switch replaces; one that is captured is not seen, see [GPUs](gpu.md)",
+        "it records addresses that a switch replaces; nothing detects a finished one ([GPUs](gpu.md))",
         "end the capture before the boundary, and capture anew in engine.on_switch",
         "no_switch_while_a_graph_is_captured",
     ),
@@ -379,15 +376,15 @@ USAGE = (
     ),
     _switch(
         "gradients without a step",
-        "they belong to the old layout",
-        "put the boundary after engine.step(), not between it and the backward pass",
+        "gradients belong to the old layout",
+        "put the boundary after engine.step()",
         f"{_WINDOWS}::test_an_open_window_is_named_and_stays_as_it_is",
     ),
     Row(
         "set_gradient_accumulation_boundary",
         Verdict.NOTE,
-        "with the last micro-batch of a global batch; in another world its middle would be other samples",
-        "call engine.step() after every micro-batch, or set the boundary with the last one of a global batch",
+        "in another world its middle would be other samples",
+        "set it with the last micro-batch of a global batch, or call engine.step() after each",
         proof=f"{_WINDOWS}::test_boundaries_set_by_hand_follow_the_world",
     ),
     _works(

@@ -437,8 +437,8 @@ def test_calls_of_an_engine() -> None:
     for call, words in (
         (lambda: engine.compile(schedule=[]), r"engine.compile\(schedule=...\): its passes build"),
         (lambda: engine.compile(compiled_autograd_enabled=True), "compiled_autograd_enabled=True.: it was not tried"),
-        (lambda: engine.set_train_batch_size(8), r"set_train_batch_size\(8\): the batch size is settled"),
-        (lambda: engine.set_train_micro_batch_size(2), r"set_train_micro_batch_size\(2\): it follows"),
+        (lambda: engine.set_train_batch_size(8), r"set_train_batch_size\(8\): batch sizes are settled"),
+        (lambda: engine.set_train_micro_batch_size(2), r"set_train_micro_batch_size\(2\): batch sizes are settled"),
     ):
         with pytest.raises(UnsupportedError, match=words):
             call()

@@ -12,11 +12,11 @@ from tests.docs.pages import ROOT, text_of
 
 MOST_LINES = 200
 WRITTEN = ("figures", "reference")
-"""Folders of pages that tools write; so are the tables of `features.md` and `feasibility.md`."""
+"""Folders of pages that tools write; so are the tables of `support.md` and `feasibility.md`."""
 PAGES = sorted(
     page
     for page in (ROOT / "docs").rglob("*.md")
-    if page.parent.name not in WRITTEN and page.name not in ("features.md", "feasibility.md")
+    if page.parent.name not in WRITTEN and page.name not in ("support.md", "feasibility.md")
 )
 
 

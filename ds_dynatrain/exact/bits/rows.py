@@ -91,16 +91,15 @@ ROWS = (
     Row(
         "exact",
         Verdict.NOTE,
-        "losses, gradient norms, weights and moments have the same bits in any number of data ranks, at ZeRO stages 1 "
-        "to 3, and with any number of pipeline stages at ZeRO stage 1, in fp32 on CPUs, without pipelines in bf16, "
-        "too: see [exact](exact.md)",
+        "same bits on CPUs: any number of data ranks at ZeRO 1 to 3 (fp32, bf16), of pipeline stages at ZeRO 1 "
+        "(fp32): [exact](exact.md)",
         proof="tests/engine/test_exact.py::test_every_world_has_the_same_bits",
     ),
     Row(
         "exact: a layout",
         Verdict.AT_SWITCH,
         "an exact job has data ranks at ZeRO stages 1 to 3, or pipelines at ZeRO stage 1",
-        "leave expert, tensor, sequence and shares out, and take one of these stages",
+        "leave expert, tensor, sequence and shares out",
         proof=f"{_TEST}a_layout",
     ),
     Row(
@@ -131,9 +130,8 @@ ROWS = (
     ),
     _start(
         "several gradients between layers",
-        "a stage makes a backward pass for each tensor that it gives, and one stage with both layers makes one for all",
-        "give one tensor of floating point from layer to layer (others may be whole numbers), or put the layers "
-        "into one",
+        "a stage makes a backward pass for each tensor that it gives",
+        "pass one floating-point tensor (and integers), or merge the layers",
         "several_gradients",
         _OF_PIPELINES,
     ),
@@ -145,8 +143,8 @@ ROWS = (
     ),
     _start(
         "a key of the dynatrain block",
-        "it was not tried with dynatrain.exact",
-        "leave one of the two out",
+        "it was not tried in an exact job",
+        "leave it or dynatrain.exact out",
         "a_key_of_the_block",
     ),
     _start(
@@ -163,20 +161,20 @@ ROWS = (
     ),
     _start(
         "a buffer that changes",
-        "a forward pass changes it, by the micro-batches that its rank has, and others have others",
-        "keep no statistics in buffers, or leave dynatrain.exact out; whole numbers may count",
+        "a forward pass changes it by its rank's own micro-batches",
+        "keep only integer counts in buffers, or leave dynatrain.exact out",
         "a_buffer_that_changes",
     ),
     _start(
         "an optimizer",
-        "what it does to an element may depend on where in a tensor that lies, which follows from the world",
-        "use one of torch's own without `fused`, or register it with placeless=True if that is not so",
+        "its result may depend on an element's place",
+        "use one of torch's own without `fused`, or register it with placeless=True if it does not",
         "an_optimizer",
     ),
     _start(
         "torch.compile",
         "it compiles anew in each world, and nothing says that it makes the same kernels",
-        "leave it out, or dynatrain.exact",
+        "leave it or dynatrain.exact out",
         "compile",
     ),
     _start(
@@ -187,15 +185,14 @@ ROWS = (
     ),
     _start(
         "MKL_CBWR",
-        "MKL rounds small products by the alignment of their memory, which follows from the world",
-        "set MKL_CBWR=COMPATIBLE in the environment of every process before it starts, or AVX2 or AVX512 where all "
-        "processors have that",
+        "MKL rounds small products by the alignment of their memory",
+        "set MKL_CBWR=COMPATIBLE in the environment before processes start (AVX2, AVX512 if all have it)",
         "mkl",
     ),
     _start(
         "a micro-batch that is no leaf",
         "only the micro-batches of engine.loader are the same samples in every world",
-        "loop over a loader of the engine, and call backward and step once for each of its micro-batches",
+        "loop over it, and call backward and step once for each",
         "a_loop_of_ones_own",
     ),
     _start(
@@ -206,7 +203,7 @@ ROWS = (
     ),
     _start(
         "a gradient in several parts",
-        "a parameter got a gradient twice in one backward pass, and the first part had been sent already",
+        "a parameter got a gradient twice in one backward pass, the first already sent",
         "use torch.utils.checkpoint with use_reentrant=False, or ZeRO stage 1",
         "a_gradient_in_several_parts",
     ),
