@@ -3,7 +3,7 @@
 They implement the `balance` block of a configuration and the command `ds-dynatrain balance`.
 
 In a job the engine calls `extension`, which also answers `engine.suggest` and `"layouts": "best"`. `balancer` times
-layers in windows, with `timed_model` and `adapters/`, and asks for moves. `config` defines the block, and
+layers in windows, with `timed_model` and `adapters/`, and requests moves. `config` defines the block, and
 `balance_rows` its row in the table of features.
 
 The other files are arithmetic and need neither torch nor DeepSpeed. `profile` holds the measurements of each layer.

@@ -2,8 +2,8 @@
 
 The search tries every combination of pipeline stages, data ranks, ZeRO stage and number of micro-batches; other axes
 stay as they are. For each combination `partition` finds the boundaries; without pipeline stages, slow members get
-smaller shares of the samples. A layout may leave members idle, and wins if it is faster that way. A layout is skipped
-if the lower bound of its passes already exceeds the best layouts found.
+smaller shares of the samples. A layout may leave members idle, if that is faster. A layout is skipped if the lower
+bound of its passes already exceeds the best layouts found.
 
 All results depend on the arguments alone, even the order of ties, so all members get the same answer.
 """

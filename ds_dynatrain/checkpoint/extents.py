@@ -65,8 +65,10 @@ def placed(
 ) -> Iterator[tuple[int, Extent, tuple[torch.Tensor, ...]]]:
     """Yield the fewest extents that cover pieces, in order, as (tensor number, extent, matrices).
 
-    The matrices are the memory of the extent in each side's buffers, with one row per run. sides: one or more
-    descriptions of the same pieces, in different buffers. buffers: the buffers of each side.
+    The matrices are the memory of the extent in each side's buffers, with one row per run.
+
+    sides: one or more descriptions of the same pieces, in different buffers.
+    buffers: the buffers of each side.
     """
     split = [split_by_tensor(line, side) for side in sides]
     numbers, first = split[0][0], split[0][1]

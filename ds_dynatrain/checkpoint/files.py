@@ -150,8 +150,11 @@ def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
     """Make a file or folder appear at `path` only when it is complete.
 
     Yield a hidden path beside `path`, at which the caller writes; it is renamed to `path` after the context, or removed
-    on error. parents: whether to create missing parent folders, and remove them on error. Raises CheckpointError if
-    `path` exists.
+    on error.
+
+    parents: whether to create missing parent folders, and remove them on error.
+
+    Raises CheckpointError if `path` exists.
     """
     if os.path.lexists(path):
         raise CheckpointError(f"{path} is there already; give another name, or remove it")

@@ -107,8 +107,10 @@ class Reader:
     ) -> None:
         """Fill the buffers of a rank with all state kinds that are in the checkpoint; leave other buffers unchanged.
 
-        A weight that the checkpoint does not store is cast from its master. buffers: the rank's flat buffers, by (state
-        kind, buffer name). kept: weights to leave unchanged.
+        A weight that the checkpoint does not store is cast from its master.
+
+        buffers: the rank's flat buffers, by (state kind, buffer name).
+        kept: weights to leave unchanged.
         """
         kinds = {kind for kind, _ in buffers}
         for kind in sorted(kinds & {kind for _, kind in self.manifest.rows} - {WEIGHT}):

@@ -175,9 +175,12 @@ def data_file(
 ) -> Iterator[Callable[[Share], ManifestRow]]:
     """Open one data file of a member in this context, after which the file is complete and flushed to disk.
 
-    Yield a function that writes a share of type `dtype` to the file and returns its manifest row. number: the member's
-    number. large: whether to flush the file to disk during the context as well. Raises OSError if the system cannot
-    write.
+    Yield a function that writes a share of type `dtype` to the file and returns its manifest row.
+
+    number: the member's number.
+    large: whether to flush the file to disk during the context as well.
+
+    Raises OSError if the system cannot write.
     """
     from ds_dynatrain.checkpoint.arrow import ArrowOutline
 

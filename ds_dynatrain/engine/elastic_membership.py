@@ -148,6 +148,7 @@ class ElasticMembership(Elastic):
         """Return what the main thread waits for in any of this process's worlds, and for how many seconds.
 
         The longest wait counts; the result is ("", 0.0) if there is none.
+
         blocked_seconds: see `Gate.waits`.
         """
         waits = [status.gate.waits(blocked_seconds) for status in self._boundaries.losses.statuses]

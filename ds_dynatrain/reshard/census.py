@@ -44,7 +44,9 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
 def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
     """Raise CensusError unless every element is where the layout predicts, on the predicted device.
 
-    The error names the tensor and both locations. when: the point in time of the check, for the error.
+    The error names the tensor and both locations.
+
+    when: the point in time of the check, for the error.
     """
     memory = host.memory(tuple(kind for kind, _ in buffers), vps.layout)
     for (kind, name), held in buffers.items():

@@ -288,7 +288,9 @@ class EngineCore:
         """Wait until an accelerator's collectives have given all ranks their results; see `adapters.groups.gate`.
 
         All ranks call it before they step, copy, save or move a state made from those results. Raise WorldChanged if a
-        rank may lack some of the results. meet: see `World.agree`.
+        rank may lack some of the results.
+
+        meet: see `World.agree`.
         """
         if self.world is not None:
             self.world.agree(meet)

@@ -49,7 +49,9 @@ class DigestSide:
     """One rank's side of a change, and the tables by which its buffers are cut into pieces.
 
     A table fits the same buffers with elements of the same size on the same device; for any other buffers a new table
-    is made. Kinds with equal pieces share a table. nbytes: memory that the tables take.
+    is made. Kinds with equal pieces share a table.
+
+    nbytes: memory that the tables take.
     """
 
     def __init__(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> None:

@@ -78,8 +78,9 @@ def check_size(target: Layout, processes: int) -> None:
 def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchArithmetic:
     """Return how a global batch is split over ranks under a layout.
 
-    Raise DataError if the layout's shares do not add up to the samples of the batch. has_stages: whether the model is a
-    PipelineModule.
+    Raise DataError if the layout's shares do not add up to the samples of the batch.
+
+    has_stages: whether the model is a PipelineModule.
     """
     if sizes.in_leaves:
         return LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data, layout.shares)

@@ -20,8 +20,9 @@ def space_of(
 ) -> VirtualParameterSpace:
     """Return the Virtual Parameter Space of a model under a layout: all logical tensors, and the rules that cut them.
 
-    The rules come from DeepSpeed's own reading of the configuration. tensors: the uncut tensors; by default those of
-    the module, which must not be cut then.
+    The rules come from DeepSpeed's own reading of the configuration.
+
+    tensors: the uncut tensors; by default those of the module, which must not be cut then.
     """
     tensors = tensors or engine.host.model_map.tensors
     names, shaper = tuple(tensor.name for tensor in tensors), engine.host.shaper

@@ -17,7 +17,9 @@ WARPS, UNROLL = 4, 8
 def launch(runs: torch.Tensor, programs: torch.Tensor, width: int, weights: torch.Tensor, sums: torch.Tensor) -> None:
     """Add the digest of each run to the entry of its tensor in `sums`.
 
-    All tensors are int64 and on one device. runs, programs: the columns of `DeviceRuns` and of `Programs`, one per row.
+    All tensors are int64 and on one device.
+
+    runs, programs: the columns of `DeviceRuns` and of `Programs`, one per row.
     width: bytes per read.
     """
     with torch.cuda.device(sums.device):

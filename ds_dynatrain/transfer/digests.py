@@ -185,10 +185,14 @@ class ReadyDigest:
 def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], bases: Int64s) -> UInt64s:
     """Return the digests of many tensors of one state kind, computed from the pieces that one rank holds.
 
-    The result has one uint64 per tensor. buffers: the 1-D buffers that the pieces name. bases: sorted coordinates;
-    tensor i has the coordinates bases[i] to bases[i + 1]. A piece may span any number of tensors. Elements that no
-    piece covers add nothing, so if ranks hold disjoint parts, the sum (modulo 2^64) of their results is the digest of
-    the whole tensors. Raises TransferError if a piece exceeds its buffer or the range of coordinates.
+    The result has one uint64 per tensor.
+
+    buffers: the 1-D buffers that the pieces name.
+    bases: sorted coordinates; tensor i has the coordinates bases[i] to bases[i + 1].
+
+    A piece may span any number of tensors. Elements that no piece covers add nothing, so if ranks hold disjoint parts,
+    the sum (modulo 2^64) of their results is the digest of the whole tensors. Raises TransferError if a piece exceeds
+    its buffer or the range of coordinates.
     """
     return ReadyDigest.of(pieces, Form.all_of(buffers, pieces.buffers), bases).digests(buffers)
 

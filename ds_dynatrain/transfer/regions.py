@@ -168,7 +168,9 @@ def copy_matrix(
     """Copy a matrix of elements from one 1-D tensor to a matrix of equal shape in another, with a cast if types differ.
 
     The matrix is copied in one call, or run by run if its runs overlap or step backwards. Casts round as in torch (to
-    nearest, ties to even). is_queued: as in `Regions.copy_to`.
+    nearest, ties to even).
+
+    is_queued: as in `Regions.copy_to`.
     """
     number, length = read.number, read.length
     if number == 1 or min(read.step, written.step) >= length:  # torch has no negative strides

@@ -1,4 +1,4 @@
-"""Execution of plans by a member that also stands in for absent members: it sends the state that it has of theirs."""
+"""Execution of plans by a member that also stands in for absent members: it sends its copies of their state."""
 
 from __future__ import annotations
 

@@ -251,8 +251,10 @@ class Host:
     ) -> Replaced | None:
         """Give the module the children of `rank` under `layout`. Return what `undo_reshape` needs; None if unchanged.
 
-        The world of `layout` must be installed, and no optimizer may be attached. tensors: the local tensors of that
-        rank. made: the result of `make_children`, if it was called.
+        The world of `layout` must be installed, and no optimizer may be attached.
+
+        tensors: the local tensors of that rank.
+        made: the result of `make_children`, if it was called.
         """
         shape = Shape.of(layout, rank)
         if shape == self.shape:

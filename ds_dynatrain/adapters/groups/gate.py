@@ -2,7 +2,7 @@
 
 Such collectives do not report failure. A collective whose peer has died waits forever. An aborted collective ends as if
 it had succeeded, with arbitrary results; and a member that aborts may end a collective of other members in that way,
-before they have heard of a loss. So two rules apply where members come and go:
+before they know of the loss. So two rules apply where members come and go:
 
 - after a loss, the gate of the world is torn first (no later result counts), and then all of its communicators are
   aborted together, in a thread;

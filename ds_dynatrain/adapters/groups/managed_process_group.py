@@ -144,8 +144,9 @@ class ManagedProcessGroup(PythonGroup):
     def renew(self, store: Store, device: torch.device, kind: Kind, backend: Any) -> None:
         """Replace the back-end that serves a device.
 
-        Replaces the wrapped group, because torch's groups keep the first back-end of a kind. store: a store with a
-        prefix that was never used before.
+        Replaces the wrapped group, because torch's groups keep the first back-end of a kind.
+
+        store: a store with a prefix that was never used before.
         """
         behind = td.ProcessGroup(store, self.rank(), self.size())
         behind._set_default_backend(Kind.GLOO)

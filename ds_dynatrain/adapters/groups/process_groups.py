@@ -52,7 +52,9 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
 def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
     """Give a group made by other code a gloo back-end for the CPU, if it has none. All ranks of the group must call it.
 
-    Stock `deepspeed.init_distributed` makes a group with NCCL alone. seconds: see `make_group`.
+    Stock `deepspeed.init_distributed` makes a group with NCCL alone.
+
+    seconds: see `make_group`.
     """
     if HOST in group._device_types:
         return

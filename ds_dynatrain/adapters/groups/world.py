@@ -317,7 +317,9 @@ class World:
         """Return this member's report on each of its groups, by the group's name; see `traffic`.
 
         The reports of all members show which groups can be reused. The report is empty in a job of fixed size, where
-        all groups can be. apart: kinds whose groups are rebuilt in any case.
+        all groups can be.
+
+        apart: kinds whose groups are rebuilt in any case.
         """
         if self.status is None:
             return {}
@@ -331,8 +333,10 @@ class World:
         """Forbid new calls in this world, because a member is gone or a collective has failed. Any thread may call it.
 
         Return the names of the groups that may be reused: no call is in progress in them on this member, so no thread
-        waits in them and they need not be shut down. known: names of the groups that may be kept at all. there: the
-        members that are not gone.
+        waits in them and they need not be shut down.
+
+        known: names of the groups that may be kept at all.
+        there: the members that are not gone.
         """
         if self.status is None:
             return frozenset()
@@ -371,9 +375,12 @@ class World:
         """Connect the world's groups on the accelerator. All ranks must call it, while no collective is running.
 
         Communicators of `previous` are kept, in both worlds, if their members stay in the same order; all members agree
-        on which these are. Does nothing on a member without a rank, and without an accelerator. seconds: time-out for
-        the other ranks. stop: callback that is called repeatedly during waits; it may raise. Raises RuntimeError if a
-        communicator cannot be made.
+        on which these are. Does nothing on a member without a rank, and without an accelerator.
+
+        seconds: time-out for the other ranks.
+        stop: callback that is called repeatedly during waits; it may raise.
+
+        Raises RuntimeError if a communicator cannot be made.
         """
         begin, there, kinds = time.perf_counter(), {**self.communicators}, self._served()
         if not kinds:

@@ -96,10 +96,12 @@ def build_world(
 
     Blocks until every member of both worlds has built all of its groups, for at most `seconds` per group. Store keys
     contain the generation and are never used again. The groups serve the CPU; `World.connect` connects them on the
-    accelerator. A group of one rank takes no connection and no thread. present: the world of `previous`, on a member
-    that trains in it, so that groups whose members stay in the same order are reused; either all members give it or
-    none. unfit: names of groups not to reuse, equal on all members. note: function that is called with the name of each
-    new group.
+    accelerator. A group of one rank takes no connection and no thread.
+
+    present: the world of `previous`, on a member that trains in it, so that groups whose members stay in the same order
+    are reused; either all members give it or none.
+    unfit: names of groups not to reuse, equal on all members.
+    note: function that is called with the name of each new group.
     """
     union, world = spec.union, spec.world(status)
     made = partial(_made, store, world, seconds, note)
@@ -203,8 +205,9 @@ def drop(world: World, is_broken: bool = False) -> threading.Thread:
     """Unregister every group of `world` that no other world holds, and shut it down in a thread that is returned.
 
     Communicators that another world has kept stay alive. All ranks of the world drop it, so the other communicators are
-    shut down together. is_broken: whether to abort them instead, because some members may lack a communicator that this
-    member has.
+    shut down together.
+
+    is_broken: whether to abort them instead, because some members may lack a communicator that this member has.
 
     The world need not have been installed. Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Join
     the returned thread before the process ends.
@@ -300,8 +303,9 @@ class LaunchWorld:
     def connect(self, seconds: float, stop: Callable[[], None]) -> None:
         """Connect a group made by `formed` on the accelerator too, for code that uses it before a world exists.
 
-        All processes of the group must call it. Does nothing without an accelerator, or in a second call. seconds,
-        stop: see `World.connect`, which also lists the errors.
+        All processes of the group must call it. Does nothing without an accelerator, or in a second call.
+
+        seconds, stop: see `World.connect`, which also lists the errors.
         """
         if self.own is not None and self.own.lacks(None):
             self.own.connect(seconds, stop=stop)

@@ -362,8 +362,10 @@ def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
 def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
     """Give a module, without its submodules, the mode, attributes, buffers and extra state of its predecessor.
 
-    Buffers are shared, not copied. is_resized: whether the tensor or expert size differs; then only attributes that are
-    numbers or texts are passed on, and only buffers of equal shape.
+    Buffers are shared, not copied.
+
+    is_resized: whether the tensor or expert size differs; then only attributes that are numbers or texts are passed on,
+    and only buffers of equal shape.
     """
     new.training = old.training
     note_one(new)

@@ -36,8 +36,11 @@ def template_of(module: nn.Module, factory: ModelFactory | None = None) -> nn.Mo
 
     The template is never trained, and no other object holds it. Tied parameters stay tied, a module that occurs twice
     is one object, and the parameters' own attributes (such as DeepSpeed's flags for optimizers) are kept. Hooks that a
-    step calls are left out. factory: builds the module anew, for a module that cannot be copied. Raises
-    UnsupportedError, naming the part, if the module cannot be copied or the factory builds another module.
+    step calls are left out.
+
+    factory: builds the module anew, for a module that cannot be copied.
+
+    Raises UnsupportedError, naming the part, if the module cannot be copied or the factory builds another module.
     """
     if factory is None:
         return copied(module)
@@ -174,8 +177,10 @@ def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
 class Shaper:
     """One way to distribute a model over ranks. No call is a collective, and none needs a full-size tensor.
 
-    This base class serves models that are distributed by data and sequence only. owners: the process of the launch that
-    has the first value of a parameter, by the parameter's id; process 0 if not listed.
+    This base class serves models that are distributed by data and sequence only.
+
+    owners: the process of the launch that has the first value of a parameter, by the parameter's id; process 0 if not
+    listed.
     """
 
     owners: Mapping[int, int] = MappingProxyType({})

@@ -44,10 +44,13 @@ def shaper_of(
 ) -> Shaper:
     """Return the shaper of a user's model that DeepSpeed has not altered yet; the shaper takes the model over.
 
-    From then on the model has one parameter for each logical tensor. member: this process's number in the launch.
-    lists: lists of the model's parameters that the caller has, such as an optimizer's. factory: function that builds
-    the model anew, for a model that cannot be copied. owners: result of `put_together`. cut: function that partitions
-    layers into stages if `pipeline.partition` is "profile".
+    From then on the model has one parameter for each logical tensor.
+
+    member: this process's number in the launch.
+    lists: lists of the model's parameters that the caller has, such as an optimizer's.
+    factory: function that builds the model anew, for a model that cannot be copied.
+    owners: result of `put_together`.
+    cut: function that partitions layers into stages if `pipeline.partition` is "profile".
     """
     if is_pipeline(model):
         return PipelineShaper(model, config, member, lists, owners, cut)
@@ -150,7 +153,9 @@ class Children:
     def pass_on(self, root: nn.Module, is_resized: bool) -> None:
         """Give the root's new children the state of their predecessors, except parameters, and the user's hooks.
 
-        A child without a predecessor gets the mode of its parent. is_resized: see `module_state.pass_on`.
+        A child without a predecessor gets the mode of its parent.
+
+        is_resized: see `module_state.pass_on`.
         """
         old = {name: child for first, part in self._named() for name, child in _below(first, part)}
         new = {name: child for first, part in root.named_children() for name, child in _below(first, part)}

@@ -348,9 +348,12 @@ def start_stages(model: Any, named: int | None) -> int:
 def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:
     """Give a module that was built in stages all its layers. Return the process that has each parameter's first value.
 
-    The result is keyed by the parameter's id. It is empty for any other module, which is left as it is. lists: the
-    caller's lists of parameters, such as those of an optimizer's groups; each process has listed only its own stage's
-    parameters, and those of all stages are added in place. The module's `parts` stay as the user built them.
+    The result is keyed by the parameter's id. It is empty for any other module, which is left as it is.
+
+    lists: the caller's lists of parameters, such as those of an optimizer's groups; each process has listed only its
+    own stage's parameters, and those of all stages are added in place.
+
+    The module's `parts` stay as the user built them.
 
     Raises ConfigError if processes have different numbers of lists, and UnsupportedError for a module that cannot be
     merged.

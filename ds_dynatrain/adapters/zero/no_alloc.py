@@ -139,10 +139,12 @@ def silent_communication() -> Iterator[None]:
 def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iterator[None]:
     """Build one ZeRO optimizer around `optimizer` inside the block without memory, messages or garbage collection.
 
-    keeps_zeros: see `NoAllocMode`. The optimizer takes no step (FP16_UnfusedOptimizer's constructor steps on zeros).
-    Collecting garbage takes 0.2 to 0.5 s in a large process: ZeRO-3's constructor does so by itself, BF16_Optimizer's
-    wherever it reports its memory. Tensors print as one word: ZeRO-3's constructor formats all of its arguments, every
-    parameter among them, for a message that is then not shown, which takes 0.1 s and more.
+    The optimizer takes no step (FP16_UnfusedOptimizer's constructor steps on zeros). Collecting garbage would take 0.2
+    to 0.5 s in a large process: ZeRO-3's constructor does so explicitly, BF16_Optimizer's whenever it reports its
+    memory. Tensors are printed as one word: ZeRO-3's constructor formats all of its arguments, every parameter among
+    them, for a message that is then not shown, which would take 0.1 s or more.
+
+    keeps_zeros: see `NoAllocMode`.
     """
     mode = NoAllocMode(keeps_zeros)
     cut, collector = Init._partition_param, importlib.import_module(present().collector)

@@ -209,7 +209,9 @@ def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple
 def moment_types(optimizer: torch.optim.Optimizer, weight: torch.dtype) -> dict[str, torch.dtype]:
     """Return the types of the moments whose type is not that of the master, by name.
 
-    Muon's momentum has the type in which gradients are sent. weight: the type of the weights.
+    Muon's momentum has the type in which gradients are sent.
+
+    weight: the type of the weights.
     """
     return {"momentum_buffer": weight} if full_name(type(optimizer)) == MUON else {}
 

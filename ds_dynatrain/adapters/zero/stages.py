@@ -126,7 +126,9 @@ class FlatGroups(ZeroStage):
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
         """Return where this rank's master begins in a flat group, and the slots of the group's tensors.
 
-        Both come from DeepSpeed's own bookkeeping. held: DeepSpeed's optimizer.
+        Both come from DeepSpeed's own bookkeeping.
+
+        held: DeepSpeed's optimizer.
         """
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:

@@ -1,4 +1,4 @@
-"""Two watches that a boundary asks: for parameters without a gradient, and for open `GatheredParameters` blocks.
+"""Records that a boundary checks: the parameters that got a gradient, and the open `GatheredParameters` blocks.
 
 ZeRO-3 steps a parameter that got no gradient with the last gradient that it had. So a hook records the parameters that
 get one.

@@ -347,10 +347,14 @@ def to_dcp(
 ) -> Path:
     """Convert one of our checkpoints to torch's format, in the new folder `path`; return the folder.
 
-    The folder becomes visible when it is complete. carry: the decoded shared extra state of the checkpoint. dtype: the
-    type of the values of `model`; None to write masters, and frozen weights in their own type. progress: called with
-    the bytes of each tensor. The conversion needs memory for the largest tensor. Raises CheckpointError if the folder
-    exists, and CheckpointDamaged if values are not what was saved.
+    The folder becomes visible when it is complete.
+
+    carry: the decoded shared extra state of the checkpoint.
+    dtype: the type of the values of `model`; None to write masters, and frozen weights in their own type.
+    progress: called with the bytes of each tensor.
+
+    The conversion needs memory for the largest tensor. Raises CheckpointError if the folder exists, and
+    CheckpointDamaged if values are not what was saved.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

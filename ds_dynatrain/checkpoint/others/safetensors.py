@@ -148,9 +148,13 @@ def header_of(path: Path) -> dict[str, Stored]:
 def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, progress: Progress = silent) -> int:
     """Write all weights of a checkpoint into one safetensors file, and return its size in bytes.
 
-    The file gets its name when it is complete. dtype: the type to which weights are converted; None to keep their
-    types. progress: called with the bytes of each tensor. Raises CheckpointError if the file exists or a type cannot be
-    written, and CheckpointDamaged if values are not what was saved.
+    The file gets its name when it is complete.
+
+    dtype: the type to which weights are converted; None to keep their types.
+    progress: called with the bytes of each tensor.
+
+    Raises CheckpointError if the file exists or a type cannot be written, and CheckpointDamaged if values are not what
+    was saved.
     """
     tensors, types = saved.record.logical_tensors(), dict[str, torch.dtype]()
     check_names([each.name for each in tensors], saved.record.kinds)

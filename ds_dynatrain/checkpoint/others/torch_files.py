@@ -6,7 +6,7 @@ DeepSpeed's classes. Anything else is refused or, if the caller trusts the file,
 only their positions are recorded. `zipfile` checks the CRC32 of each zip member, which torch never does; a CRC32 of 0
 means that none was computed (`torch.serialization.set_crc32_options`).
 
-The values that a pickle would make are counted before it is read, because a short pickle can stand for endless values.
+The values that a pickle would make are counted before it is read, because a short pickle can make far too many values.
 Sixty tuples, each of which contains the one before it twice, take 200 bytes but are 2^60 values for a reader that
 follows them, and hashing such a key, as `weights_only` does, never ends. So a shared value is counted each time that it
 is used.

@@ -231,10 +231,14 @@ def to_universal(
 ) -> Path:
     """Convert one of our checkpoints to DeepSpeed's universal format; return the new folder, a subfolder of `path`.
 
-    The subfolder is named after the checkpoint's tag, and becomes visible when it is complete. carry: the decoded
-    shared extra state of the checkpoint. buffers: the buffers of the module. progress: called with the bytes of each
-    tensor. The conversion needs memory for the largest tensor. Raises CheckpointError if DeepSpeed's format cannot
-    represent the content or the subfolder exists, and CheckpointDamaged if values are not what was saved.
+    The subfolder is named after the checkpoint's tag, and becomes visible when it is complete.
+
+    carry: the decoded shared extra state of the checkpoint.
+    buffers: the buffers of the module.
+    progress: called with the bytes of each tensor.
+
+    The conversion needs memory for the largest tensor. Raises CheckpointError if DeepSpeed's format cannot represent
+    the content or the subfolder exists, and CheckpointDamaged if values are not what was saved.
     """
     tag = saved.path.name
     check_tag(tag)

@@ -73,8 +73,12 @@ def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype)
     """Return the manifest rows of all masters, moments and weights in a DeepSpeed checkpoint.
 
     Trained weights are described as casts of their masters. Digests are set to 0. Frozen weights that the checkpoint
-    lacks have no rows (see `frozen_left_out`). vps: the parameter space of the job that saved (see `then`). weight: the
-    type of trained weights. Raises CheckpointError, naming the parameter, if the checkpoint belongs to another model.
+    lacks have no rows (see `frozen_left_out`).
+
+    vps: the parameter space of the job that saved (see `then`).
+    weight: the type of trained weights.
+
+    Raises CheckpointError, naming the parameter, if the checkpoint belongs to another model.
     """
     layout = vps.layout
     rows = [cast_from_master(each, weight) for each in vps.tensors if each.trainable and each.numel]

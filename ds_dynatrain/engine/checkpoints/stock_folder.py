@@ -29,6 +29,7 @@ def is_for_us(
     """Return whether a checkpoint is read here: one of ours, or one of DeepSpeed's that its own call may not read.
 
     Rank 0 decides and tells all working members, which must act alike.
+
     key: a key that is unique on the board (the job's key-value store).
 
     Raises CheckpointError, on all members alike, if this cannot be decided, or if weights alone are asked for and
