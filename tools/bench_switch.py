@@ -5,7 +5,6 @@ python tools/bench_switch.py --sizes 30M --laps 1     # a quick look
 python tools/bench_switch.py --write docs/figures  # put the tables into the document
 python tools/bench_switch.py --sizes 30M --variants all  # offload, fp16, BF16_Optimizer, LoRA, three groups instead
 python tools/bench_switch.py --sizes 25M --variants axes  # other models: tensor, expert, pipe and sequence sizes change
-python tools/bench_switch.py --sizes 25M --variants axes --write docs/figures --costs docs/axes.md
 
 One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
 least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
@@ -182,26 +181,6 @@ def document(rows: list[Record], laps: int, immediate: int, transport: str) -> s
     return text
 
 
-def costs(rows: list[Record]) -> str:
-    """One short table: what each change of an axis costs."""
-    head = ("model", "change", "sent MB", "÷ minimum", "raw ms", "pause ms", "rebuild ms", "certificate ms")
-    return table(
-        head,
-        (
-            [
-                row["title"].removeprefix("bf16, "),
-                row["change"],
-                f"{row['bytes_sent'] / 1e6:.1f}",
-                f"{row['bytes_sent'] / max(row['bytes_minimum'], 1) if row['bytes_sent'] else 1.0:.2f}",
-                *(f"{row[name]:.0f}" for name in ("raw_ms", "pause_apart_ms")),
-                f"{row['phases_ms']['rebuild']:.0f}",
-                f"{row['certificate_ms']:.0f}",
-            ]
-            for row in rows
-        ),
-    )
-
-
 def _summary_row(case: str, rows: list[Record]) -> list[object]:
     misses = [row["pause_apart_ms"] - row["allowed_ms"] for row in rows if row["ratio"] > 1]
     sent = (row["bytes_sent"] / row["bytes_best_slots"] if row["bytes_best_slots"] else 1.0 for row in rows)
@@ -243,7 +222,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="raw exchanges after each switch (default 3)")
     parser.add_argument("--out", type=Path, default=Path("build/bench_switch.json"), help="the figures as JSON")
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs/figures")
-    parser.add_argument("--costs", type=Path, help="a document to put one short table into, such as docs/axes.md")
     args = parser.parse_args()
     known = {**VARIANTS, **AXES}
     variants = {"all": list(VARIANTS), "axes": list(AXES)}.get(" ".join(args.variants), args.variants)
@@ -261,8 +239,6 @@ def main() -> None:
             args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
             if args.write is not None:
                 keep(args.write, section, text)
-            if args.costs is not None:
-                keep(args.costs, f"{section}_costs", costs(rows))
     print(text)
 
 

@@ -1,4 +1,4 @@
-"""docs/balance.md: its script, its command, its Python and its worked example give what it says."""
+"""docs/balance.md: its script, its command and the formulas' worked example give what they say."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ from ds_dynatrain.space.layout import Layout
 from tests.balance.profiles import layer
 
 ROOT = Path(__file__).parents[2]
+USE = """\
+from pathlib import Path
+
+from ds_dynatrain.balance.choose import Members, Search, choose
+from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.space import Layout
+
+profile = Profile.load(Path("profile.json"))
+present = Layout(zero_stage=1, pipe=4, boundaries=(0, 3, 6, 9, 12))
+for choice in choose(profile, present, Members((1.0,) * 8, memory_bytes=2 * 10**9), Search(count=3)):
+    print(choice.layout, choice.time.step_ms)
+"""
+"""Python that reads the profile that the page's script writes."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -40,13 +53,13 @@ def run(code: str, folder: Path) -> str:
 
 
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, use = (block for block in blocks("python") if "import" in block)  # what is left needs an engine
+    (script,) = blocks("python")
     command = next(line for line in blocks("bash")[0].splitlines() if line.startswith("ds-dynatrain"))
     run(script, tmp_path)
     monkeypatch.chdir(tmp_path)
     said = CliRunner().invoke(app, shlex.split(command)[1:])
     assert said.exit_code == 0 and said.stdout == blocks("")[0]
-    lines = run(use, tmp_path).splitlines()
+    lines = run(USE, tmp_path).splitlines()
     assert len(lines) == 3 and all("zero_stage" in line and "'total'" in line for line in lines)
 
 

@@ -119,7 +119,7 @@ def pasted(script: str) -> tuple[list[int], list[tuple[int, ...]]]:
 
 
 def test_the_script_of_the_docs(pool: RankPool) -> None:
-    found = re.search(r"```python\n(# average\.py\n.*?)```", PAGE.read_text(), re.S)
+    found = re.search(r"```python\n(# tensor\.py\n.*?)```", PAGE.read_text(), re.S)
     assert found is not None
     for seen, shapes in pool.run(pasted, script=found[1]):
         assert seen == [0, 1, 2, 2, 3, 3, *(step for step in range(4, 8) for _ in range(4))]
