@@ -21,7 +21,7 @@ from tests.elastic.forked_torchrun import put_in_place
 from tests.elastic.warm import nursery
 
 PAGES = sorted([README, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
-NOW = {"docs/configuration.md", "docs/script.md"}
+NOW = {"docs/script.md"}
 """What `make test` runs, besides the README (test_install); `make test-all` runs all."""
 ELSEWHERE = {
     *("docs/accelerate.md", "docs/huggingface.md", "docs/balance.md", "docs/dev/format.md"),
