@@ -36,7 +36,7 @@ LINKS = {
     "transport": "[notes](#notes)",
     "fallback": "[checkpoints](checkpoint.md)",
     "resume": "[resume](checkpoint.md#resume)",
-    "layouts": "[elastic membership](elastic.md)",
+    "layouts": "[elastic jobs](elastic.md)",
     "buddies": "[buddies](buddies.md)",
     "buddies.mode": "[buddies](buddies.md)",
     "buddies.copies": "[buddies](buddies.md)",

@@ -14,7 +14,7 @@ from ds_dynatrain.errors import ConfigError
 class BuddiesConfig(Block):
     """Copies in members' memory of state that one rank holds alone, for jobs whose members come and go."""
 
-    mode: Annotated[Literal["off", "copy"] | None, Said(default='"copy" in an elastic launch, else "off"')] = None
+    mode: Annotated[Literal["off", "copy"] | None, Said(default='"copy" in an elastic job, else "off"')] = None
     """Whether other members keep copies; `None`: in an elastic job of two or more nodes, if half of the free memory
     suffices."""
     every_steps: Steps = 1
