@@ -68,7 +68,7 @@ def placed(
     The matrices are the memory of the extent in each side's buffers, with one row per run. sides: one or more
     descriptions of the same pieces, in different buffers. buffers: the buffers of each side.
     """
-    split = [split_by_tensor(line, side) for side in sides]
+    split = [split_by_tensor(line.bases, side) for side in sides]
     numbers, first = split[0][0], split[0][1]
     parts = [part for _, part in split]
     start, length = first.start - line.bases[numbers], first.stop - first.start
