@@ -111,7 +111,7 @@ class EngineParts(EngineCore):
             for stage in sorted({self.layout.zero_stage} | others):
                 layout = self.layout.replace(zero_stage=stage)
                 with suppress(SwitchRefused):  # no switch can go there
-                    self.targets.check_features(layout)
+                    self.targets.check(layout, len(self.candidates.nodes))
                     self.switcher.rehearse(layout, 0)
         PROCESS.membership.add(self)
         PROCESS.add(self)
