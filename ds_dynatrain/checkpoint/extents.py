@@ -70,7 +70,7 @@ def placed(
     sides: one or more descriptions of the same pieces, in different buffers.
     buffers: the buffers of each side.
     """
-    split = [split_by_tensor(line, side) for side in sides]
+    split = [split_by_tensor(line.bases, side) for side in sides]
     numbers, first = split[0][0], split[0][1]
     parts = [part for _, part in split]
     start, length = first.start - line.bases[numbers], first.stop - first.start

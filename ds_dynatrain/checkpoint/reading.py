@@ -135,7 +135,7 @@ class Reader:
 
         Raises CheckpointDamaged if the checkpoint does not contain the kind of a tensor.
         """
-        numbers, parts = split_by_tensor(vps.line, pieces)
+        numbers, parts = split_by_tensor(vps.bases, pieces)
         found: dict[torch.dtype, list[Ints]] = {}
         files: dict[str, int] = {}
         cast: list[tuple[Ints, Ints, Ints]] = []

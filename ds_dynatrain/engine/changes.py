@@ -76,26 +76,18 @@ class Changes:
         if self._told is None or PROCESS.membership.is_aborted:
             return
         before, self._told = self._told, self._present()
-        formed, self._formed = self._formed, PROCESS.membership.formed[0]
+        formed, (self._formed, words) = self._formed, PROCESS.membership.formed
         if before == self._told:
             return
-        change = Change(before, self._told, self._engine.global_steps, self._reason(before, formed))
+        event, reason = self._engine.last_switch, words
+        if self._formed == formed:  # no members have come or gone since the last place
+            reason = (event.cause if event is not None else "") or "switch"
+        if event is not None and (event.outcome, event.generation) == ("rolled_back", before.generation):
+            reason = f"rolled back: {event.reason}" if self._formed <= formed else reason
+        change = Change(before, self._told, self._engine.global_steps, reason)
         for listener in self.listeners:
             listener(change)
 
     def _present(self) -> Place:
         engine = self._engine
         return Place(engine.layout, engine.members, engine.rank, 0 if engine.idle else engine.generation)
-
-    def _reason(self, before: Place, formed: int) -> str:
-        """Return why the place has changed.
-
-        formed: the number of the members' generation when the last place was reported.
-        """
-        event, (now, words) = self._engine.last_switch, PROCESS.membership.formed
-        if event is not None and (event.outcome, event.generation) == ("rolled_back", before.generation):
-            if now <= formed:  # otherwise members have come or gone since
-                return f"rolled back: {event.reason}"
-        if now != formed:
-            return words
-        return (event.cause if event is not None else "") or "switch"

@@ -378,7 +378,7 @@ class Driver:
             with engine.turn():
                 transaction.conclude(decision)
                 engine.switcher.note(transaction)
-        outcome.is_uncertain = any(transaction.outcome.is_uncertain for transaction in votes)
+            outcome.is_uncertain |= transaction.outcome.is_uncertain
         return votes
 
     def entered(self, engine: EngineParts) -> None:

@@ -125,7 +125,7 @@ def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace
         _compare_draws(engine, incoming, {"failed": str(error)})
         raise
     _compare_draws(engine, incoming, {"values": drawn})
-    engine.take_shape(space, engine.layout, engine.rank)
+    engine.host.reshape(engine.layout, engine.rank, space.local(engine.layout, engine.rank).tensors)
     engine.host.attach_first(engine.layout, engine.world, engine.config_for(engine.layout), buffers)
 
 

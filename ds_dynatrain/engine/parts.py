@@ -108,8 +108,8 @@ class EngineParts(EngineCore):
             others = set() if compiled_by_wrapping(self.host.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
                 layout = self.layout.replace(zero_stage=stage)
-                with suppress(SwitchRefused):  # then no switch leads to this layout
-                    self.targets.check_features(layout)
+                with suppress(SwitchRefused):  # no switch can go there
+                    self.targets.check(layout, len(self.candidates.nodes))
                     self.switcher.rehearse(layout, 0)
         PROCESS.membership.add(self)
         PROCESS.add(self)

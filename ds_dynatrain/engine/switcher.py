@@ -23,7 +23,7 @@ from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.checkpoints.saving import Saver
-from ds_dynatrain.engine.telling import event_of, tell, tell_of_switch
+from ds_dynatrain.engine.telling import event_of, tell, write_to_monitors
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.agreement import SwitchRequest
@@ -241,11 +241,11 @@ class Switcher:
         """
         engine, before = self.engine, streams.capture()
         try:
-            memory = engine.memory_in(layout)
-            empty = provide(engine.vps.local(layout, rank), memory, set(), {}, Untouched())
+            local = engine.vps.local(layout, rank)
+            empty = provide(local, engine.memory_in(layout), set(), {}, Untouched())
             world = stand_in_world(rank, layout, engine.vps.ties(layout))
             with installed(world, engine.launch):
-                engine.take_shape(engine.vps, layout, rank)
+                engine.host.reshape(layout, rank, local.tensors)
                 try:
                     engine.host.attach(layout, world, engine.config_for(layout), empty, Scalars())
                 finally:
@@ -288,11 +288,11 @@ class Switcher:
         present = engine.memory_in(proposal.source_layout)
         preparation.on_device = frozenset(kind for kind, held in present.items() if held.place.device != HOST)
         preparation.is_lean, preparation.present = engine.is_lean, engine.world
-        preparation.own_count, preparation.number = len(engine.own_groups), engine.job.number
+        preparation.own_count, preparation.number = len(engine.own_groups.rules), engine.job.number
         preparation.apart = engine.own_groups.of_all
         preparation.has_sequence = engine.job.has_sequence
         mine, known = front.member, engine.candidates.nodes if nodes is None else nodes
-        preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
+        preparation.own = partial(engine.own_groups.kinds, proposal.layout, proposal.members, known, mine)
         if refusal is not None:
             preparation.check = partial(_raise, refusal)
         elif check is not None:
@@ -302,11 +302,31 @@ class Switcher:
         preparation.start()
 
     def _warn_of_hardware(self, proposal: Proposal) -> None:
-        """Warn once, on rank 0, if this job uses parts that were never proved on this kind of accelerator."""
-        if self._has_warned or self.engine.rank != 0:
+        """Warn once, on rank 0, if a switch uses parts that were never proved on this kind of accelerator.
+
+        The names of the parts are those of `support.proved`.
+        """
+        engine, source, target = self.engine, proposal.source_layout, proposal.layout
+        if self._has_warned or engine.rank != 0:
             return
         self._has_warned = True
-        said = warning(compute_device().type, parts_in_use(self.engine, proposal))
+        transport, nodes = engine.settings.transport, engine.candidates.nodes
+        used = {
+            "groups": True,
+            "stages": True,
+            "batches": transport == "nccl" or (transport == "auto" and len({*nodes.values()}) > 1),
+            "late": proposal.late,
+            "members": len(nodes) > min(source.world_size, target.world_size),
+            "offload": engine.deepspeed.zero_use_cpu_optimizer(),
+            "compile": bool(engine.host.compiled_modules),
+            "fused": any(group.get("fused") for group in engine.host.basic_optimizer.param_groups),
+            "engines": PROCESS.is_shared,
+            "pipe": max(source.pipe, target.pipe) > 1,
+            "tensor": max(source.tensor, target.tensor) > 1,
+            "expert": max(source.expert, target.expert) > 1,
+            "sequence": max(source.sequence, target.sequence) > 1,
+        }
+        said = warning(compute_device().type, [part for part, is_used in used.items() if is_used])
         if said:
             logger.warning(said)
 
@@ -388,7 +408,7 @@ class Switcher:
             return
         engine.awaits_late = True
         self._note_window()
-        self._compile_anew()
+        engine.host.compilations.begin(is_anew=True)
         transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - transaction.begin)
 
     def settle(self) -> bool:
@@ -422,16 +442,6 @@ class Switcher:
             self._entered.give_up(reason)
             self.settle()
 
-    def _compile_anew(self) -> None:
-        """Drop modules that were compiled over the old optimizer.
-
-        The time to compile them again is reported with the switch, but not as part of its pause.
-        """
-        compilations = self.engine.host.compilations
-        compilations.begin()
-        if compilations.count:
-            compilations.forget()
-
     def note(self, transaction: Transaction | LeanTransaction) -> None:
         """Report the outcome of a switch to the log, the `PendingSwitch` and the listeners."""
         preparation, outcome = transaction.preparation, transaction.outcome
@@ -441,13 +451,15 @@ class Switcher:
         pause_ms = 1e3 * (time.perf_counter() - transaction.begin) if outcome.pause_ms is None else outcome.pause_ms
         event = event_of(engine, preparation, outcome, transaction.was, pause_ms)
         engine.last_switch, self._first_step_is_due = event, True
-        if not outcome.is_rebuilt:
-            engine.host.compilations.begin()
-        elif outcome.pause_ms is None or not outcome.committed:  # otherwise this was done at the end of the pause
-            self._compile_anew()
+        if not (outcome.is_rebuilt and outcome.committed and outcome.pause_ms is not None):  # else done in the pause
+            engine.host.compilations.begin(is_anew=outcome.is_rebuilt)
         self.tell_of_batch()
         self._answer(event)
-        tell_of_switch(engine, event)
+        tell(engine, event)
+        if engine.rank == 0:
+            if engine.settings.report.monitor:
+                write_to_monitors(engine.deepspeed, event)
+            PROCESS.membership.tell(engine, event)
         if event.outcome == "committed":
             if event.bytes_sent and not preparation.proposal.late:
                 busiest = preparation.figures(outcome.kinds).busiest_bytes  # as `estimate` counts
@@ -512,28 +524,6 @@ class Switcher:
         if engine.last_switch is not None and engine.last_switch.generation == event.generation:
             engine.last_switch = replace(engine.last_switch, measured_gain=gain)
         tell(engine, known, log_gain, EventWriter.write_gain)
-
-
-def parts_in_use(engine: EngineCore, proposal: Proposal) -> list[str]:
-    """Return the names of the parts (see `support.proved`) that a proposed switch of this job uses."""
-    source, target = proposal.source_layout, proposal.layout
-    transport, machines = engine.settings.transport, set(engine.candidates.nodes.values())
-    used = {
-        "groups": True,
-        "stages": True,
-        "batches": transport == "nccl" or (transport == "auto" and len(machines) > 1),
-        "late": proposal.late,
-        "members": len(engine.candidates) > min(source.world_size, target.world_size),
-        "offload": engine.deepspeed.zero_use_cpu_optimizer(),
-        "compile": bool(engine.host.compiled_modules),
-        "fused": any(group.get("fused") for group in engine.host.basic_optimizer.param_groups),
-        "engines": PROCESS.is_shared,
-        "pipe": max(source.pipe, target.pipe) > 1,
-        "tensor": max(source.tensor, target.tensor) > 1,
-        "expert": max(source.expert, target.expert) > 1,
-        "sequence": max(source.sequence, target.sequence) > 1,
-    }
-    return [part for part, is_used in used.items() if is_used]
 
 
 def _raise(refusal: SwitchRefused) -> None:

@@ -12,7 +12,6 @@ from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import SUMS
 from ds_dynatrain.reshard.meeting import Outcome as Measured
 from ds_dynatrain.reshard.preparation import Preparation
-from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.space import Layout
 
 
@@ -82,16 +81,7 @@ def tell(
         write(EventWriter(Path(path)), event)
 
 
-def tell_of_switch(engine: EngineCore, event: SwitchEvent) -> None:
-    """Report a switch, whatever its outcome, to the log, the monitors and the coordinator. Only rank 0 does so."""
-    tell(engine, event)
-    if engine.rank == 0:
-        if engine.settings.report.monitor:
-            _write_to_monitors(engine.deepspeed, event)
-        PROCESS.membership.tell(engine, event)
-
-
-def _write_to_monitors(engine: Any, event: SwitchEvent) -> None:
+def write_to_monitors(engine: Any, event: SwitchEvent) -> None:
     """Write an event to DeepSpeed's monitors; log an error of a monitor, since it must not undo a committed switch."""
     try:
         engine.monitor.write_events(rows(event, int(engine.global_samples)))

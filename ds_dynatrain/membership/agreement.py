@@ -43,8 +43,8 @@ def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int,
     Raises SwitchRefused if a member refuses, if requests differ, or if a member did not ask within the time-out.
     """
     session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
-    asked = {name: value for name, value in asdict(mine).items() if name != "refusal"}
-    request = MemberRequest({**asked, "destination": proposal.fingerprint()}, mine.refusal)
+    asked = {**asdict(replace(mine, refusal=None)), "destination": proposal.fingerprint()}
+    request = MemberRequest(asked, mine.refusal)
     generation = session.agree(request, proposal.generation, SwitchRefused, _differ)
     agreed = replace(proposal, generation=int(generation))
     if session.is_first:  # for idle members

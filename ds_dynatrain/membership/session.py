@@ -17,7 +17,7 @@ against the commit; members that wait watch this record and leave with its reaso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, TypeVar
@@ -370,9 +370,13 @@ def ask_for_different_things(one: int, other: int, asked: Mapping[int, Any]) -> 
 
 def joined_requests(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Join two groups of requests: keep the first refusal, and one request, or the first two that differ."""
-    first = one["asked"][0]
-    differing = [each for each in (*one["asked"][1:], *other["asked"]) if each[1] != first[1]]
-    return {"refusal": one["refusal"] or other["refusal"], "asked": [first, *differing[:1]]}
+    return {"refusal": one["refusal"] or other["refusal"], "asked": first_and_other(one["asked"], other["asked"])}
+
+
+def first_and_other(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """Join two lists of (member, value): keep the first entry, and the first one with another value if there is one."""
+    first, *rest = (*one, *other)
+    return [first, *[each for each in rest if each[1] != first[1]][:1]]
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

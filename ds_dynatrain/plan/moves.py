@@ -105,7 +105,7 @@ def within(sides: Sides, member: int, kind: Kind, source_kind: str, wanted: Piec
     The rows of the table are the fields named in `COLUMNS`.
     """
     to, out_of = wanted.intersect(held)
-    return _table(
+    columns = (
         sides.code[kind.name],
         to.start,
         to.stop,
@@ -117,6 +117,7 @@ def within(sides: Sides, member: int, kind: Kind, source_kind: str, wanted: Piec
         to.buffer,
         to.offset,
     )
+    return np.stack(np.broadcast_arrays(*columns))
 
 
 def between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, receiver: Ints) -> Ints:
@@ -129,7 +130,7 @@ def between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, rec
     sender, receiver = sender[row], receiver[row]
     row, start, stop, target_buffer, target_offset = sides.target(kind.name).place(begin, stop, receiver)
     members, target_members = np.array(sides.vps.members), np.array(sides.members)
-    return _table(
+    columns = (
         sides.code[kind.name],
         start,
         stop,
@@ -141,6 +142,7 @@ def between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, rec
         target_buffer,
         target_offset,
     )
+    return np.stack(np.broadcast_arrays(*columns))
 
 
 def joined(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Moves:
@@ -153,8 +155,3 @@ def joined(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Mo
     source, target = sides.vps.buffers(sides.vps.layout), sides.vps.buffers(sides.layout)
     read = target if is_derived else source
     return Moves(**columns, kinds=sides.vps.kinds, source_buffers=read, target_buffers=target).canonical()
-
-
-def _table(*columns: Ints | int) -> Ints:
-    """Stack arrays, one for each name in `COLUMNS`, into a table; a single number is repeated for all runs."""
-    return np.stack(np.broadcast_arrays(*columns))

@@ -251,18 +251,15 @@ class Cost:
     bytes_sent: the total over all members.
     bytes_busiest: bytes in the busiest direction of the busiest member, for which all others wait.
     peak_bytes: for each member, the bytes of its state before and after the switch plus its bytes in flight.
+    highest_peak_bytes: the largest of these.
     seconds: the time to transfer `bytes_busiest` at the given bandwidth.
     """
 
     bytes_sent: int
     bytes_busiest: int
     peak_bytes: dict[int, int]
+    highest_peak_bytes: int
     seconds: float
-
-    @property
-    def highest_peak_bytes(self) -> int:
-        """Peak memory in bytes on the member that needs the most."""
-        return max(self.peak_bytes.values(), default=0)
 
 
 def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
@@ -282,7 +279,7 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
         source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), kinds)
         target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), after)
         peak[member] = source + target + min(budget_bytes, sent + received)
-    return Cost(bytes_sent, busiest, peak, busiest / bytes_per_second)
+    return Cost(bytes_sent, busiest, peak, max(peak.values(), default=0), busiest / bytes_per_second)
 
 
 def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Collection[str]) -> int:

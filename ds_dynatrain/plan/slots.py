@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +110,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
     ranks = sides.vps.layout.world_size
     result = np.full(ranks + 1, int((stop - start).sum()), dtype=np.int64)
     earlier: list[Sharding] = []
-    for cut in sorted(map(sides.source, kind.sources), key=lambda each: not each.replicated):
+    for cut in sorted(map(sides.source, kind.sources), key=attrgetter("replicated"), reverse=True):
         if cut.replicated:
             _, start, stop = interval.subtract(start, stop, *cut.region())
             result[:ranks] = int((stop - start).sum())

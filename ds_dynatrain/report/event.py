@@ -129,13 +129,13 @@ class SwitchEvent:
         if self.outcome == "rolled_back":
             return f"{head} rolled back after {took}: {self.reason}{notes}"
         said = [f"{head} in {took}"]
-        said.append(f"sent {megabytes(self.bytes_sent)} MB (minimum {megabytes(self.bytes_minimum)})")
+        said.append(f"sent {self.bytes_sent / 1e6:.1f} MB (minimum {self.bytes_minimum / 1e6:.1f})")
         if self.certificate is None:
             said.append("no certificate")
         else:
             said.append(f"certificate ok ({self.certificate.tensors} tensors, {self.certificate_ms:.0f} ms)")
         if self.late_ms:
-            said.append(f"late: {megabytes(self.late_bytes)} MB in {self.late_ms:.0f} ms")
+            said.append(f"late: {self.late_bytes / 1e6:.1f} MB in {self.late_ms:.0f} ms")
             said.append(f"waited {self.late_wait_ms:.0f} ms")
         if self.communicators_built or self.communicators_kept:
             ahead = "" if self.connect_pause_ms else ", before the pause"
@@ -146,8 +146,3 @@ class SwitchEvent:
         if self.predicted_gain is not None and self.measured_gain is not None:
             said.append(f"measured {100 * self.measured_gain:.1f} %")
         return ", ".join(said) + notes
-
-
-def megabytes(count: int) -> str:
-    """Return a number of bytes in units of 10^6 with one decimal."""
-    return f"{count / 1e6:.1f}"

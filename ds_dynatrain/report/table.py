@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich import box
 from rich.table import Table
 
-from ds_dynatrain.report.event import SwitchEvent, megabytes
+from ds_dynatrain.report.event import SwitchEvent
 
 _NUMBERS = ("pause,\nproof ms", "sent,\nleast MB", "peak\nMB")
 
@@ -44,7 +44,7 @@ def _row(event: SwitchEvent) -> tuple[str, ...]:
         f"{event.source.describe()}\n-> {event.target.describe()}",
         ",".join(map(str, event.target.members)),
         f"{event.pause_ms:.0f}\n{event.certificate_ms:.0f}",
-        f"{megabytes(event.bytes_sent)}\n{megabytes(event.bytes_minimum)}",
-        megabytes(event.peak_memory_bytes),
+        f"{event.bytes_sent / 1e6:.1f}\n{event.bytes_minimum / 1e6:.1f}",
+        f"{event.peak_memory_bytes / 1e6:.1f}",
         event.outcome.replace("_", " "),
     )

@@ -21,7 +21,7 @@ from ds_dynatrain.adapters.model.module_state import EMPTY, state_of, take_state
 from ds_dynatrain.adapters.zero.state import Scalars
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.encoding import decode, encode, fingerprint
+from ds_dynatrain.reshard.encoding import encode
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Names of DeepSpeed's counters that are part of the carry."""
@@ -82,22 +82,20 @@ def _load_progress(engine: EngineCore, state: dict[str, Any]) -> None:
 
 
 def _schedule(engine: EngineCore) -> dict[str, Any]:
-    scheduler, deepspeed = engine.host.lr_scheduler, engine.deepspeed
+    """Return the scheduler's state, and the groups' values except those that the layout decides."""
+    deepspeed, groups = engine.deepspeed, list[dict[str, Any]]()
+    for group in engine.host.basic_optimizer.param_groups:
+        left_out = ("params", "name") if group.get("moe") else ("params",)  # an expert group's name tells its ranks
+        groups.append({name: value for name, value in group.items() if name not in left_out})
     return {
-        "groups": [_hyper_parameters(group) for group in engine.host.basic_optimizer.param_groups],
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "groups": groups,
+        "scheduler": None if deepspeed.lr_scheduler is None else deepspeed.lr_scheduler.state_dict(),
         "random-LTD": deepspeed.random_ltd_scheduler.state_dict() if deepspeed.random_ltd_enabled() else None,
     }
 
 
-def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's values except those that the layout decides: parameters, and the name of an expert group."""
-    left_out = ("params", "name") if group.get("moe") else ("params",)
-    return {name: value for name, value in group.items() if name not in left_out}
-
-
 def _load_schedule(engine: EngineCore, state: dict[str, Any]) -> None:
-    groups, scheduler = engine.host.basic_optimizer.param_groups, engine.host.lr_scheduler
+    groups, scheduler = engine.host.basic_optimizer.param_groups, engine.deepspeed.lr_scheduler
     for group, values in zip(groups, state["groups"], strict=True):
         group.update(values)
     if scheduler is not None:
@@ -229,33 +227,6 @@ def scalars_of(shared: dict[str, Any]) -> Scalars:
 
 
 # ---- in a switch -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Carried:
-    """The carry (extra state that is no tensor) that rank 0 sends to all members in a switch.
-
-    shared: the part that is equal on all members.
-    rest: the other part, encoded without its tensors, which are sent separately.
-    rest_print: a hash of that part on rank 0; "" if no member starts to work.
-    kinds: the state kinds that exist.
-    """
-
-    shared: dict[str, Any]
-    rest: Any
-    rest_print: str
-    kinds: tuple[str, ...]
-
-    @staticmethod
-    def of(record: Mapping[str, Any]) -> Carried:
-        """Decode the record, in plain JSON, that rank 0 has posted."""
-        return Carried(decode(record["shared"], []), record["rest"], record["rest_print"], tuple(record["kinds"]))
-
-
-def differing_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values in which two carries (records of extra state) differ."""
-    names = sorted(one.keys() | other.keys())
-    return [name for name in names if fingerprint(one.get(name)) != fingerprint(other.get(name))]
 
 
 def refuse_tensor_settings(engine: EngineCore) -> None:

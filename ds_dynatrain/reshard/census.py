@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_dynatrain.adapters.deepspeed.host import Host
+from ds_dynatrain.adapters.zero.stages import stage_of
 from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.adapters.zero.state_memory import is_pinned
 from ds_dynatrain.errors import CensusError
@@ -63,7 +64,7 @@ def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buf
                 f"{when}, rank {rank}: elements of {kind} in {name} are {held.dtype}, and {vps.kind(kind).itemsize} "
                 "bytes are expected of each"
             )
-    found: set[Row] = {row for row in host.state_census() if row.numel}
+    found: set[Row] = {row for row in stage_of(host.optimizer).census(host.engine, host.model_map) if row.numel}
     expected = predicted(vps, rank, buffers, {row[0] for row in found} | {"weight", "master"})
     if found == expected:
         return

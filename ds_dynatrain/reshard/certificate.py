@@ -17,21 +17,22 @@ copies differ (`explained`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
 
 from ds_dynatrain.errors import CertificateError
-from ds_dynatrain.membership.session import Session
+from ds_dynatrain.membership.session import Session, first_and_other
 from ds_dynatrain.reshard.digest_sides import Digests, SideDigests, hint, state_digest
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.transfer.weighing import odd
 
 SIDES = ("source", "target")
 Doubts = dict[str, list[int]]
 """State kind -> numbers of tensors whose copies differ."""
-_PLACES = 1 << 32
+_PLACES = np.uint64(1 << 32)
 """Offset that keeps the weights for `places` apart from the weights of ranks in `copies`."""
 
 
@@ -50,9 +51,7 @@ class Shares(TypedDict):
 
 def joined(one: Shares, other: Shares) -> Shares:
     """Add the shares of two groups of members."""
-    first, *others = (*one["kinds"], *other["kinds"])
-    differing = [each for each in others if each[1] != first[1]]
-    total = Shares(kinds=[first, *differing[:1]], whole={}, copies={}, places={})
+    total = Shares(kinds=first_and_other(one["kinds"], other["kinds"]), whole={}, copies={}, places={})
     for sums, mine, theirs in (
         (total["whole"], one["whole"], other["whole"]),
         (total["copies"], one["copies"], other["copies"]),
@@ -81,12 +80,12 @@ def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: 
 
     report: the sums over all members, for each side.
     """
-    wrong, wholes = dict[str, Doubts](), list[SideDigests]()
+    wrong, wholes, nothing = dict[str, Doubts](), list[SideDigests](), np.zeros(len(vps.tensors), np.uint64)
     for side in SIDES:
         sums = report[side]
         _check_kinds(sums, side)
         wrong[side] = {**doubts(sums["places"]), **doubts(sums["copies"])}
-        wholes.append(filled(sums["whole"], vps, sums["kinds"][0][1]))
+        wholes.append({**dict.fromkeys(sums["kinds"][0][1], nothing), **sums["whole"]})  # a kind of which none has any
     if wrong["source"] or wrong["target"]:
         return {"doubts": wrong}
     (held, arrived), kept = wholes, SideDigests()
@@ -160,7 +159,7 @@ def agreed(
     if found["doubts"]:
         what = session, f"{step}/differing", vps, layout, members, own, found["doubts"], side
         raise CertificateError(explained(*what))
-    return filled(found["whole"], vps, own)
+    return {**dict.fromkeys(own, np.zeros(len(vps.tensors), np.uint64)), **found["whole"]}
 
 
 def differing(
@@ -181,11 +180,6 @@ def differing(
         raise CertificateError(explained(*what))
     places: Doubts = found["places"]
     return places
-
-
-def filled(whole: Mapping[str, Digests], vps: VirtualParameterSpace, kinds: Iterable[str]) -> SideDigests:
-    """Add zeros for each kind of which no member holds an element."""
-    return {**dict.fromkeys(kinds, np.zeros(len(vps.tensors), np.uint64)), **whole}
 
 
 def explained(
@@ -239,10 +233,10 @@ def _two_that_differ(
 
 def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints]]:
     """Return (ranks, whether each tensor belongs to the group) of every ZeRO group."""
-    mesh, routed = vps.mesh(layout), np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
+    mesh = vps.mesh(layout)
     if mesh is None:
-        return [(np.arange(layout.world_size), np.ones(len(routed), bool))]
-    return [(group.ranks, routed == group.experts) for group in mesh.shard_groups]
+        return [(np.arange(layout.world_size), np.ones(len(vps.tensors), bool))]
+    return [(group.ranks, vps.line.experts == group.experts) for group in mesh.shard_groups]
 
 
 def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, ranks: Ints) -> list[int]:
@@ -263,7 +257,7 @@ def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -
         return *_in_group(vps, layout, kind, rank, ranks, rows), np.zeros(count, np.uint64)
     tensors, groups, firsts = mesh.holders
     is_counted, copies, places = np.zeros(count, bool), np.zeros(count, np.uint64), np.zeros(count, np.uint64)
-    weights = _odd(np.arange(len(mesh.shard_groups)) + _PLACES)
+    weights = odd(np.arange(len(mesh.shard_groups), dtype=np.uint64) + _PLACES)
     for index, (ranks, rows) in enumerate(_groups(vps, layout)):
         if rank not in ranks:
             continue
@@ -287,26 +281,17 @@ def _in_group(
 
     rows: whether each tensor belongs to the group.
     """
-    nothing, mine = np.zeros(len(rows), np.uint64), int(np.flatnonzero(ranks == rank)[0])
+    weights, mine = odd(ranks.astype(np.uint64)), int(np.flatnonzero(ranks == rank)[0])
     if vps.kind(kind).overlaps(layout):
         holds = np.zeros((len(ranks), len(rows)), bool)
         for place, other in enumerate(ranks.tolist()):
             holds[place, np.unique(vps.local(layout, other).rows(kind)[0])] = True
         holds &= rows
         counts = holds[mine] & ~holds[:mine].any(axis=0)
-        weighed = np.where(holds, _odd(ranks)[:, None], np.uint64(0))
+        weighed = np.where(holds, weights[:, None], np.uint64(0))
         others = np.uint64(0) - (weighed.sum(axis=0, dtype=np.uint64) - weighed[mine])
         return counts, np.where(counts, others, weighed[mine])
     if not vps.is_replicated(layout, kind):
-        return rows, nothing
-    weights = _odd(ranks)
+        return rows, np.zeros(len(rows), np.uint64)
     weight = weights[mine] if mine else np.zeros(1, np.uint64) - weights[1:].sum(dtype=np.uint64)  # arrays wrap around
     return rows & (mine == 0), np.where(rows, weight, np.uint64(0))
-
-
-def _odd(numbers: Ints) -> Digests:
-    """Return a pseudo-random odd number for each number, by splitmix64 (Steele, Lea and Flood, 2014)."""
-    mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)

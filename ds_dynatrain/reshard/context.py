@@ -39,9 +39,6 @@ class Candidates:
         """The numbers of the members, in ascending order."""
         return tuple(sorted(self.nodes))
 
-    def __len__(self) -> int:
-        return len(self.nodes)
-
 
 @dataclass(frozen=True)
 class Context:
@@ -133,22 +130,20 @@ class OwnGroups:
     """Groups that the script has requested, in order; the same on every process.
 
     of_all: the kinds of groups of all ranks that extensions use.
+    rules: the script's rules, in the order of its requests.
     """
 
     def __init__(self, of_all: Iterable[str] = ()) -> None:
-        self._rules: list[RanksOf] = []
+        self.rules: list[RanksOf] = []
         self.of_all = tuple(of_all)
-
-    def __len__(self) -> int:
-        return len(self._rules)
 
     def add(self, rule: RanksOf | None) -> str:
         """Add a rule that decides the ranks of groups; return the kind of these groups.
 
         rule: None makes one group of all ranks.
         """
-        self._rules.append(rule or (lambda layout, nodes: [range(layout.world_size)]))
-        return f"{OF_A_USER}{len(self._rules) - 1}"
+        self.rules.append(rule or (lambda layout, nodes: [range(layout.world_size)]))
+        return f"{OF_A_USER}{len(self.rules) - 1}"
 
     def kinds(
         self, layout: Layout, members: Sequence[int], nodes: Mapping[int, str], mine: int
@@ -164,7 +159,7 @@ class OwnGroups:
         rank, everybody = members.index(mine), tuple(range(layout.world_size))
         found = dict.fromkeys(self.of_all, everybody)
         places = tuple(nodes.get(member, "") for member in members)
-        for number, rule in enumerate(self._rules):
+        for number, rule in enumerate(self.rules):
             groups = [tuple(int(one) for one in group) for group in rule(layout, places)]
             everyone = [one for group in groups for one in group]
             wrong = [one for one in everyone if not 0 <= one < layout.world_size or everyone.count(one) > 1]

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_dynatrain.adapters.deepspeed.host import Host, Replaced
+from ds_dynatrain.adapters.deepspeed.host import Host
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import LaunchWorld, install
-from ds_dynatrain.adapters.model.shaper import Made
 from ds_dynatrain.adapters.zero.deepspeed_config import layout_config
 from ds_dynatrain.adapters.zero.process_wide import ProcessWide
 from ds_dynatrain.adapters.zero.state_memory import Memory
@@ -315,12 +314,6 @@ class EngineCore:
         if self.old_state is not None and not (unless_needed and self.old_state.is_needed(self.control)):
             self.old_state.release()
             self.old_state = None
-
-    def take_shape(
-        self, space: VirtualParameterSpace, layout: Layout, rank: int, made: Made | None = None
-    ) -> Replaced | None:
-        """Call `Host.reshape` for a rank of a layout. The world of that layout must be installed."""
-        return self.host.reshape(layout, rank, space.local(layout, rank).tensors, made)
 
     def forget_batch(self) -> None:
         """Reset the record of the open global batch: none is open any more."""

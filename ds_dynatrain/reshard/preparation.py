@@ -29,7 +29,7 @@ from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
-from ds_dynatrain.membership.session import Session
+from ds_dynatrain.membership.session import Session, first_and_other
 from ds_dynatrain.plan import MemberPlan, SwitchPlan, estimate, plan_switch
 from ds_dynatrain.reshard.digest_sides import DigestSide
 from ds_dynatrain.reshard.ways import POLL_SECONDS, Ways
@@ -63,11 +63,6 @@ class Figures:
         """Compute the figures from the parts of all members."""
         cost = estimate(plan, budget_bytes, 1.0)
         return Figures(cost.bytes_sent, cost.bytes_busiest, cost.highest_peak_bytes)
-
-
-def unguarded() -> AbstractContextManager[Note]:
-    """Return a block that does nothing; the default block around the building of groups."""
-    return nullcontext(ignore)
 
 
 def nothing() -> None:
@@ -112,7 +107,7 @@ class Preparation:
     on_device: frozenset[str] = frozenset()
     is_lean: bool = False
     check: Callable[[], None] = nothing
-    building: Callable[[], AbstractContextManager[Note]] = unguarded
+    building: Callable[[], AbstractContextManager[Note]] | None = None
     stop: Callable[[], None] = nothing
     committed: Callable[[], None] = nothing
     status: GroupStatus | None = None
@@ -194,11 +189,8 @@ class Preparation:
             wrong, anew = self._say_ready(None)
             if wrong:
                 raise SwitchFailed(wrong)
-            with self.building() as note:
-                self.world = self._build(own, anew, note)
-            if not self.is_lean:
-                self._make_moves(self.world)
-            if self._stop.is_set():
+            self._build(own, anew)
+            if self._stop.is_set() and self.world is not None:
                 self.ways.end()
                 self.control.track_teardown(drop(self.world))
                 self.world = None
@@ -215,22 +207,15 @@ class Preparation:
             self.error = self.error or error
 
     def _make_target(self) -> None:
-        """Make the target's buffers and children, and compute what would otherwise be computed in the pause."""
-        rank = self.target_rank
-        if rank is not None:
-            self.kept = self.reusable(self.live)
-            local = self.vps.local(self.proposal.layout, rank)
-            self.buffers = provide(local, self.memory, self.kept, self.live, self._touched)
-        self._look_ahead()
-        if rank is not None:
-            self.made = self.make(self.proposal.layout, rank)
-
-    def _look_ahead(self) -> None:
-        """Compute in advance what the certificate and the digests need, within the memory budget.
+        """Make the target's buffers and the module's children, and what the certificate and the digests need of memory.
 
         Rank 0 also posts the figures of the plan for the event.
         """
         proposal, source, target, kinds = self.proposal, self.source_rank, self.target_rank, self.vps.present_kinds()
+        if target is not None:
+            self.kept = self.reusable(self.live)
+            local = self.vps.local(proposal.layout, target)
+            self.buffers = provide(local, self.memory, self.kept, self.live, self._touched)
         if source == 0:
             figures = Figures.of(self.plan(kinds), self.budget_bytes)
             self.control.post(f"figures/{proposal.generation}", {"kinds": kinds, "figures": astuple(figures)})
@@ -248,6 +233,7 @@ class Preparation:
             room += side.nbytes
             kinds = tuple(kind for kind in kinds if self.vps.is_held(proposal.layout, kind))
             side.make_ready(self.buffers, kinds, self.kept, room, has_share=source is not None)
+            self.made = self.make(proposal.layout, target)
 
     def _touched(self, numel: int, memory: Memory) -> torch.Tensor:
         if memory.place != HERE:
@@ -275,8 +261,8 @@ class Preparation:
         wrong, anew = self._session.reduce("building", said, joined_readiness, judged_readiness, doing)
         return wrong, anew
 
-    def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str], note: Note) -> World:
-        """Build the next world, which may inherit groups of the present one that have the same members.
+    def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str]) -> None:
+        """Build the next world, which may inherit groups of the present one, and compute the moves between members.
 
         A late switch inherits none: a batch that is given up in the new world leaves messages behind, and the old world
         has to continue. On accelerators, a job whose members come and go inherits none either, as it keeps no
@@ -295,15 +281,16 @@ class Preparation:
             self.has_sequence,
             moves_apart=proposal.late,
         )
-        return build_world(board.store, spec, board.timeout_seconds, self.status, self.present, anew, note)
-
-    def _make_moves(self, world: World) -> None:
-        """Find the transports between members, and compute the moves that use them."""
+        with nullcontext(ignore) if self.building is None else self.building() as note:
+            given = self.status, self.present, anew, note
+            self.world = build_world(board.store, spec, board.timeout_seconds, *given)
+        if self.is_lean:
+            return
         self.ways.meet()
         kinds = self.vps.present_kinds()
         if is_accelerated() or self.way == "nccl":
             stay = frozenset(kind for kind, held in self.memory.items() if held.place.device != HOST) & self.on_device
-            self.ways.agree_on_batching(self._part(kinds), stay, self.budget_bytes, self._session, world)
+            self.ways.agree_on_batching(self._part(kinds), stay, self.budget_bytes, self._session, self.world)
         self.moves(kinds)
         if self.proposal.late:
             self.moves(kinds, is_late=True)
@@ -399,11 +386,9 @@ def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, An
     The result has the first few errors, up to two members that asked for different numbers of groups, and the merged
     reports on the present world's groups.
     """
-    first, *rest = one["own_groups"]
-    differing = [each for each in (*rest, *other["own_groups"]) if each[1] != first[1]]
     errors = [*one["errors"], *other["errors"]]
-    groups = joined(one["groups"], other["groups"])
-    return {"errors": errors[:MOST_ERRORS], "own_groups": [first, *differing[:1]], "groups": groups}
+    own_groups = first_and_other(one["own_groups"], other["own_groups"])
+    return {"errors": errors[:MOST_ERRORS], "own_groups": own_groups, "groups": joined(one["groups"], other["groups"])}
 
 
 def judged_readiness(found: dict[str, Any]) -> tuple[str, list[str]]:

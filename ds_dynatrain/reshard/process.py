@@ -102,7 +102,7 @@ class Process:
         Raise UnsupportedError or ConfigError, the same on every process, if the open engines do not permit another one.
         """
         for engine in self.engines:
-            refuse_idle(engine.layout, len(engine.candidates))
+            refuse_idle(engine.layout, len(engine.candidates.nodes))
             if engine.is_switching:
                 raise ConfigError(
                     "initialize: a switch of another engine of this process is pending; make all engines first, or "
@@ -241,8 +241,10 @@ def refuse_beside_plain(layout: Layout, processes: int) -> None:
             raise usage("a plain engine beside idle processes").error(_without_plain(plain, layout))
 
 
-def refuse_target_beside_plain(layout: Layout, present: Layout) -> None:
-    """Raise SwitchRefused if a switch would remove processes or groups that a plain DeepSpeed engine needs."""
+def refuse_target(layout: Layout, present: Layout, processes: int) -> None:
+    """Raise SwitchRefused if a switch takes processes or groups from another engine, or from a plain DeepSpeed one."""
+    if PROCESS.is_shared and layout.world_size < processes:
+        raise usage("idle processes beside another engine").refused(_idle_in(layout, processes))
     if layout.world_size == present.world_size:
         return
     for plain in plain_engines():
@@ -255,12 +257,6 @@ def _without_plain(plain: PlainEngine, layout: Layout) -> str:
         f"{layout}, of {layout.world_size} processes, beside an engine of deepspeed.initialize in ZeRO stage "
         f"{plain.stage} over {plain.processes}"
     )
-
-
-def refuse_idle_target(layout: Layout, processes: int) -> None:
-    """Raise SwitchRefused if the process has several engines and the target layout would leave processes idle."""
-    if PROCESS.is_shared and layout.world_size < processes:
-        raise usage("idle processes beside another engine").refused(_idle_in(layout, processes))
 
 
 def _idle_in(layout: Layout, processes: int) -> str:

@@ -84,7 +84,7 @@ def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
         return None
     try:
         engine.host.shaper.refuse_to_train({*saved.requires_grad} - trained)
-        lists_per_group(engine.host.lr_scheduler, len(model.groups))
+        lists_per_group(engine.deepspeed.lr_scheduler, len(model.groups))
     except SwitchRefused as refused:
         changed = sorted(trained.symmetric_difference(saved.requires_grad)) or sorted(wanted)
         raise CheckpointError(
@@ -123,7 +123,7 @@ class Adoption:
         self._engine, self._asked, host = engine, asked, engine.host
         self.model, self.vps = host.model_map, engine.vps
         self._groups = [(group, dict(group)) for group in host.basic_optimizer.param_groups]
-        self._lists: Lists = lists_per_group(host.lr_scheduler, len(self._groups))
+        self._lists: Lists = lists_per_group(host.engine.lr_scheduler, len(self._groups))
 
     def make(self) -> None:
         """Give the optimizer the new groups. A group that continues keeps its dictionary object.

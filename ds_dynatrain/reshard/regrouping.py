@@ -97,7 +97,7 @@ def _asked(engine: EngineCore, wanted: RegroupRequest) -> Regrouping | None:
     if asked is not None:
         flags = zip(host.model_map.tensors, host.model_map.requires_grad, strict=True)
         host.shaper.refuse_to_train(set(asked.requires_grad).difference(each.name for each, was in flags if was))
-        lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
+        lists_per_group(host.engine.lr_scheduler, len(host.basic_optimizer.param_groups))
     return asked
 
 

@@ -14,13 +14,14 @@ from typing import Any, Self
 
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.zero.buffers import provide, release, zeros
+from ds_dynatrain.adapters.zero.optimizers import forget_running_products
 from ds_dynatrain.adapters.zero.regroup import Regrouping
 from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.adapters.zero.state_memory import Memory
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.membership.session import Session, VoteResult
+from ds_dynatrain.membership.session import Session, VoteResult, first_and_other
 from ds_dynatrain.reshard import feasible, streams
 from ds_dynatrain.reshard.carry import LoadReason, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
@@ -258,7 +259,7 @@ class Restoration:
                 "the random streams are not those that were put in; load again while no other thread draws random "
                 "numbers"
             )
-        prints = self.session.reduce("taken", [[self.control.member, fingerprint(shared)]], _two_that_differ)
+        prints = self.session.reduce("taken", [[self.control.member, fingerprint(shared)]], first_and_other)
         if len(prints) > 1:
             raise CheckpointError(
                 f"the carry of member {prints[1][0]} is not that of member {prints[0][0]}; let load_state_dict of "
@@ -297,7 +298,7 @@ class Restoration:
             engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
             if goal.begins_anew:
                 engine.begin_anew(goal.world.generation)
-        engine.host.forget_steps()
+        forget_running_products(engine.host.basic_optimizer)
 
     def _undo(self) -> None:
         """Return to the old state, or to the state of an idle member if there is none."""
@@ -313,9 +314,3 @@ def let_go(engine: EngineCore) -> None:
         engine.host.detach()
         engine.host.leave_world()
         engine.world = None
-
-
-def _two_that_differ(one: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
-    """Return the first member and its value, and one member with another value if there is any."""
-    first, *rest = one
-    return [first, *[each for each in (*rest, *other) if each[1] != first[1]][:1]]

@@ -6,7 +6,6 @@ Each step registers its undo function before it starts, so that a step that fail
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -54,17 +53,17 @@ class Swap:
 
     A member that holds no state before or after the change leaves some of them out. `undo` also restores the random
     streams as they were when this object was made.
+
+    on_undo: registers a function, and its arguments, to be called by `undo` before all registered earlier.
+    undo: undoes all steps in reverse order.
+    keep: makes the change permanent, by dropping all registered functions.
     """
 
     def __init__(self, engine: EngineCore) -> None:
-        self.has_begun = False
-        self._engine, self._undo = engine, ExitStack()
+        self.has_begun, self._engine, steps = False, engine, ExitStack()
+        self.on_undo, self.undo, self.keep = steps.callback, steps.close, steps.pop_all
         self.streams = streams.capture()
         self.on_undo(streams.restore, self.streams)
-
-    def on_undo(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Register `call` to be called by `undo`, before everything that was registered earlier."""
-        self._undo.callback(call, *arguments)
 
     def off(self, before: Before) -> None:
         """Detach the optimizer, unless it is detached already."""
@@ -92,19 +91,11 @@ class Swap:
     ) -> None:
         """Give the module a rank's shape, and attach the optimizer to `buffers`. made: the module's children."""
         engine = self._engine
-        replaced = engine.take_shape(vps, layout, rank, made)
+        replaced = engine.host.reshape(layout, rank, vps.local(layout, rank).tensors, made)
         if replaced is not None:
             self.on_undo(engine.host.undo_reshape, replaced)
         self.on_undo(engine.host.detach)
         engine.host.attach(layout, world, engine.config_for(layout), buffers, scalars)
-
-    def undo(self) -> None:
-        """Undo all steps in reverse order."""
-        self._undo.close()
-
-    def keep(self) -> None:
-        """Make the change permanent by dropping all registered undo functions."""
-        self._undo.pop_all()
 
     def _back(self, before: Before) -> None:
         """Attach the old optimizer to the old buffers, in the old world."""

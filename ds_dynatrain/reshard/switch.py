@@ -44,11 +44,12 @@ from ds_dynatrain.adapters.groups.communicators import END_SECONDS, end
 from ds_dynatrain.adapters.groups.device import beside, is_accelerated, start_thread, synchronize
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import drop
+from ds_dynatrain.adapters.zero.optimizers import forget_running_products
 from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.carry import Carried, LoadReason, differing_values, rest_carry, scalars_of, shared_carry, take
+from ds_dynatrain.reshard.carry import LoadReason, rest_carry, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import SIDES, Doubts, certify, differing, explained, joined_sides, shares
 from ds_dynatrain.reshard.core import EngineCore
@@ -62,7 +63,7 @@ from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.replicas import Settlement, furthest
 from ds_dynatrain.reshard.replicas import judge as judge_replicas
 from ds_dynatrain.reshard.swap import Before, Swap
-from ds_dynatrain.space import Layout, row_of
+from ds_dynatrain.space import Layout, of_kind, row_of
 from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute, send_down
 
 POLL_SECONDS = 0.02
@@ -97,19 +98,19 @@ class Transaction:
         }
         self.newcomers = sorted({*proposal.members} - {*proposal.source_members})
         """Members that have a rank after this switch but none before it."""
-        has_layers = bool(engine.host.stage_layers(proposal.source_layout))
-        self.layers = LayerStates(engine, self.control, proposal) if has_layers else None
+        self.layers = LayerStates(engine, self.control, proposal) if engine.job.has_stages else None
         self.before: Before | None = None
         self.source: Buffers = {}
         self.target: Buffers = {}
-        self.carried = Carried({}, {}, "", ())
+        self.carried: dict[str, Any] = {}
+        """Record of rank 0's extra state: shared; rest, without tensors; rest_print, its hash; kinds."""
         self.kinds: tuple[str, ...] = ()
         """State kinds that exist now."""
         self.proved_at_once: tuple[str, ...] = ()
         """State kinds whose digests are computed in the pause."""
         self.rest: dict[str, Any] = {}
         self.new_streams: streams.Streams | None = None
-        self.digests: dict[str, SideDigests] = {side: {} for side in SIDES}
+        self.digests: dict[str, SideDigests] = {"source": {}, "target": {}}
         self.kept_share: SideDigests = {}
         """Digests of the part of the source that lies in buffers that the next layout reuses."""
         self.digest = ""
@@ -200,8 +201,7 @@ class Transaction:
             self.layers.offer()
         if rank == 0:
             self.rest = rest_carry(engine, has_module=self.layers is None)
-            there = {kind for kind, _ in self.source}
-            kinds = [kind for kind in engine.vps.present_kinds() if kind in there]
+            kinds = [kind for kind in engine.vps.present_kinds() if of_kind(self.source, kind)]
             record = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
             record["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
             self.control.post(f"carry/{generation}", record)
@@ -211,8 +211,9 @@ class Transaction:
         meet(self.session, self.engine, self.preparation, self.place)
         if self.old_world is not None and self.old_world.has_gate:
             self._settle_results()
-        self.carried = Carried.of(self.control.value(f"carry/{self.proposal.generation}"))
-        self.kinds = self.outcome.kinds = self.proved_at_once = self.carried.kinds
+        record = self.control.value(f"carry/{self.proposal.generation}")
+        self.carried = {**record, "shared": decode(record["shared"], [])}
+        self.kinds = self.outcome.kinds = self.proved_at_once = tuple(record["kinds"])
         if self.proposal.late:  # a backward pass overwrites gradients, so they can only be compared now
             self.proved_at_once = tuple(kind for kind in self.kinds if row_of(kind).is_gradient)
         if self.before is not None:
@@ -275,7 +276,7 @@ class Transaction:
             self.swap.on_undo(self.settlement.undo)  # undone before the old optimizer reads them
         if self.target_rank is not None and world is not None:
             self.swap.into(world)
-            scalars = scalars_of(self.carried.shared) if before is None else before.scalars
+            scalars = scalars_of(self.carried["shared"]) if before is None else before.scalars
             made, self.preparation.made = self.preparation.made, None
             vps, layout = self.preparation.vps, self.proposal.layout
             self.swap.over(vps, layout, world, self.target_rank, self.target, scalars, made)
@@ -327,10 +328,10 @@ class Transaction:
             encode(self.rest, tensors)
             send_down(tree, self.control.member, tensors, transport, deadline)
         elif self.control.member in self.newcomers:
-            tensors = blank_tensors(self.carried.rest)
+            tensors = blank_tensors(self.carried["rest"])
             send_down(tree, self.control.member, tensors, transport, deadline)
-            self.rest = decode(self.carried.rest, tensors)
-            if fingerprint(self.rest) != self.carried.rest_print:
+            self.rest = decode(self.carried["rest"], tensors)
+            if fingerprint(self.rest) != self.carried["rest_print"]:
                 raise CertificateError(
                     f"module buffers or carried objects of member {self.control.member} are not those of rank 0"
                 )
@@ -342,9 +343,9 @@ class Transaction:
             return
         is_resized = (source.expert, source.tensor) != (target.expert, target.tensor)
         if self.source_rank is None:
-            take(self.engine, {**self.carried.shared, **self.rest, "resized": is_resized}, LoadReason.START)
+            take(self.engine, {**self.carried["shared"], **self.rest, "resized": is_resized}, LoadReason.START)
         else:
-            take(self.engine, self.carried.shared, LoadReason.NEW_OPTIMIZER)
+            take(self.engine, self.carried["shared"], LoadReason.NEW_OPTIMIZER)
         if self.layers is not None:
             self.layers.put(is_resized)
         seed, generation = self.engine.job.job_seed, self.proposal.generation
@@ -381,7 +382,9 @@ class Transaction:
 
     def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
         """Raise CertificateError if this member's shared extra state differs from that of rank 0 before the moves."""
-        parts = differing_values(mine, self.carried.shared)
+        first = self.carried["shared"]
+        names = sorted(mine.keys() | first.keys())
+        parts = [name for name in names if fingerprint(mine.get(name)) != fingerprint(first.get(name))]
         if parts:
             raise CertificateError(
                 f"carry of member {self.control.member} {when} the moves differs from rank 0's before them in: "
@@ -443,7 +446,7 @@ class Transaction:
         if self.outcome.acknowledge(self.session):
             engine.release_old_state()
         if works:
-            engine.host.forget_steps()
+            forget_running_products(engine.host.basic_optimizer)
         else:
             engine.host.leave_world()
             engine.launch.install()

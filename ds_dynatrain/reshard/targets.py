@@ -21,8 +21,8 @@ from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.reshard import feasible
 from ds_dynatrain.reshard.carry import refuse_tensor_settings
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.process import PROCESS, refuse_idle_target, refuse_target_beside_plain
-from ds_dynatrain.space import Layout, LocalSpace
+from ds_dynatrain.reshard.process import PROCESS, refuse_target
+from ds_dynatrain.space import Layout
 from ds_dynatrain.support import Target, refuse_layout, usage
 
 
@@ -54,28 +54,32 @@ class Targets:
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
         """Return the layout that a call asks for; raise SwitchRefused if the engine cannot switch to it."""
         engine = self.engine
-        refuse_moved_states(engine.host)
         target = feasible.target_layout(engine.layout, layout, changes)
-        refuse_idle_target(target, len(PROCESS.membership.able(engine)))
-        refuse_target_beside_plain(target, engine.layout)
-        self.check(target, len(engine.candidates))
+        refuse_target(target, engine.layout, len(PROCESS.membership.able(engine)))
+        self.check(target, len(engine.candidates.nodes))
         return target
 
     def check(self, target: Layout, processes: int) -> None:
         """Raise SwitchRefused if this number of processes cannot train the model in a layout."""
-        engine = self.engine
-        refuse_moved_states(engine.host)
+        engine, host, job = self.engine, self.engine.host, self.engine.job
+        refuse_moved_states(host)
         if not engine.idle:
-            refuse_changes(engine.host)
+            refuse_changes(host)
             refuse_tensor_settings(engine)
-        feasible.check_combination(engine.job.features, target, processes)  # first: other refusals keep its axes
+        feasible.check_combination(job.features, target, processes)  # first: other refusals keep its axes
         feasible.check_size(target, processes)
-        feasible.check_batch(
-            target, engine.job.batch_sizes, engine.host.shaper.whole(engine.host.module), engine.job.has_stages
-        )
-        for extension in engine.job.extensions:
-            extension.check_layout(target, engine.job.batch_sizes, engine.job.has_stages)
-        self.check_features(target, processes)
+        feasible.check_batch(target, job.batch_sizes, host.shaper.whole(host.module), job.has_stages)
+        for extension in job.extensions:
+            extension.check_layout(target, job.batch_sizes, job.has_stages)
+        feasible.check_tensors(engine.vps, target)
+        refuse_module(host.module, target, job.user_config)
+        refuse_layout(Target(job.user_config, target, engine.layout, type(host.basic_optimizer)))
+        refuse_optimizer_layout(host.basic_optimizer, job.user_config, target, engine.layout)
+        try:
+            engine.config_for(target)
+        except Exception as error:  # DeepSpeed checks some keys against the stage, with whatever exception
+            reason = f"DeepSpeed does not take this configuration in {target}: {type(error).__name__}: {error}"
+            raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
     def check_late(self, target: Layout) -> None:
         """Raise SwitchRefused if a late switch, in which masters and moments move after the pause, is impossible."""
@@ -91,22 +95,6 @@ class Targets:
             raise usage("late switches with Muon").refused()
         if not engine.train_loaders:
             raise usage("late switches without a loader").refused()
-
-    def check_features(self, target: Layout, processes: int | None = None) -> None:
-        """Raise SwitchRefused if the model or a key of the configuration is not supported in a layout."""
-        engine = self.engine
-        processes = len(engine.candidates) if processes is None else processes
-        feasible.check_combination(engine.job.features, target, processes)
-        feasible.check_tensors(engine.vps, target)
-        config, optimizer = engine.job.user_config, engine.host.basic_optimizer
-        refuse_module(engine.host.module, target, config)
-        refuse_layout(Target(config, target, engine.layout, type(optimizer)))
-        refuse_optimizer_layout(optimizer, config, target, engine.layout)
-        try:
-            engine.config_for(target)
-        except Exception as error:  # DeepSpeed checks some keys against the stage, with whatever exception
-            reason = f"DeepSpeed does not take this configuration in {target}: {type(error).__name__}: {error}"
-            raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
     def members_for(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[int, ...]:
         """Return the member at each rank of a layout.
@@ -141,10 +129,18 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
 
     def held(layout: Layout, rank: int) -> Counter[str]:
         local = vps.local(layout, rank)
-        alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with equal values need equally much
-        if alike not in known:
-            known[alike] = _state_bytes(engine, local)
-        return known[alike]
+        alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with the same line need the same bytes
+        if alike in known:
+            return known[alike]
+        memory, state = engine.memory_in(layout), Counter[str]()
+        for (kind, _), size in local.sizes().items():
+            state[memory[kind].place.device.type] += size * memory[kind].dtype.itemsize
+        state[compute_device().type] += bucket_bytes(engine.deepspeed, layout.zero_stage)
+        if engine.deepspeed.zero_use_cpu_optimizer():
+            accumulates = engine.batch_for(layout).accumulation > 1
+            state[HOST.type] += working_bytes(local, memory["weight"].dtype, accumulates)
+        known[alike] = state
+        return state
 
     found: dict[tuple[int, str], int] = {}
     for rank, member in enumerate(members):
@@ -155,18 +151,6 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
             staged = min(budget, size.total()) if device == HOST.type else 0  # messages pass through host memory
             found[member, device] = max(0, size[device] - freed[device]) + staged
     return found
-
-
-def _state_bytes(engine: EngineCore, local: LocalSpace) -> Counter[str]:
-    """Return the bytes of all buffers of a rank, by device type."""
-    memory, accumulates = engine.memory_in(local.layout), engine.batch_for(local.layout).accumulation > 1
-    state = Counter[str]()
-    for (kind, _), size in local.sizes().items():
-        state[memory[kind].place.device.type] += size * memory[kind].dtype.itemsize
-    state[compute_device().type] += bucket_bytes(engine.deepspeed, local.layout.zero_stage)
-    if engine.deepspeed.zero_use_cpu_optimizer():
-        state[HOST.type] += working_bytes(local, memory["weight"].dtype, accumulates)
-    return state
 
 
 class NodeMemory:

@@ -269,9 +269,11 @@ class Pieces:
         return local, local + (self.stop - self.start)[order], self.start[order]
 
 
-def split_by_tensor(line: CoordinateLine, pieces: Pieces) -> tuple[Ints, Pieces]:
-    """Cut pieces at tensor boundaries; return the tensor number of each resulting piece, and the pieces."""
-    filled = np.flatnonzero(line.numels)
-    start, stop = line.bases[filled], line.bases[filled + 1]
-    row, tensor, low, high = interval.intersect(pieces.start, pieces.stop, start, stop)
+def split_by_tensor(bases: Ints, pieces: Pieces) -> tuple[Ints, Pieces]:
+    """Cut pieces at tensor boundaries; return the tensor number of each resulting piece, and the pieces.
+
+    bases: the first coordinate of each tensor, and the end of the line.
+    """
+    filled = np.flatnonzero(np.diff(bases))
+    row, tensor, low, high = interval.intersect(pieces.start, pieces.stop, bases[filled], bases[filled + 1])
     return filled[tensor], pieces.take(row, low, high)

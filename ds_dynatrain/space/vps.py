@@ -10,7 +10,7 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import zero
 from ds_dynatrain.space.cut import WHOLE, Partitioner, is_partitioned, shared_stages
 from ds_dynatrain.space.interval import Ints
-from ds_dynatrain.space.kind import Kind, kind_of
+from ds_dynatrain.space.kind import Kind, kind_of, row_of
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.sharding import GroupedSharding, Sharding
@@ -80,7 +80,7 @@ class VirtualParameterSpace:
         """Return the names of the state kinds that a layout (the current one if None) holds."""
         found = []
         for kind in self.kinds:
-            if zero.is_held(layout or self.layout, kind.name):
+            if self.is_held(layout or self.layout, kind.name):
                 found.append(kind.name)
         return tuple(found)
 
@@ -159,11 +159,11 @@ class VirtualParameterSpace:
 
     def is_held(self, layout: Layout, kind: str) -> bool:
         """Return whether the layout holds the state kind."""
-        return zero.is_held(layout, kind)
+        return layout.zero_stage in row_of(kind).stages
 
     def is_replicated(self, layout: Layout, kind: str) -> bool:
         """Return whether ZeRO keeps the state kind whole on every rank of a ZeRO group."""
-        return zero.is_replicated(zero.as_cut(self.rules, layout), kind)
+        return zero.as_cut(self.rules, layout).zero_stage in row_of(kind).whole_in
 
     def owned(self, layout: Layout, rank: int, kind: str) -> Pieces:
         """Return the part of `holding` that the rank owns. Each element has exactly one owner, even if replicated."""
@@ -171,7 +171,7 @@ class VirtualParameterSpace:
 
     def split_by_tensor(self, pieces: Pieces) -> tuple[Ints, Pieces]:
         """Cut pieces at tensor boundaries; return the tensor number of each resulting piece, and the pieces."""
-        return split_by_tensor(self.line, pieces)
+        return split_by_tensor(self.bases, pieces)
 
     def with_groups(self, kind: str, groups: Iterable[int]) -> VirtualParameterSpace:
         """Return a copy of the space with a state kind limited to some optimizer groups, which may include FROZEN."""

@@ -65,16 +65,6 @@ def as_cut(rules: ZeroRules, layout: Layout) -> Layout:
     return layout.replace(zero_stage=1) if rules.parts_without_zero and layout.zero_stage == 0 else layout
 
 
-def is_held(layout: Layout, kind: str) -> bool:
-    """Return whether the ranks of the layout hold the state kind."""
-    return layout.zero_stage in row_of(kind).stages
-
-
-def is_replicated(layout: Layout, kind: str) -> bool:
-    """Return whether every rank of a ZeRO group holds the whole of the state kind."""
-    return layout.zero_stage in row_of(kind).whole_in
-
-
 def has_flat_groups(rules: ZeroRules, layout: Layout) -> bool:
     """Return whether the layout stores the tensors of an optimizer group end to end in one buffer."""
     return layout.zero_stage in (1, 2) or (layout.zero_stage == 0 and rules.flat_without_zero)
@@ -111,7 +101,7 @@ def sharding(line: CoordinateLine, rules: ZeroRules, layout: Layout, kind: Kind,
     experts: whether to partition the expert tensors (over the ranks that hold the same expert) or all other tensors.
     """
     table = buffer_table(line, rules, layout)
-    count = len(line.tensors) if is_held(layout, kind.name) else 0
+    count = len(line.tensors) if layout.zero_stage in row_of(kind.name).stages else 0
     if not row_of(kind.name).of_frozen:
         count = min(count, line.trainable_count)
     ranks = group_size(layout, experts)
@@ -214,7 +204,7 @@ def _flat_groups(
 
     A segment of a flat group ends where the order in the group stops following the coordinate line.
     """
-    replicated = is_replicated(layout, kind)
+    replicated = layout.zero_stage in row_of(kind).whole_in
     trainable = min(count, line.trainable_count)
     width, position = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for group in np.unique(line.groups[:trainable]).tolist():
@@ -332,7 +322,7 @@ class LocalSpace:
         found: dict[tuple[str, BufferId], int] = {}
         buffers = buffers_of(self.line, self.rules, self.layout)
         for kind in self.kinds:
-            if not is_held(self.layout, kind.name):
+            if self.layout.zero_stage not in row_of(kind.name).stages:
                 continue
             if kind.overlaps(self.layout):
                 for pieces in self.holding(kind.name):  # whole tensors only; a buffer without a piece is left out
@@ -340,7 +330,7 @@ class LocalSpace:
                         key = kind.name, piece.buffer
                         found[key] = found.get(key, 0) + piece.stop - piece.start
                 continue
-            is_whole = is_replicated(self.layout, kind.name)
+            is_whole = self.layout.zero_stage in row_of(kind.name).whole_in
             for name, group, numel, whole in buffers:
                 if row_of(kind.name).of_frozen or (group != FROZEN and kind.is_of(group)):
                     found[kind.name, name] = whole if is_whole else numel
@@ -350,7 +340,7 @@ class LocalSpace:
         """Return all pieces of a state kind on this rank, cut at tensor boundaries: (tensor numbers, pieces)."""
         columns = []
         for pieces in self.holding(kind):
-            number, part = split_by_tensor(self.line, pieces)
+            number, part = split_by_tensor(self.line.bases, pieces)
             columns.append((number, *part.columns))
         number, start, stop, buffer, offset = join(columns)
         return number, Pieces(start, stop, buffer, offset, part.buffers)

@@ -29,7 +29,8 @@ import numpy.typing as npt
 import torch
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.space import BufferId, Pieces, interval
+from ds_dynatrain.space import BufferId, Pieces
+from ds_dynatrain.space.tensor import split_by_tensor
 from ds_dynatrain.transfer import device_digest
 from ds_dynatrain.transfer.device_digest import DeviceTable, by_arithmetic, has_kernel
 from ds_dynatrain.transfer.series import series
@@ -223,10 +224,8 @@ def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
 
 def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Int64s:
     """Cut pieces at tensor boundaries; return (tensor, flat index, length, buffer, offset) of each part."""
-    filled = np.flatnonzero(np.diff(bases))
-    row, nth, start, stop = interval.intersect(pieces.start, pieces.stop, bases[filled], bases[filled + 1])
-    tensor, part = filled[nth], pieces.take(row, start, stop)
-    return np.stack([tensor, start - bases[tensor], stop - start, part.buffer, part.offset])
+    tensor, part = split_by_tensor(bases, pieces)
+    return np.stack([tensor, part.start - bases[tensor], part.stop - part.start, part.buffer, part.offset])
 
 
 def _table(columns: Int64s, sizes: Int64s, device: torch.device) -> DeviceTable:

@@ -232,6 +232,7 @@ class NeighborLine:
             self.sent.pop((tag, number)).is_done = True
 
 
+@dataclass(eq=False)
 class Neighbors:
     """The members on this machine that can read this member's memory, and whose memory this member can read.
 
@@ -241,12 +242,10 @@ class Neighbors:
     lenders: the neighbors that can also read this member's accelerator memory, and the other way round.
     """
 
-    def __init__(self, lines: Mapping[int, NeighborLine], lenders: frozenset[int] = frozenset()) -> None:
-        self._lines, self.lenders = lines, lenders
-        self._poll = select.poll()
-        self._by_descriptor = dict[int, NeighborLine]()
-        for line in lines.values():
-            self._by_descriptor[line.socket.fileno()] = line
+    lines: Mapping[int, NeighborLine]
+    lenders: frozenset[int] = frozenset()
+    _poll: select.poll = field(default_factory=select.poll)
+    _by_descriptor: dict[int, NeighborLine] = field(default_factory=dict)
 
     @classmethod
     def meet(
@@ -308,7 +307,7 @@ class Neighbors:
     @property
     def members(self) -> frozenset[int]:
         """Numbers of the neighbors."""
-        return frozenset(self._lines)
+        return frozenset(self.lines)
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Offer a tensor's bytes to a neighbor. Bytes on an accelerator are copied to host memory first."""
@@ -332,8 +331,9 @@ class Neighbors:
         """
         if line.is_over:
             raise TransferError(f"{what} with member {line.member} failed: its connection has ended")
-        for each in self._lines.values():
+        for each in self.lines.values():
             if not each.is_over:
+                self._by_descriptor[each.socket.fileno()] = each
                 self._poll.register(each.socket, select.POLLIN | (select.POLLOUT if each.outbox else 0))
         left = max(deadline - time.monotonic(), 0.0)
         ready = self._poll.poll(1e3 * left)
@@ -349,22 +349,23 @@ class Neighbors:
 
     def close(self) -> None:
         """Close all connections, and revoke the permission to read this process's memory."""
-        for line in self._lines.values():
+        for line in self.lines.values():
             line.close()
-        self._lines = {}
+        self.lines = {}
         permit_readers(NOBODY)
 
     def _line(self, member: int) -> NeighborLine:
-        if member not in self._lines:
-            raise TransferError(f"member {member} is no neighbor; there are {sorted(self._lines)}")
-        return self._lines[member]
+        if member not in self.lines:
+            raise TransferError(f"member {member} is no neighbor; there are {sorted(self.lines)}")
+        return self.lines[member]
 
 
+@dataclass(frozen=True)
 class RoutedTransport:
-    """A transport that reaches neighbors through their memory, and all other members through `far`."""
+    """A transport that reaches neighbors (`near`) through their memory, and all other members through `far`."""
 
-    def __init__(self, near: Neighbors, far: Transport) -> None:
-        self._near, self._far = near, far
+    near: Neighbors
+    far: Transport
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         return self._to(member).send(tensor, member, tag)
@@ -373,7 +374,7 @@ class RoutedTransport:
         return self._to(member).receive(tensor, member, tag)
 
     def _to(self, member: int) -> Transport:
-        return self._near if member in self._near.members else self._far
+        return self.near if member in self.near.members else self.far
 
 
 def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:

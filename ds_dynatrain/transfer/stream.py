@@ -120,6 +120,7 @@ class MessageOutline:
         return MessageOutline(places, tuple(parcels), reach, min(SLOTS, slots))
 
 
+@dataclass(eq=False)
 class Staging:
     """A pool of reusable slots of staging memory; a running exchange uses at most 2 * SLOTS of them.
 
@@ -129,9 +130,11 @@ class Staging:
     peak: most bytes in use at once so far.
     """
 
-    def __init__(self, chunk: int, is_pinned: bool = False) -> None:
-        self.chunk, self.is_pinned = chunk, is_pinned
-        self._free, self._used, self.peak = list[torch.Tensor](), 0, 0
+    chunk: int
+    is_pinned: bool = False
+    peak: int = 0
+    _free: list[torch.Tensor] = field(default_factory=list)
+    _used: int = 0
 
     def reserve(self, slots: int) -> None:
         """Allocate slots until `slots` of them are free, and touch their memory so that first use is fast."""

@@ -142,14 +142,14 @@ class InNumpy:
 def tables() -> tuple[UInt64s, UInt64s]:
     """Return the odd multipliers a (for whole units) and b (for their high words), BLOCK_UNITS each, read-only."""
     position = np.arange(BLOCK_UNITS, dtype=np.uint64)
-    low, high = _splitmix(position, LOW_SEED) | np.uint64(1), _splitmix(position, HIGH_SEED) | np.uint64(1)
+    low, high = odd(position, LOW_SEED), odd(position, HIGH_SEED)
     low.flags.writeable = high.flags.writeable = False
     return low, high
 
 
 def factors(first: int, count: int) -> UInt64s:
     """Return the odd factors of the blocks first ... first + count - 1."""
-    return _splitmix(np.arange(first, first + count, dtype=np.uint64), FACTOR_SEED) | np.uint64(1)
+    return odd(np.arange(first, first + count, dtype=np.uint64), FACTOR_SEED)
 
 
 @lru_cache(maxsize=4096)
@@ -157,12 +157,11 @@ def _factor(block: int) -> int:
     return int(factors(block, 1)[0])
 
 
-def _splitmix(values: UInt64s, seed: int) -> UInt64s:
-    """Return the numbers seed + (value + 1) * gamma, mixed by splitmix64.
-
-    See Steele, Lea and Flood 2014; the constants are Vigna's.
+def odd(values: UInt64s, seed: int = 0) -> UInt64s:
+    """Return the numbers seed + (value + 1) * gamma, mixed by splitmix64 (Steele, Lea, Flood 2014; Vigna's constants)
+    and made odd.
     """
     mixed: UInt64s = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)

@@ -68,7 +68,7 @@ class PromptMixin(Below):
 
     _orders: dict[int, list[int]]
     """Rows of the data set in the order of an epoch's completions, by epoch."""
-    _completions: tuple[tuple[int, int], dict[str, Any]] | None = None
+    _completions: tuple[tuple[int, int], dict[str, Any] | None] = ((-1, 0), None)
     """(number of the generation batch, generation of the world) and this rank's completions."""
     _due: Iterator[dict[str, Any]]
     """Completions of the open global batch's micro-batches that are not trained yet."""
@@ -92,7 +92,8 @@ class PromptMixin(Below):
         """Make an engine that refuses worlds with unequal shares."""
         make = partial(deepspeed.initialize, extensions=[EqualShares(self._settings.global_batch)])
         with replaced(deepspeed, "initialize", make):
-            return super()._prepare_for_training(*arguments, **named)
+            made: tuple[Any, Any] = super()._prepare_for_training(*arguments, **named)
+        return made
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
@@ -128,12 +129,11 @@ class PromptMixin(Below):
         """Generate and score this rank's completions if that is due, and train each micro-batch of them."""
         self._measured = {name: len(values) for name, values in self._metrics["train"].items()}
         number = self.state.global_step // self.num_iterations, self.engine.generation
-        if self._completions is None or self._completions[0] != number:
+        known, held = self._completions
+        if known != number:
             self.model.train()
-            self._completions = number, self._answers(inputs)
-        held = self._completions[1]
-        if held is None:
-            self._completions = None
+            held = self._answers(inputs)
+        self._completions = (-1, 0) if held is None else number, held
         self._due = parts(held, [one.samples for one in inputs])
         with replaced(self.args, "steps_per_generation", len(inputs)):  # in a loss it stands for the micro-batches
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -154,14 +154,9 @@ class PromptMixin(Below):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> torch.Tensor:
         """Compute TRL's loss, whose metrics are collectives; 0 for a global batch that is discarded."""
-        compute = super().compute_loss
-        if not model.training:
-            return compute(model, inputs, *arguments, **named)
-        found: torch.Tensor = self._together(
-            "the loss",
-            lambda: compute(model, inputs, *arguments, **named),
-            lambda: torch.zeros((), device=self.args.device, requires_grad=True),
-        )
+        compute = partial(super().compute_loss, model, inputs, *arguments, **named)
+        nothing = partial(torch.zeros, (), device=self.args.device, requires_grad=True)
+        found: torch.Tensor = self._together("the loss", compute, nothing) if model.training else compute()
         return found
 
     def end_window(self) -> None:

@@ -17,7 +17,6 @@ import torch
 
 import ds_dynatrain
 from ds_dynatrain.errors import CheckpointError, SwitchRefused
-from ds_dynatrain.report.event import megabytes
 from ds_dynatrain.reshard.switch import Transaction
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport
@@ -293,7 +292,7 @@ def test_what_has_to_wait_is_refused_by_name(pool: RankPool, tmp_path: Path) -> 
         assert event.outcome == "committed" and event.late_ms > 1000 and event.late_bytes > 0
     event = found[0]["event"]
     assert event.late_wait_ms > 0 and event.late_wait_ms + found[0]["window_ms"] > event.late_ms
-    assert f"late: {megabytes(event.late_bytes)} MB" in event.line()
+    assert f"late: {event.late_bytes / 1e6:.1f} MB" in event.line()
 
 
 def ending_case() -> dict[str, Any]:

@@ -25,10 +25,10 @@ from ds_dynatrain.adapters.versions.compiled import CompileWatch, compiled_in_pl
 from ds_dynatrain.adapters.zero import loss_scale as scaler
 from ds_dynatrain.adapters.zero.logical_model import ModelMap
 from ds_dynatrain.adapters.zero.no_alloc import no_alloc, stand_in
-from ds_dynatrain.adapters.zero.optimizers import forget_running_products, moment_types
+from ds_dynatrain.adapters.zero.optimizers import moment_types
 from ds_dynatrain.adapters.zero.stage3 import forget_traces, reset_counters, restore_linear
 from ds_dynatrain.adapters.zero.stages import stage_of
-from ds_dynatrain.adapters.zero.state import Buffers, Found, Scalars
+from ds_dynatrain.adapters.zero.state import Buffers, Scalars
 from ds_dynatrain.adapters.zero.state_memory import ElementTypes, Memory, place_of
 from ds_dynatrain.adapters.zero.windows import GatherWatch, GradientWatch
 from ds_dynatrain.adapters.zero.zero_stage import fill_empty_groups
@@ -113,11 +113,6 @@ class Host:
     def basic_optimizer(self) -> Any:
         """The torch optimizer inside DeepSpeed's optimizer: one object for the whole job."""
         return self.engine.basic_optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The scheduler, one object for the whole job; None if there is none."""
-        return self.engine.lr_scheduler
 
     # ---- its parameters and state ------------------------------------------------------------------------------------
 
@@ -221,10 +216,6 @@ class Host:
         synchronize()
         return stage_of(self.optimizer).describe(self.engine, self.model_map)
 
-    def state_census(self) -> list[Found]:
-        """Return where each element lies according to DeepSpeed's own bookkeeping."""
-        return stage_of(self.optimizer).census(self.engine, self.model_map)
-
     def detach(self) -> None:
         """Remove the ZeRO optimizer from the module.
 
@@ -289,10 +280,6 @@ class Host:
         self.gathers = GatherWatch(model.parameters)
         self.adopt(model, self.basic_optimizer.param_groups)
 
-    def forget_steps(self) -> None:
-        """Drop values that the optimizer keeps outside its state. Called on all members after a switch commits."""
-        forget_running_products(self.basic_optimizer)
-
     def let_module_go(self) -> None:
         """Remove what DeepSpeed and this object have set on the module and in torch. The engine itself is kept."""
         self.gradients.stop()
@@ -340,7 +327,14 @@ class Host:
             engine._configure_zero(basic)
         basic.state.clear()
         stage_of(self.optimizer).refill(engine, model, buffers, scalars)
-        self._after_attach()
+        is_zero = isinstance(self.optimizer, ZeROOptimizer)  # from here on as DeepSpeed's constructor goes on
+        engine._support_torch_style_backward = is_zero and check_internal_apis_for_count_used_parameters()
+        if engine._support_torch_style_backward:
+            self.optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
+        engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
+        engine._configure_checkpointing()
+        engine.tput_timer.batch_size = engine.train_batch_size()
+        self._pass_grad_norm_on()
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
         engine, self.layout = self.engine, layout
@@ -355,18 +349,6 @@ class Host:
         engine.checkpoint_mp_rank = 0 if world.mpu is None else world.mpu.get_model_parallel_rank()
         sequence.enter(engine, world, layout)
         self.shaper.enter(engine, layout)
-
-    def _after_attach(self) -> None:
-        """Repeat what DeepSpeed's constructor does once its optimizer is built."""
-        engine = self.engine
-        is_zero = isinstance(self.optimizer, ZeROOptimizer)
-        engine._support_torch_style_backward = is_zero and check_internal_apis_for_count_used_parameters()
-        if engine._support_torch_style_backward:
-            self.optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
-        engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
-        engine._configure_checkpointing()
-        engine.tput_timer.batch_size = engine.train_batch_size()
-        self._pass_grad_norm_on()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of an open accumulation window, wherever the present optimizer keeps them."""

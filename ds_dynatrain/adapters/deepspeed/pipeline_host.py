@@ -40,6 +40,7 @@ from ds_dynatrain.adapters.model.stage_module import PipelineShaper, StageGrid, 
 from ds_dynatrain.adapters.versions.compiled import compile_layers
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero.stages import count_empty_experts, count_empty_groups, stage_without_gradients
+from ds_dynatrain.adapters.zero.state import Buffers, Scalars
 from ds_dynatrain.data import EvaluationLoader
 from ds_dynatrain.space import Columns, Layout, LogicalTensor
 
@@ -158,8 +159,11 @@ class StageHost(Host):
         super().break_off()
         self.engine._force_grad_boundary = False
 
-    def _after_attach(self) -> None:
-        super()._after_attach()
+    def attach(
+        self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
+    ) -> None:
+        """Build a ZeRO optimizer as `Host.attach` does, and deal micro-batches out to the columns of the layout."""
+        super().attach(layout, world, config, buffers, scalars)
         self.engine.micro_batch_size = self.engine.train_micro_batch_size_per_gpu()
         self.engine._enter_columns(self.layout)
         self.engine.batch_timer.batch_size = self.engine.train_batch_size()

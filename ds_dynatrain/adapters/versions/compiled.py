@@ -31,9 +31,14 @@ class CompileWatch:
         for callbacks, mine in self._lists():
             callbacks.append(mine)
 
-    def begin(self) -> None:
-        """Reset `seconds` to 0."""
+    def begin(self, is_anew: bool) -> None:
+        """Reset `seconds` to 0.
+
+        is_anew: whether to drop compiled code because its optimizer is replaced; the time to compile again is counted.
+        """
         self.seconds = 0.0
+        if is_anew and self.count:
+            self.forget()
 
     def forget(self) -> None:
         """Drop all code that dynamo has compiled in this process; compiled modules compile again when called.

@@ -164,16 +164,16 @@ def refuse_changes(host: Any) -> None:
         if parameter.requires_grad != was:
             now = "requires a gradient now" if parameter.requires_grad else "is frozen now"
             raise usage("requires_grad").refused(f"{tensor.name!r} {now}")
-    groups = usage("optimizer groups")
     if len(optimizer.param_groups) != len(model.groups):
-        raise groups.refused(f"the optimizer has {len(optimizer.param_groups)} groups and had {len(model.groups)}")
+        have = f"the optimizer has {len(optimizer.param_groups)} groups and had {len(model.groups)}"
+        raise usage("optimizer groups").refused(have)
     is_plain = host.optimizer is optimizer  # it steps the parameters themselves (ZeRO stage 0 in fp32)
     for number, (group, listed) in enumerate(zip(optimizer.param_groups, model.groups, strict=True)):
         found = {*map(id, group["params"])} & model.numbers.keys()
         other = found ^ {*map(id, listed if is_plain else ())}
         if other:
             name = model.tensors[model.numbers[min(other)]].name
-            raise groups.refused(f"{name!r} was put into group {number}, or taken out")
+            raise usage("optimizer groups").refused(f"{name!r} was put into group {number}, or taken out")
 
 
 def _strange(model: ModelMap, module: nn.Module) -> str | None:
