@@ -131,8 +131,8 @@ compare: $(STAMP)  ## measure one change live and by checkpoint and restart: the
 	$(BIN)/python tools/keep_comparison.py $(COMPARE_OUT)
 	@echo "The page with all charts: $(COMPARE_OUT)/compare.html"
 
-feasibility: $(STAMP)  ## try every combination of axes and stages on DeepSpeed itself: the tables of docs/feasibility.md
-	$(BIN)/python tools/feasibility.py --write docs $(ARGS)
+feasibility: $(STAMP)  ## try every combination of axes and stages on DeepSpeed itself: the table of docs/dev/feasibility.md
+	$(BIN)/python tools/feasibility.py --write docs/dev $(ARGS)
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) .venv-deepspeed-* .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

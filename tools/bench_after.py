@@ -234,8 +234,8 @@ def main() -> None:
     missed = sum(not passed for _, passed in found) + (not is_in_time)
     bars = f"Bars: {BAR} of the best measured throughput, and that answer; {missed} missed."
     page = (
-        f"Measured on: {machine()}.\n\n{table(head, [cells for cells, _ in found])}\n\n{text}\n\n{bars} "
-        f"{time.perf_counter() - begin:.0f} s."
+        f"Measured on: {machine()}. {text} {bars} {time.perf_counter() - begin:.0f} s.\n\n"
+        f"{table(head, [cells for cells, _ in found])}"
     )
     print(page)
     if asked.write:

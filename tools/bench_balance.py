@@ -41,7 +41,7 @@ from ds_dynatrain.space import Layout
 FORWARD, BACKWARD, PARAMETERS = 0.0117, 0.0264, 12 * 256**2
 SOLVED = ((32, 4, None), (128, 16, 0.050), (512, 64, 2.0))
 """(layers, stages, bar in seconds)."""
-PIPELINES = ((24, 8), (48, 16))
+PIPELINE = (48, 16)
 DRAWN = (
     ("freezing, half", 24, 8),
     ("early exit", 24, 8),
@@ -155,14 +155,14 @@ def solver_row(layers: int, stages: int, bar: float | None) -> list[object]:
     return [f"{layers} × {stages}", f"{1e3 * median(found):.1f}", "" if bar is None else f"{1e3 * bar:.0f}", verdict]
 
 
-def choice_row(members: int, layers: int, slowest: float = 1.0) -> list[object]:
-    """Processor seconds of the best three layouts of so many members. slowest: their speeds are from this to 1."""
+def choice(members: int, layers: int, slowest: float = 1.0) -> str:
+    """Say how long the best three layouts of so many members take. slowest: their speeds are from this to 1."""
     profile = Blocks.dense(layers).profile(members)
     begin = time.process_time()
     speeds = tuple(np.linspace(1.0, slowest, members).tolist())
     choose(profile, Layout(zero_stage=1), Members(speeds), Search(zero_stages=(1,), count=3))
     unlike = "" if slowest == 1.0 else f", speeds from {slowest:g} to 1"
-    return [f"choice: {members} members{unlike}, {layers} layers", f"{1e3 * (time.process_time() - begin):.0f}", "", ""]
+    return f"{members} members{unlike} {1e3 * (time.process_time() - begin):.0f} ms"
 
 
 def simulated_row(name: str, blocks: Callable[[int], Blocks], count: int, stages: int) -> list[object]:
@@ -268,26 +268,23 @@ def timed(rounds: int) -> str:
     begin, heavy = time.perf_counter(), [0.003] * 4 + [0.001] * 8
     given: dict[str, Any] = {"seconds": heavy, "rounds": rounds, "batch": 8 * MICRO_BATCH, "micro_batch": MICRO_BATCH}
     notes = launch("balance_timed_ranks.py", 2, 1800, **given)
-    rows, missed = [], 0
+    worst, missed, bars = dict[str, float](), 0, dict[str, float]()
     for place in range(len(notes[0])):
-        for member, lines in sorted(notes.items()):
+        for lines in notes.values():
             said = lines[place]
             found = {
-                "between windows": (said["between"] / said["off"] - 1, 0.003),
-                "in a window": (said["window"] / said["off"] - 1, 0.03),
-                "layers ÷ busy": (abs(said["summed"] / said["busy"] - 1), 0.05),
-                "predicted": (abs(said["predicted"] / said["off"] - 1), WITHIN),
+                "a step between windows takes more by": (said["between"] / said["off"] - 1, 0.003),
+                "in a window by": (said["window"] / said["off"] - 1, 0.03),
+                "layers beside busy are off by": (abs(said["summed"] / said["busy"] - 1), 0.05),
+                "predicted steps by": (abs(said["predicted"] / said["off"] - 1), WITHIN),
             }
             missed += sum(value > bar for value, bar in found.values())
-            cut = ",".join(map(str, said["boundaries"]))
-            rows.append(
-                [f"{cut}, stage {member}", f"{1e3 * said['off']:.1f}", *(f"{value:.4f}" for value, _ in found.values())]
-            )
-    head = ["boundaries", "step without balance, ms", "between windows, more", "in a window, more"]
-    head += ["layers beside busy, off by", "predicted step, off by"]
+            for name, (value, bar) in found.items():
+                worst[name], bars[name] = max(value, worst.get(name, value)), bar
+    told = ", ".join(f"{name} {value:.4f} (bar {bars[name]})" for name, value in worst.items())
     return (
-        f"{table(head, rows)}\n\nBars: 0.003, 0.03, 0.05, {WITHIN}; {missed} of {4 * len(rows)} missed. "
-        f"{rounds} rounds, {time.perf_counter() - begin:.0f} s."
+        f"at most, over {len(notes[0])} boundaries and two stages, {told}; {missed} missed. {rounds} rounds, "
+        f"{time.perf_counter() - begin:.0f} s."
     )
 
 
@@ -304,22 +301,20 @@ def main() -> None:
         panels = [panel(*each) for each in DRAWN]
         draw(asked.picture, title, panels, "boundaries by parameters", "the exact cut by time")
         return
-    solved = [solver_row(*row) for row in SOLVED] + [
-        choice_row(64, 48),
-        choice_row(1024, 48),
-        choice_row(1024, 48, 0.8),
-    ]
-    rows = [simulated_row(name, blocks, *shape) for name, blocks in CASES.items() for shape in PIPELINES]
+    solved = [solver_row(*row) for row in SOLVED]
+    choices = "; ".join(choice(members, 48, slowest) for members, slowest in ((64, 1.0), (1024, 1.0), (1024, 0.8)))
+    rows = [simulated_row(name, blocks, *PIPELINE) for name, blocks in CASES.items()]
     head = ["simulated, blocks on stages", "dense ÷ by parameters", "by parameters: slowest", "step"]
     head += ["exchange: slowest", "step", "exact: slowest", "step", "by parameters ÷ exact", "at most", "product"]
     text = (
-        f"Measured on: {machine()}. Processor time.\n\n{table(('layers × stages', 'ms', 'bar', ''), solved)}\n\n"
+        f"Measured on: {machine()}. Processor time. The best three layouts of 48 layers: {choices}.\n\n"
+        f"{table(('layers × stages', 'ms', 'bar', ''), solved)}\n\n"
         f"Simulated, nothing of this was trained; ms.\n\n{table(head, rows)}"
     )
     if asked.ranks:
-        text += f"\n\nMeasured beside predicted, layers that sleep:\n\n{measured(asked.ranks)}"
+        text += f"\n\nMeasured beside predicted, layers that sleep: {measured(asked.ranks)}"
     if asked.timed:
-        text += f"\n\nTimed, layers that burn processor time on two stages:\n\n{timed(asked.timed)}"
+        text += f" Timed, layers that burn processor time on two stages: {timed(asked.timed)}"
     print(text)
     if asked.write:
         keep(asked.write, "bench_balance", text)

@@ -69,11 +69,8 @@ def line(size: str, stage: int, batch: int, args: argparse.Namespace) -> list[ob
         f"{waits:.1f}",
         f"{100 * share:.1f} %",
         f"{100 * (busy / calm - 1):+.1f} %",
-        f"{median(row['ship_ms'] for row in rows):.0f}",
-        f"{last['state_bytes'] / last['elements']:.3f}",
         f"{last['sent_bytes'] / last['state_bytes']:.4f}",
         f"{last['memory_bytes'] / last['state_bytes']:.2f}",
-        max(row["skipped"] for row in rows),
         "; ".join(verdict) or "pass",
     ]
 
@@ -94,8 +91,8 @@ def main() -> None:
     text = f"Measured on: {machine()}. {args.dtype}, {len(NODES)} nodes of one rank, a copy after every second of "
     text += f"{args.steps} steps; medians. Bars: copy ÷ plain {BLOCKING:g}; {100 * SHARE:g} % of a step of "
     text += f"{JUDGED} samples a rank.\n\n"
-    head = ("", "step ms", "plain ms", "copy ms", "÷ plain", "waits ms", "of a step", "more", "travels ms")
-    text += table((*head, "bytes an element", "sent ÷ state", "memory ÷ state", "skipped", ""), rows)
+    head = ("", "step ms", "plain ms", "copy ms", "÷ plain", "waits ms", "of a step", "more")
+    text += table((*head, "sent ÷ state", "memory ÷ state", ""), rows)
     print(text)
     if args.write is not None:
         keep(args.write, "bench_buddies", text)

@@ -278,29 +278,29 @@ def main() -> None:
             [
                 str(members),
                 f"{found['operations']:.0f}",
-                f"{found['report'] / 1e3:.0f}",
                 f"{found['reports']:.1f}",
-                *(f"{found[name]:.1f}" for name in ("ask", "prepare", "meet", "verify", "acknowledge")),
+                *(f"{found[name]:.1f}" for name in ("meet", "verify")),
                 f"{pause:.1f}",
             ]
         )
         print(rows[-1], flush=True)
-    heads = ["members", "operations each", "one report, KB", "reports each", "ask, ms", "prepare", "meet", "verify"]
-    text = table([*heads, "acknowledge", "meet + verify"], rows)
-    text += (
-        f"\n\nBars: at most {OPERATIONS_BAR} operations and {REPORTS_BAR} reports' bytes for each member; 64 members "
-        f"wait {WAIT_BAR_MS} ms at most in meet and verify.\n"
+    heads = ["members", "operations each", "reports each", "meet, ms", "verify, ms", "meet + verify, ms"]
+    text = (
+        f"Measured on: {machine()}. Bars: at most {OPERATIONS_BAR} operations "
+        f"and {REPORTS_BAR} reports' bytes for each member; 64 members "
+        f"wait {WAIT_BAR_MS} ms at most in meet and verify."
     )
     if options.simulated:
         one = simulated(options.simulated)
         text += (
-            f"\n{options.simulated:,} simulated members: asking {one['ask']:.1f} s, reporting {one['report']:.1f} s of "
+            f" {options.simulated:,} simulated members: asking {one['ask']:.1f} s, reporting {one['report']:.1f} s of "
             f"one core, {one['operations']:.1f} operations each, {one['gigabytes']:.2f} GB through the store; the bar "
-            f"is {SIMULATED_BAR_SECONDS:g} s of two cores.\n"
+            f"is {SIMULATED_BAR_SECONDS:g} s of two cores."
         )
+    text += f"\n\n{table(heads, rows)}"
     print(text)
     if options.write:
-        keep(options.write, "control", f"{machine()}\n\n{text}")
+        keep(options.write, "control", text)
 
 
 if __name__ == "__main__":

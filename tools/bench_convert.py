@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from figures import keep, machine, table
+from figures import keep, machine
 from memory import high_water, reset_high_water, resident
 
 from ds_dynatrain.checkpoint import Reader
@@ -45,14 +45,14 @@ def main() -> None:
         shapes = shapes_of(asked.mib, asked.tensors)
         write_zero(Path(name) / "zero" / "global_step3", shapes)
         reading = [reading_cost(Path(name) / "zero" / "global_step3", with_crcs) for with_crcs in (False, True)]
-        rows = [[*said, *run(asked.mib, *asks)] for *said, asks in directions(Path(name))]
+        found = [(*said, *run(asked.mib, *asks)) for *said, asks in directions(Path(name))]
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     whole = f"The largest tensor has {asked.mib} MiB in one state kind, all together {12 * numel // MIB} MiB."
-    text = f"Measured on: {machine()}. {whole}\n\n"
-    text += table(("from", "to", "MiB at most", "of the largest", "of all", "seconds"), rows)
+    took = "; ".join(f"{one} to {other} {most} MiB, {seconds} s" for one, other, most, _, _, seconds in found)
     without, with_crcs = reading
-    text += (
-        f"\n\nReading all of DeepSpeed's, GB a second of processor time: {without:.2f}, with CRC32s {with_crcs:.2f}."
+    text = (
+        f"Measured on: {machine()}. {whole} At most, beyond the imports: {took}. Reading all of DeepSpeed's: "
+        f"{without:.1f} GB a second of processor time, with CRC32s {with_crcs:.1f}."
     )
     print(text)
     if asked.write is not None:

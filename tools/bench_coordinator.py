@@ -332,22 +332,21 @@ def heartbeat(token: str, port: int) -> list[list[object]]:
     return [[what, f"{100 * share:.3f} %", f"≤ {100 * STEP_BAR:g} %", verdict(share <= STEP_BAR)]]
 
 
-def tags() -> list[list[object]]:
-    """Of a heartbeat, of a world of 64, and of records on the board."""
+def tags() -> str:
+    """Say what a tag takes of a heartbeat, of a world of 64, and of records on the board."""
     members = tuple(f"node-{number}/0" for number in range(64))
     world = Generation(term="feed", generation=7, change="planned", members=members)
     beat, change = encode(Report(ready=True, entered=7, step=1000)), encode(Changed(world=world))
     nonces, token, seal = (new_nonce(), new_nonce()), secrets.token_hex(16), Seal(secrets.token_bytes(32))
-    channel, rows = Channel(token, nonces, "peer"), list[list[object]]()
+    channel, said = Channel(token, nonces, "peer"), list[str]()
     for name, wire in (("a heartbeat", beat), ("a world of 64", change)):
         took = 1e6 * least(partial(channel.seal, wire), 2000)
-        rows.append([f"tag of {name}, {len(wire)} bytes", f"{took:.1f} µs", "", ""])
+        said.append(f"{name}, {len(wire)} bytes, {took:.1f} µs")
     small, large = seal.put("key", bytes(200)), seal.put("key", bytes(1 << 20))
     took = 1e6 * least(partial(seal.take, "key", small), 2000)
-    rows.append(["tag of a small record", f"{took:.1f} µs", "", ""])
+    said.append(f"a small record {took:.1f} µs")
     took = 1e3 * least(partial(seal.take, "key", large), 20)
-    rows.append(["tag of a record of a megabyte", f"{took:.2f} ms", "", ""])
-    return rows
+    return f"Tags: {'; '.join(said)}; a record of a megabyte {took:.2f} ms."
 
 
 def least(work: Callable[[], object], times: int) -> float:
@@ -401,8 +400,8 @@ def main() -> None:
     rows = many_members(args.members, token, free_port())
     rows += strangers(token, free_port(), args.seconds)
     rows += changed(args.forged, token, free_port())
-    rows += heartbeat(token, free_port()) + tags()
-    text = f"Measured on: {machine()}. The coordinator and all that speak to it share the cores.\n\n"
+    rows += heartbeat(token, free_port())
+    text = f"Measured on: {machine()}. The coordinator and all that speak to it share the cores. {tags()}\n\n"
     text += table(("what", "found", "bar", ""), rows)
     print(text)
     if args.write is not None:

@@ -110,7 +110,7 @@ def verdict(by_name: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append(
             _bar(f"even ÷ best by the clock and by stages: {least[0]:.3f} ({least[1]})", SHARE, least[0] >= SHARE)
         )
-    return "\n".join(f"- {line}" for line in lines)
+    return f"{'. '.join(lines)}."
 
 
 def _bar(what: str, bar: float, is_met: bool) -> str:
@@ -145,8 +145,9 @@ def main() -> None:
     said = measured(asked.only, asked.steps, asked.timed)
     by_name = {name: figures(each) for name, each in said.items()}
     text = (
-        f"Measured on: {machine()}.\n\n{table(HEAD, [row(name, said[name], by_name[name]) for name in said])}\n\n"
-        f"{verdict(by_name)}\n\n{asked.steps} steps each in which balance acts; {time.perf_counter() - begin:.0f} s."
+        f"Measured on: {machine()}. {asked.steps} steps each in which balance acts; "
+        f"{time.perf_counter() - begin:.0f} s. "
+        f"{verdict(by_name)}\n\n{table(HEAD, [row(name, said[name], by_name[name]) for name in said])}"
     )
     print(text)
     if asked.json:

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as td
-from figures import keep, machine, table
+from figures import keep, machine
 from torch._C._distributed_c10d import TCPStore
 
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
@@ -48,7 +48,6 @@ SECONDS = 60.0
 REST_SECONDS = 0.5
 STEP_SECONDS = 0.05
 POLL_SECONDS = 0.0002
-HEAD = ("ranks", "deaths", "formed, all anew ms", "from, to", "formed ms", "from, to", "stay on a rank, of 3", "÷")
 
 
 @dataclass(frozen=True)
@@ -193,15 +192,15 @@ def deaths(ranks: int, times: int, keeps: bool) -> list[tuple[float, float]]:
         job.end()
 
 
-def line(ranks: int, times: int) -> list[object]:
-    """A row of the table."""
+def line(ranks: int, times: int) -> str:
+    """Say how long a new world took to form after a death, with the groups that stay and all built anew."""
     anew, stay = deaths(ranks, times, False), deaths(ranks, times, True)
-    row: list[object] = [ranks, times]
-    for found in (anew, stay):
+    took = []
+    for found in (stay, anew):
         milliseconds = [1e3 * seconds for seconds, _ in found]
-        row += [f"{median(milliseconds):.0f}", f"{min(milliseconds):.0f} to {max(milliseconds):.0f}"]
+        took.append(f"{median(milliseconds):.0f} ({min(milliseconds):.0f} to {max(milliseconds):.0f})")
     kept = sum(each for _, each in stay) / times
-    return [*row, f"{kept:.1f}", f"{median(one for one, _ in anew) / median(one for one, _ in stay):.2f}"]
+    return f"- {ranks} ranks: {took[0]} ms where {kept:.1f} of 3 groups of a rank stay, {took[1]} ms all anew"
 
 
 def main() -> None:
@@ -215,7 +214,8 @@ def main() -> None:
     torch.set_num_threads(1)
     where = machine()
     rows = [line(ranks, args.times) for ranks in args.ranks]
-    text = f"Measured on: {where}; processes of one machine, medians.\n\n{table(HEAD, rows)}"
+    text = f"Measured on: {where}; processes of one machine, medians of {args.times} deaths.\n\n"
+    text += "\n".join(rows)
     print(text)
     if args.write is not None:
         keep(args.write, "bench_groups", text)

@@ -93,15 +93,13 @@ def line(rows: list[Row]) -> list[object]:
 
 
 def document(pieces: dict[str, Row], laps: int) -> str:
-    """The table of all pieces that were measured, each with the machine at that time."""
-    machines = dict.fromkeys(pieces[name]["machine"] for name in sorted(pieces))
-    return "\n\n".join(
-        [
-            f"Measured on: {'; '.join(machines)}. Four ranks; medians of {laps} laps without `late`, and as many with.",
-            "Medians over six changes. `pause` includes the certificate. `late` is what travelled after the pause, "
-            "digests included; `step waited` is what the optimizer step then waited for.",
-            table(HEAD, (line(pieces[name]["rows"]) for name in sorted(pieces))),
-        ]
+    """Return the table of all pieces that were measured, with the machines and their loads at that time."""
+    found = [piece["machine"].partition(", load ") for piece in pieces.values()]
+    places, loads = dict.fromkeys(place for place, _, _ in found), sorted({load for _, _, load in found}, key=float)
+    lines = table(HEAD, (line(pieces[name]["rows"]) for name in sorted(pieces)))
+    return (
+        f"Measured on: {'; '.join(places)}, load {' to '.join(dict.fromkeys((loads[0], loads[-1])))}. Four ranks; "
+        f"medians over six changes, {laps} laps without `late` and as many with.\n\n{lines}"
     )
 
 

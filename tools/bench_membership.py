@@ -344,7 +344,7 @@ def report(events: list[Event]) -> str:
     rows = [row for each in ROWS if (row := line(events, *each)) is not None]
     lost = {kind: [int(one) for one in values(events, "ours", kind, "lost")] for kind in ("join", "leave", "kill")}
     steps = "; ".join(f"{kind} {sum(each)} in {len(each)} events" for kind, each in lost.items() if each)
-    return f"{table(HEAD, rows)}\n\nSteps of ours that had to be made again: {steps or 'not measured'}."
+    return f"Steps of ours that had to be made again: {steps or 'not measured'}.\n\n{table(HEAD, rows)}"
 
 
 def main() -> None:
@@ -370,7 +370,7 @@ def main() -> None:
         if args.kept is not None:
             args.kept.parent.mkdir(parents=True, exist_ok=True)
             args.kept.write_text(json.dumps(events))
-    text = f"Measured on: {where} at the beginning.\n\n{report(events)}"
+    text = f"Measured on: {where} at the beginning. {report(events)}"
     print(text)
     if args.write is not None:
         keep(args.write, "bench_membership", text)

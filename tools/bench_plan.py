@@ -149,7 +149,8 @@ def main() -> None:
         "peak MB",
         f"bar {BAR_SECONDS:.0f} s, {BAR_BYTES // 10**6} MB",
     )
-    text = f"Measured on: {machine()}.\n\n{table(head, plans)}\n\n{table(('who takes which slot', 's'), slots)}"
+    taken = "; ".join(f"{name} {seconds}" for name, seconds in slots)
+    text = f"Measured on: {machine()}. Seconds to assign all slots: {taken}.\n\n{table(head, plans)}"
     print(text)
     if asked.write:
         keep(asked.write, "bench_plan", text)

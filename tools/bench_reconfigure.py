@@ -40,7 +40,6 @@ LEAD_SECONDS = 0.05
 REBUILT, AHEAD, EDITED = "built anew ms", "built ahead ms", "edited ms"
 CAN_EDIT = hasattr(td.ProcessGroup, "reconfigure")
 WAYS = (REBUILT, AHEAD, EDITED) if CAN_EDIT else (REBUILT, AHEAD)
-SAME, OTHER = "the same members again", "one leaves, one comes"
 GLOO = td.ProcessGroup.BackendType.GLOO
 
 
@@ -194,11 +193,10 @@ class Job:
         self.handles = [answer.handle for answer in answers]
         return max(answer.through for answer in answers), max(answer.gone for answer in answers)
 
-    def lap(self, kind: str, lap: int) -> dict[str, tuple[float, float]]:
-        """Change the group in every way, another one first in each lap."""
+    def lap(self, lap: int) -> dict[str, tuple[float, float]]:
+        """Let one member leave and one come, in every way; another way is first in each lap."""
         before, resting = self.members, next(n for n in range(len(self.pipes)) if n not in self.members)
-        if kind == OTHER:
-            self.members = tuple(resting if place == lap % len(before) else old for place, old in enumerate(before))
+        self.members = tuple(resting if place == lap % len(before) else old for place, old in enumerate(before))
         first = lap % len(WAYS)
         return {way: self.change(way, before, self.members) for way in (*WAYS[first:], *WAYS[:first])}
 
@@ -215,23 +213,21 @@ def spread(seconds: list[float]) -> list[str]:
     return [f"{median(found):.1f}", f"{min(found):.1f} to {max(found):.1f}"]
 
 
-def rows(ranks: int, laps: int) -> list[list[object]]:
-    """Return the rows of so many members."""
-    job, found = Job(ranks), list[list[object]]()
+def row(ranks: int, laps: int) -> list[object]:
+    """Return the row of so many members."""
+    job = Job(ranks)
     try:
-        for kind in (SAME, OTHER):
-            job.lap(kind, 0)
-            all_laps = [job.lap(kind, lap) for lap in range(laps)]
-            row: list[object] = [ranks, kind, laps]
-            for way in WAYS:
-                row += spread([lap[way][0] for lap in all_laps])
-            row.append(f"{1e3 * median(lap[REBUILT][1] for lap in all_laps):.1f}")
-            if CAN_EDIT:
-                row.append(f"{median(lap[EDITED][0] / lap[REBUILT][0] for lap in all_laps):.2f}")
-            found.append(row)
-        return found
+        job.lap(0)
+        all_laps = [job.lap(lap) for lap in range(laps)]
     finally:
         job.end()
+    cells: list[object] = [ranks]
+    for way in WAYS:
+        cells += spread([lap[way][0] for lap in all_laps])
+    cells.append(f"{1e3 * median(lap[REBUILT][1] for lap in all_laps):.1f}")
+    if CAN_EDIT:
+        cells.append(f"{median(lap[EDITED][0] / lap[REBUILT][0] for lap in all_laps):.2f}")
+    return cells
 
 
 def main() -> None:
@@ -243,13 +239,13 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_num_threads(1)
-    head = ["ranks", "change", "laps", *(cell for way in WAYS for cell in (way, "from, to")), "old one gone ms"]
-    text = f"Measured on: {machine()}; processes of one machine, medians."
+    head = ["ranks", *(cell for way in WAYS for cell in (way, "from, to")), "old one gone ms"]
+    text = f"Measured on: {machine()}; processes of one machine, medians of {args.laps} laps: one leaves, one comes."
     if CAN_EDIT:
         head.append("edited ÷ anew")
     else:
         text += f" Torch {torch.__version__} cannot reconfigure a group; torch 2.14 and newer can."
-    text += f"\n\n{table(head, [row for ranks in args.ranks for row in rows(ranks, args.laps)])}"
+    text += f"\n\n{table(head, [row(ranks, args.laps) for ranks in args.ranks])}"
     print(text)
     if args.write is not None and CAN_EDIT:
         keep(args.write, "bench_reconfigure", text)

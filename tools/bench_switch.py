@@ -158,27 +158,20 @@ def summary(size: str, title: str, name: str, switches: list[Switch]) -> Record:
 
 
 SUMMARY = (
-    *("case", "changes", "sent ÷ minimum", "raw ms", "pause ms", "bar met", "missed by ms", "certificate ms"),
-    *("meet ms", "rebuild ms", "local copies ms", "state ÷ bound"),
+    *("case", "sent ÷ minimum", "raw ms", "pause ms", "bar met", "missed by ms", "certificate ms"),
+    *("rebuild ms", "local copies ms", "state ÷ bound"),
 )
 
 
 def document(rows: list[Record], laps: int, immediate: int, transport: str) -> str:
-    """One line for each model and kind, and the pauses by change where all kinds make the same changes."""
+    """Return one line for each model and kind."""
     cases: dict[str, list[Record]] = {}
     for row in rows:
         cases.setdefault(f"{row['size']}, {row['title']}", []).append(row)
-    text = (
+    return (
         f"Measured on: {machine()}. Four ranks, {WAYS[transport]}; medians of {laps} laps ahead and {immediate} "
         f"immediate.\n\n{table(SUMMARY, (_summary_row(case, mine) for case, mine in cases.items()))}"
     )
-    changes, *others = {tuple(row["change"] for row in mine) for mine in cases.values()}
-    if not others:
-        by_change = ([name, *(_pause(mine[at]) for mine in cases.values())] for at, name in enumerate(changes))
-        text += (
-            f"\n\nThe pause of each change, and its bar in brackets, in ms:\n\n{table(('change', *cases), by_change)}"
-        )
-    return text
 
 
 def _summary_row(case: str, rows: list[Record]) -> list[object]:
@@ -186,20 +179,15 @@ def _summary_row(case: str, rows: list[Record]) -> list[object]:
     sent = (row["bytes_sent"] / row["bytes_best_slots"] if row["bytes_best_slots"] else 1.0 for row in rows)
     return [
         case,
-        len(rows),
         f"{max(sent):.3f}",
         _span(row["raw_ms"] for row in rows),
         _span(row["pause_apart_ms"] for row in rows),
         f"{len(rows) - len(misses)} of {len(rows)}",
         _span(misses),
         _span(row["certificate_ms"] for row in rows),
-        *(_span(row["phases_ms"][phase] for row in rows) for phase in ("meet", "rebuild", "local")),
+        *(_span(row["phases_ms"][phase] for row in rows) for phase in ("rebuild", "local")),
         f"{max(row['peak_state_bytes'] / row['bound_bytes'] for row in rows):.2f}",
     ]
-
-
-def _pause(row: Record) -> str:
-    return f"{row['pause_apart_ms']:.0f} ({row['allowed_ms']:.0f})"
 
 
 def _span(values: Iterable[float]) -> str:

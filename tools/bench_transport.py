@@ -48,11 +48,14 @@ def main() -> None:
         found = speeds(pairs, args)
         for megabytes in args.megabytes:
             plain = found["copy", megabytes]
-            for way, title in TITLES.items():
-                ratio = found[way, megabytes] / plain
-                rows.append((title, pairs, megabytes, f"{found[way, megabytes]:.1f}", f"{ratio:.2f}"))
-    text = f"Measured on: {machine()}. Medians of {args.repeats} messages in each of {args.launches} launches."
-    text += "\n\n" + table(("way", "pairs", "MB", "GB/s", "÷ plain copy"), rows)
+            speed = {way: found[way, megabytes] for way in TITLES}
+            cells = (
+                f"{each:.1f}" if way == "copy" else f"{each:.1f} ({each / plain:.2f})" for way, each in speed.items()
+            )
+            rows.append((pairs, megabytes, *cells))
+    text = f"Measured on: {machine()}. Medians of {args.repeats} messages in each of {args.launches} launches; in "
+    text += "brackets ÷ plain copy."
+    text += "\n\n" + table(("pairs", "MB", *(f"{title}, GB/s" for title in TITLES.values())), rows)
     print(text)
     if args.write is not None:
         keep(args.write, "bench_transport", text)

@@ -31,7 +31,7 @@ from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from figures import conclude, machine, table
+from figures import conclude, machine
 from history import mistakes, sums_of_samples
 from nodes import SCRIPT, TIMES, Job, Row
 from storm import SECONDS, Storm
@@ -81,20 +81,19 @@ def settings_of(kind: str, folder: Path) -> dict[str, str]:
 
 def report(storm: Storm, rows: list[Row], seconds: float, faults: list[str]) -> str:
     """What happened, and what it cost those that stayed."""
-    counts = table(("event", "times"), [*sorted(storm.counts.items()), ("two of these at once", storm.pairs)])
-    pauses = table(
-        ("change", "pauses of survivors", "median ms", "nine of ten below ms", "longest ms"),
-        (
-            [name, len(each), *(f"{1e3 * value:.0f}" for value in (median(each), quantiles(each, n=10)[-1], max(each)))]
-            for name, each in sorted(gaps(rows).items())
-            if len(each) > 1
-        ),
+    events = [*sorted(storm.counts.items()), ("two of these at once", storm.pairs)]
+    counts = ", ".join(f"{name} {times}" for name, times in events)
+    pauses = "; ".join(
+        f"{name} {len(each)}, median {1e3 * median(each):.0f} ms, nine of ten below "
+        f"{1e3 * quantiles(each, n=10)[-1]:.0f}, longest {1e3 * max(each):.0f}"
+        for name, each in sorted(gaps(rows).items())
+        if len(each) > 1
     )
     steps = max((row.get("step", 0) for row in rows), default=0)
     generations = max((row["generation"] for row in rows), default=0)
     verdict = "; ".join(faults) if faults else "nothing was wrong"
     told = f"{storm.counts.total()} events in {seconds:.0f} s, {generations} generations, {steps} steps: {verdict}."
-    return f"{told}\n\n{counts}\n\n{pauses}"
+    return f"{told} {counts}. Pauses of survivors: {pauses}."
 
 
 def arguments() -> argparse.Namespace:

@@ -28,7 +28,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from figures import keep, machine, table
+from figures import keep, machine
 from history import Losses, Samples, history
 from nodes import processes, training
 
@@ -167,11 +167,17 @@ def run(stage: int, seed: int, args: argparse.Namespace, until: float) -> Row:
     return deaths.row
 
 
-def line(row: Row) -> list[object]:
-    """Of the table."""
-    gaps = sorted(row.gaps)
-    times = [f"{median(gaps):.2f}", f"{gaps[-1]:.2f}"] if gaps else ["", ""]
-    return [row.stage, row.seed, len(gaps), row.steps, row.again, *times, "; ".join(row.faults) or "nothing was wrong"]
+def line(rows: list[Row]) -> str:
+    """Return a line of the list: the jobs of one stage."""
+    middles = sorted(median(row.gaps) for row in rows if row.gaps)
+    span = " to ".join(dict.fromkeys(f"{middles[at]:.2f}" for at in (0, -1))) if middles else "none"
+    deaths, longest = sum(len(row.gaps) for row in rows), max((max(row.gaps) for row in rows if row.gaps), default=0.0)
+    faults = "; ".join(fault for row in rows for fault in row.faults)
+    return (
+        f"- stage {rows[0].stage}: {deaths} deaths in {len(rows)} jobs, {sum(row.steps for row in rows)} steps, "
+        f"{sum(row.again for row in rows)} made again by a member; next step after {span} s (medians of jobs), "
+        f"{longest:.2f} s at most: {faults or 'nothing was wrong'}"
+    )
 
 
 def main() -> None:
@@ -190,11 +196,10 @@ def main() -> None:
     begin, rows = time.monotonic(), list[Row]()
     for number, (stage, seed) in enumerate(jobs):
         rows.append(run(stage, seed, args, begin + 60 * args.minutes * (number + 1) / len(jobs)))
-    head = ("stage", "seed", "deaths", "steps", "made again, by a member", "next step s", "longest s", "")
     beside = "" if args.beside is None else f", beside each a second engine in stage {args.beside}"
     what = f"{SIZE} nodes of one rank and a spare, copies with buddies at each step{beside}"
     text = f"Measured on: {machine()}. {what}.\n\n"
-    text += table(head, map(line, rows))
+    text += "\n".join(line([row for row in rows if row.stage == stage]) for stage in args.stages)
     print(text)
     if args.write is not None:
         keep(args.write, "deaths" if args.beside is None else "deaths_beside", text)

@@ -19,7 +19,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from figures import keep, machine, table
+from figures import keep, machine
 from launch import launch
 from matplotlib.figure import Figure
 
@@ -75,17 +75,12 @@ def main() -> None:
         static, moving = (losses(exact, args.steps, args.stage, worlds) for worlds in ((), THEN))
         apart[words] = np.abs(moving - static)
         equal = int(np.count_nonzero(moving == static))
-        rows.append([words, f"{static[-1]:.4f}", f"{apart[words].mean():.3g}", f"{apart[words].max():.3g}", equal])
+        rows.append(
+            f"{words}: last loss {static[-1]:.4f}, apart by {apart[words].mean():.3g} in the mean and by "
+            f"{apart[words].max():.3g} at most, equal bits in {equal} steps"
+        )
     text = f"Measured on: {machine()}. {args.steps} steps at stage {args.stage}, data {WORLD}, "
-    text += f"{', '.join(map(str, THEN))} at even intervals, beside data {WORLD} throughout.\n\n"
-    head = (
-        "",
-        "last loss, static",
-        "mean of \\|loss - static\\|",
-        "largest",
-        "steps with equal bits",
-    )
-    text += table(head, rows)
+    text += f"{', '.join(map(str, THEN))} at even intervals, beside data {WORLD} throughout. {'; '.join(rows)}."
     print(text)
     if args.picture is not None:
         draw(args.picture, apart)

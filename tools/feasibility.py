@@ -2,7 +2,7 @@
 
 python tools/feasibility.py                                # all of it: about half an hour on two cores
 python tools/feasibility.py --kinds ulysses --seconds 100  # a part of it
-python tools/feasibility.py --write docs    # put the tables into the pages
+python tools/feasibility.py --write docs/dev    # put the table into the page, once all of it was tried
 
 What was found is kept in a file, and not tried again: a run that was broken off goes on where it was.
 
@@ -213,17 +213,20 @@ class Survey:
 
 
 def markdown(found: list[Found]) -> str:
-    """A table for one kind of model: a line for each combination of axes, a column for each stage."""
+    """Return one table of all kinds of models. Combinations of a kind that say the same in every stage share a line."""
     reasons = list(dict.fromkeys(each.words for each in found if each.words != OK))
-    cells: dict[str, dict[int, str]] = {}
-    for each in found:
+    cells: dict[tuple[str, str], list[str]] = {}
+    for each in found:  # the stages of a combination follow one another
         axes = " ".join(f"{axis}={size}" for axis, size in each.layout.axes().items() if size != 1) or "data=1"
         mark = OK if each.words == OK else f"({reasons.index(each.words) + 1})"
-        cells.setdefault(axes, {})[each.layout.zero_stage] = mark
-    rows = [[axes, *(row[stage] for stage in STAGES)] for axes, row in cells.items()]
-    text = table(["axes", *(f"stage {stage}" for stage in STAGES)], rows)
+        cells.setdefault((each.kind, axes), []).append(mark)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for (kind, axes), marks in cells.items():
+        lines.setdefault((kind, *marks), []).append(axes)
+    rows = [[kind, ", ".join(axes), *marks] for (kind, *marks), axes in lines.items()]
+    text = table(["model", "axes", *(f"stage {stage}" for stage in STAGES)], rows)
     notes = "\n".join(f"{number}. `{words}`" for number, words in enumerate(reasons, 1))
-    return f"{text}\n\n{notes}" if notes else text
+    return f"{text}\n\n{notes}"
 
 
 def known(file: Path) -> dict[tuple[str, Layout], Found]:
@@ -247,28 +250,20 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4, help="the most ranks of a combination")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no combination after that time")
     parser.add_argument("--results", type=Path, default=Path("build/feasibility.jsonl"), help="what was found before")
-    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table of all kinds: docs/dev")
     asked = parser.parse_args()
     end = time.monotonic() + asked.seconds
     prepare()
-    for kind in KINDS:
-        if kind.name not in asked.kinds:
-            continue
-        found, survey, every = known(asked.results), Survey(kind), list(layouts(kind, asked.processes))
-        for layout in every:
-            if (kind.name, layout) not in found and time.monotonic() < end:
-                note(asked.results, survey.judge(layout))
-        found = known(asked.results)
-        missing = [layout for layout in every if (kind.name, layout) not in found]
-        if missing:
-            print(f"{kind.name}: {len(missing)} of {len(every)} combinations are to come", flush=True)
-            continue
-        text = markdown([found[kind.name, layout] for layout in every])
-        print(f"\n{kind.name}\n\n{text}\n", flush=True)
-        if asked.write:
-            keep(asked.write, kind.name, text)
-    if asked.write:
-        keep(asked.write, "machine", machine())
+    every = [(kind, layout) for kind in KINDS for layout in layouts(kind, asked.processes)]
+    found, surveys = known(asked.results), {kind.name: Survey(kind) for kind in KINDS}
+    for kind, layout in every:
+        if kind.name in asked.kinds and (kind.name, layout) not in found and time.monotonic() < end:
+            note(asked.results, surveys[kind.name].judge(layout))
+    found = known(asked.results)
+    there = [found[kind.name, layout] for kind, layout in every if (kind.name, layout) in found]
+    print(f"{len(there)} of {len(every)} combinations were tried\n\n{markdown(there)}", flush=True)
+    if asked.write and len(there) == len(every):
+        keep(asked.write, "feasibility", f"Measured on: {machine()}.\n\n{markdown(there)}")
 
 
 def prepare() -> None:

@@ -16,7 +16,6 @@ import os
 import resource
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from figures import keep, machine, table
+from figures import keep, machine
 from memory import high_water, reset_high_water, resident
 from mutations import FOUND, MUTATIONS, VICTIM, mutated
 from specimens import Specimen, specimens
@@ -282,39 +281,19 @@ def _limited() -> Iterator[None]:
 
 
 def _report(rows: list[dict[str, Any]], found: list[Specimen], seed: int, seconds: float) -> str:
-    """A row for each format, then totals."""
-    head = (
-        "checkpoint",
-        "mutants",
-        "refused",
-        "read",
-        *FAULTS,
-        "bits in values found",
-        "ms, median",
-        "s, most",
-        "MiB, most",
-    )
-    lines = []
-    for name in [*(each.name for each in found), "all"]:
-        mine = [row for row in rows if name in (row["name"], "all")]
-        if mine:
-            lines.append(_line(name, mine))
-    what = f"{len(rows)} mutated checkpoints, seed {seed}, in {seconds / 60:.0f} min"
+    """Say what was done to which formats, and what came of it."""
+    what = f"{len(rows)} mutated checkpoints ({', '.join(each.name for each in found)}), seed {seed}"
     kinds = Counter(row["mutation"] for row in rows)
     drawn = ", ".join(f"{name} {kinds[name]}" for name in MUTATIONS)
-    return f"Measured on: {machine()}. {what}: {drawn}.\n\n{table(head, lines)}"
-
-
-def _line(name: str, rows: list[dict[str, Any]]) -> list[object]:
     refused = sum(bool(row["said"]) for row in rows)
     faults = Counter(fault for row in rows for fault in row["faults"])
+    told = ", ".join(f"{count} {fault}" for fault, count in faults.items()) or "none"
     flips = [row for row in rows if row["mutation"] == FOUND and row["name"] not in BARE]
-    times = [row.get("seconds", 0.0) for row in rows]
-    most = max(row.get("bytes", 0) for row in rows) / MIB
-    hits = f"{sum(bool(row['said']) for row in flips)} of {len(flips)}" if flips else "no sums"
-    counts = [faults[fault] for fault in FAULTS]
-    middle = f"{1000 * statistics.median(times):.0f}"
-    return [name, len(rows), refused, len(rows) - refused, *counts, hits, middle, f"{max(times):.1f}", f"{most:.0f}"]
+    hits = f"{sum(bool(row['said']) for row in flips)} of {len(flips)}"
+    return (
+        f"Measured on: {machine()}. {what}, in {seconds / 60:.0f} min: {drawn}. {refused} were refused and "
+        f"{len(rows) - refused} read; bits in values found: {hits}; faults: {told}."
+    )
 
 
 if __name__ == "__main__":

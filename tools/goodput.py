@@ -318,9 +318,10 @@ def run(name: str, folder: Path, stage: int, args: argparse.Namespace) -> Run:
 def told(runs: list[Run], args: argparse.Namespace) -> str:
     """The text and the table."""
     what = f"a death each {args.mtbf:g} s" if args.mtbf else f"{args.trace.name}, {args.seconds:g} s a change"
-    text = f"Measured on: {machine()}. {what}, 0 to {args.most} nodes, {args.minutes:g} minutes each.\n\n"
+    text = f"Measured on: {machine()}. {what}, 0 to {args.most} nodes, {args.minutes:g} minutes each. "
+    changes = dict.fromkeys(", ".join(f"{count} × {cause}" for cause, count in each.counts.items()) for each in runs)
+    text += f"Changes: {'; '.join(changes)}.\n\n"
     rows: list[list[object]] = [
-        ["changes", *(", ".join(f"{count} × {cause}" for cause, count in each.counts.items()) for each in runs)],
         ["steps that count", *(each.found.steps for each in runs)],
         ["steps that were made again", *(each.found.again for each in runs)],
         ["seconds with a node there", *(f"{each.found.seconds:.1f}" for each in runs)],
@@ -330,7 +331,8 @@ def told(runs: list[Run], args: argparse.Namespace) -> str:
     for cause in CAUSES:
         if any(each.found.lost[cause] for each in runs):
             rows.append([f"lost: {cause}", *(f"{each.found.lost[cause]:.1f}" for each in runs)])
-    rows.append(["faults", *("; ".join(each.faults) or "none" for each in runs)])
+    if any(each.faults for each in runs):
+        rows.append(["faults", *("; ".join(each.faults) for each in runs)])
     return text + table(["", *(each.name for each in runs)], rows)
 
 

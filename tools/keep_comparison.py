@@ -1,7 +1,7 @@
 """Put what `ds-dynatrain compare` has measured into the documents: `make compare` runs it.
 
 python tools/keep_comparison.py build/compare
-python tools/keep_comparison.py build/late --late   # some ways alone: the tables of late switches in docs/figures/
+python tools/keep_comparison.py build/late --late   # some ways alone: the ratios of late switches
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ RATIO = re.compile(r"DeepSpeed's universal checkpoint and a restart ÷ (.*?): \*
 
 
 def ratios(document: str) -> str:
-    """The ratios of all cases as one table."""
-    rows, case = [], ""
+    """Return the ratios of all cases as one table: a line for each case, a column for each way."""
+    found: dict[str, dict[str, str]] = {}
     for line in document.splitlines():
         if line.startswith("#### "):
-            case = line.removeprefix("#### ")
-        elif found := RATIO.match(line):
-            rows.append([case, *found.groups()])
-    return table(("case", "way", "ratio", "without the certificate, or by the pause alone"), rows)
+            cells = found.setdefault(line.removeprefix("#### "), {})
+        elif ratio := RATIO.match(line):
+            way, whole, alone = ratio.groups()
+            cells[way] = f"{whole} ({alone})"
+    ways = list(dict.fromkeys(way for cells in found.values() for way in cells))
+    return table(("ratio", *ways), ([case, *(cells.get(way, "") for way in ways)] for case, cells in found.items()))
 
 
 def main() -> None:
     """Put the short table and the ratios into the pages, and the picture beside them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what `ds-dynatrain compare --out` was given")
-    parser.add_argument("--late", action="store_true", help="the short table and the ratios, of late switches")
+    parser.add_argument("--late", action="store_true", help="keep the ratios alone, of late switches")
     args = parser.parse_args()
     figures, whole = ROOT / "docs" / "figures", (args.folder / "compare.md").read_text(encoding="utf-8")
     short = (args.folder / "short.md").read_text(encoding="utf-8")
     if args.late:
-        keep(figures, "compare_late", f"{short}\n\n{ratios(whole)}")
+        measured = next(line for line in short.splitlines() if line.startswith("Measured on"))
+        keep(figures, "compare_late", f"{measured}\n\n{ratios(whole)}")
         return
     keep(ROOT / "docs" / "benchmarks.md", "compare", short)
     keep(figures, "compare", ratios(whole))

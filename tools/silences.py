@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from figures import conclude, machine, table
+from figures import conclude, machine
 from history import mistakes
 from nodes import Job
 
@@ -150,15 +150,15 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-silences-"))
     found = run(given.only, given.rounds, folder)
     words = {"stop": "coordinator stopped", "cut": "its host's link cut", "all": "all members stopped at once"}
-    rows = [
-        (f"{words[name.partition(' ')[0]]}, {name.partition(' ')[2]} s", f"{wrong.count('')} of {len(wrong)}")
-        for name, wrong in found.items()
-        if name != "history"
-    ]
-    rows.append(
-        ("no sample lost or used twice in all of it", "yes" if found["history"] == [""] else found["history"][0])
-    )
-    text = f"{machine()}\n\n{table(('silence', 'nobody given up, no batch lost'), rows)}"
+    rows = []
+    for case, title in words.items():
+        mine = [name for name in found if name.partition(" ")[0] == case]
+        every = [each for name in mine for each in found[name]]
+        lengths = ", ".join(name.partition(" ")[2] for name in mine)
+        if every:
+            rows.append(f"{title} for {lengths} s, {every.count('')} of {len(every)}")
+    history = found["history"][0] or "No sample was lost or used twice"
+    text = f"Measured on: {machine()}. Nobody given up, no batch lost: {'; '.join(rows)}. {history}."
     faults = [f"{name}: {each}" for name, wrong in found.items() for each in wrong if each]
     conclude("silences", text, folder, faults, given.write)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from figures import keep, machine, table
+from figures import keep, machine
 
 PART = 250
 
@@ -62,16 +62,14 @@ def main() -> None:
     seconds = time.monotonic() - begin
     for seed, what in found:
         print(f"seed {seed}: {what}")
-    rows = [
-        ("histories", f"{given.histories:,}, from seed {given.first}"),
-        ("that went wrong", str(len(found))),
-        ("seconds", f"{seconds:.0f}, with {given.processes} processes"),
-        ("processor time each", f"{1e3 * seconds * given.processes / given.histories:.1f} ms at most"),
-    ]
-    text = table(("", ""), rows)
+    text = (
+        f"{given.histories:,} histories, from seed {given.first}: {len(found)} went wrong. {seconds:.0f} s with "
+        f"{given.processes} processes, {1e3 * seconds * given.processes / given.histories:.1f} ms of processor time "
+        "each at most."
+    )
     print(text)
     if given.write:
-        keep(given.write, "simulate", f"{machine()}\n\n{text}")
+        keep(given.write, "simulate", f"Measured on: {machine()}. {text}")
     if found:
         raise SystemExit(1)
 

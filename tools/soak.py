@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from figures import keep, machine, table
+from figures import keep, machine
 from launch import launch
 
 PROCESSES = 4
@@ -72,17 +72,15 @@ def main() -> None:
     args = parser.parse_args()
     notes = launch("soak_ranks.py", PROCESSES, LIMIT_SECONDS, switches=args.switches, seed=args.seed, dtype=args.dtype)
     rows = windows(notes)
-    head = ("switches", "resident MB", *COUNTS, "pause ms")
-    text = table(
-        head,
-        (
-            [f"{r['from']}–{r['to']}", f"{r['resident'] / 1e6:.1f}", *(r[n] for n in COUNTS), f"{r['pause_ms']:.0f}"]
-            for r in rows
-        ),
-    )
+    shown = rows[:: len(rows) // 3 or 1]
+    found: dict[str, list[object]] = {"Switches": [f"{row['from']}–{row['to']}" for row in shown]}
+    found |= {name: [row[name] for row in shown] for name in COUNTS}
+    found["resident MB"] = [f"{row['resident'] / 1e6:.1f}" for row in shown]
+    found["pause ms"] = [f"{row['pause_ms']:.0f}" for row in shown]
+    text = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in found.items())
     grown = growth(rows)
     verdict = "no growth" if not grown else "**growth** of " + "; ".join(grown)
-    text = f"Measured on: {machine()}. {args.switches} switches, seed {args.seed}, {args.dtype}: {verdict}.\n\n{text}"
+    text = f"Measured on: {machine()}. {args.switches} switches, seed {args.seed}, {args.dtype}: {verdict}. {text}."
     print(text)
     if args.write is not None:
         keep(args.write, "soak", text)

@@ -211,8 +211,8 @@ def convert(
     out: Annotated[
         Path,
         typer.Argument(
-            help="The safetensors file (in a folder: model.safetensors), or the DCP folder, to write, which must not "
-            "be there yet; for universal and deepspeed-universal the folder of checkpoints."
+            help="A new safetensors file (in a folder: model.safetensors) or DCP folder; for universal and "
+            "deepspeed-universal the folder of checkpoints."
         ),
     ],
     to: Annotated[

@@ -44,8 +44,8 @@ class CertificateSummary:
 
 @dataclass(frozen=True)
 class SwitchEvent:
-    """One switch, over all of its members: byte counts are sums, phases and pause are those of the reporting member,
-    and every other measurement is the largest of any member."""
+    """One switch, over all of its members: byte counts are sums, phases and pause the reporting member's, and all else
+    the largest of any member."""
 
     outcome: Outcome
     generation: int

@@ -8,7 +8,7 @@ objects. When the verdict on a feature changes, its row changes. `docs/support.m
 | `row` `keys` `usage` | a row; the rows of the configuration's keys; those of what users do around the configuration |
 | `checks` | conditions of rows on more than one key, or on the layout |
 | `walk` | all rows, and a configuration against them |
-| `axes` | rules on the combinations of axes and stages, of `docs/feasibility.md` |
+| `axes` | rules on the combinations of axes and stages, of `docs/dev/feasibility.md` |
 | `proved` | not rows: what ran on which accelerator |
 
 May import `space` and `extension`; start with `row`.

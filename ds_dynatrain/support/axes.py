@@ -1,8 +1,8 @@
 """Sizes of the axes, and ZeRO stages with them, that DeepSpeed can train, as rules on the features of a model.
 
-The rules come from trying every combination on DeepSpeed itself (`tools/feasibility.py`, whose tables are
-`docs/feasibility.md`). Sizes that do not fit one particular model (its heads, experts, layers) are not covered here:
-the adapters know them.
+The rules come from trying every combination on DeepSpeed itself (`tools/feasibility.py`, whose table is in
+`docs/dev/feasibility.md`). Sizes that do not fit one particular model (its heads, experts, layers) are not covered
+here: the adapters know them.
 """
 
 from __future__ import annotations

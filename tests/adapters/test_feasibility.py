@@ -1,4 +1,4 @@
-"""The rules of which combinations are let in say what the tables of `docs/feasibility.md` say, cell by cell."""
+"""The rules of which combinations are let in say what the table of `docs/dev/feasibility.md` say, cell by cell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_dynatrain.support.axes import (
 from tests.engine.transitions import RANKS, combinations
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "feasibility.md").read_text()
+TEXT = (DOCS / "dev" / "feasibility.md").read_text().partition("<!-- feasibility -->")[2]
 KINDS: dict[str, tuple[Features, tuple[str, ...]]] = {
     "module": (frozenset(), ("data", "tensor")),
     "transformers": (frozenset(), ("data", "tensor")),
@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[Features, tuple[str, ...]]] = {
     "ulysses": (frozenset({ULYSSES}), ("data", "sequence", "tensor")),
     "ulysses with native experts": (frozenset({ULYSSES, NATIVE_EXPERTS}), ("data", "expert", "sequence")),
 }
-"""By the names of the tables: what a model of the kind has in it, and its axes."""
+"""What a model of each kind has in it, and its axes."""
 OK = "ok"
 CORRECTED: tuple[Rule, ...] = (
     Rule((PIPELINE,), "clipped by the norm of the first stage alone", ("pipe",), stages=(0,)),
@@ -57,15 +57,16 @@ CORRECTED: tuple[Rule, ...] = (
 
 
 def cells(kind: str) -> dict[Layout, str]:
-    """Every combination in the table of a kind, and "ok" or what its note says."""
-    text, found = TEXT.partition(f"<!-- {kind} -->\n")[2], dict[Layout, str]()
-    text = text.partition(f"<!-- /{kind} -->")[0]
-    notes = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.M))
-    for row in re.findall(r"^\| (\w+=.*?) \|$", text, re.M):
-        sizes, *said = row.split(" | ")
-        place = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", sizes)}
-        for stage, word in zip(range(4), said, strict=True):
-            found[Layout(**place, zero_stage=stage)] = word if word == OK else notes[word.strip("()")]
+    """Every combination in the rows of a kind, and "ok" or what its note says."""
+    notes, found = dict(re.findall(r"^(\d+)\. `(.*)`$", TEXT, re.M)), dict[Layout, str]()
+    for row in re.findall(rf"^\| {kind} \| (.*?) \|$", TEXT, re.M):
+        axes, *said = row.split(" | ")
+        for sizes in axes.split(", "):
+            place = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", sizes)}
+            for stage, word in zip(range(4), said, strict=True):
+                layout = Layout(**place, zero_stage=stage)
+                assert layout not in found, layout
+                found[layout] = word if word == OK else notes[word.strip("()")]
     return found
 
 
