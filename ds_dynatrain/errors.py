@@ -88,6 +88,10 @@ class CheckpointDamaged(CheckpointError):  # noqa: N818
     """A checkpoint on disk is not as it was saved, or is not one of ours; names the file, or tensor and kind."""
 
 
+class WeightsError(DynatrainError):
+    """Weights could not be read or loaded by `ds_dynatrain.weights`; the engine is as before the call."""
+
+
 class ElasticError(DynatrainError):
     """A setting, a message or an answer about membership cannot be used; nothing was joined."""
 
