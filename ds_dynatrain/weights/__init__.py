@@ -1,0 +1,26 @@
+"""Weights out of a training, in any layout: to rollout engines, to Hugging Face folders, and back in.
+
+    from ds_dynatrain import weights
+
+    for name, tensor in weights.source(engine).iter_full():
+        ...
+
+| file | role |
+|---|---|
+| `source` | the weights of one world: full tensors bucket by bucket, or this rank's parts |
+| `outputs` `naming` `lora` | what leaves the trainer: names, shapes, order, and what each tensor is made of |
+| `buckets` | which tensors travel together, and the collective of a bucket |
+| `local` | shards as torch's `DTensor` describes them |
+| `live` | this rank's buffers, once all ranks can read theirs |
+| `pretrained` | folders for transformers |
+| `loading` | the way back: full tensors into weights and masters |
+
+An extension package: nothing imports it but the engine's methods `save_pretrained` and `load_weights`, at their first
+call. It needs no vLLM, TRL or verl.
+
+May import `engine`; start with `source`.
+"""
+
+from ds_dynatrain.weights.source import ParamMeta, WeightSource, source
+
+__all__ = ["ParamMeta", "WeightSource", "source"]
