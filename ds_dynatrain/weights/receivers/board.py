@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,6 @@ from ds_dynatrain.errors import TransferError
 from ds_dynatrain.membership.control import Control, Seal
 
 PREFIX = "dynatrain-weights"
-WHOLE = -1
-"""Number of changed elements that stands for all elements of a message."""
 
 
 def serve(address: str) -> tuple[TCPStore, str]:
@@ -68,32 +67,46 @@ def board_at(address: str, rank: int, seconds: float, token: str | None) -> Cont
 class Connection:
     """One gloo group of all ranks of a link: the trainer's ranks, then the receiving ones.
 
-    Raises MemberMissing with the ranks that did not come in time. stop: called while waiting; it may raise.
+    Raises MemberMissing with the ranks that did not come in time. trainers: how many ranks the trainer has, which come
+    first. stop: called while waiting; it may raise.
     """
 
-    def __init__(self, board: Control, link: int, rank: int, size: int, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, board: Control, link: int, rank: int, trainers: int, receivers: int, stop: Callable[[], None]
+    ) -> None:
+        size = trainers + receivers
         board.post(f"here/{link}/{rank}", 1)
         board.gather(f"here/{link}", range(size), f"link {link} between trainer and receivers", stop=stop)
-        self.seconds, self._sockets = board.timeout_seconds, WorldSockets()
+        self.trainers, self.seconds, self._sockets = trainers, board.timeout_seconds, WorldSockets()
         with self._sockets.building():
             store = PrefixStore(f"gloo/{link}", board.store)
             self._group: Any = td.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=self.seconds))
 
-    def send(self, values: torch.Tensor, rank: int) -> Any:
-        """Start sending flat values on the host; return what `finish` waits for."""
-        return self._group.send([values], rank, 0)
+    def send(self, values: torch.Tensor, rank: int, what: str) -> Callable[[], None]:
+        """Start sending flat values on the host to a rank; return a function that waits for the end of it.
 
-    def receive(self, values: torch.Tensor, rank: int) -> Any:
-        """Start receiving flat values on the host; return what `finish` waits for."""
-        return self._group.recv([values], rank, 0)
+        what: for messages. Both raise TransferError, which names the rank, if it fails, or takes too long.
+        """
+        with self._naming(rank, what):
+            return partial(self._finish, self._group.send([values], rank, 0), rank, what)
 
-    def finish(self, work: Any, peer: str, what: str) -> None:
-        """Wait for a send or a receive. Raise TransferError, which names the peer, if it fails or takes too long."""
+    def receive(self, values: torch.Tensor, rank: int, what: str) -> Callable[[], None]:
+        """Start receiving flat values on the host from a rank, as `send` does."""
+        with self._naming(rank, what):
+            return partial(self._finish, self._group.recv([values], rank, 0), rank, what)
+
+    def _finish(self, work: Any, rank: int, what: str) -> None:
+        with self._naming(rank, what):
+            work.wait(timedelta(seconds=self.seconds))
+
+    @contextmanager
+    def _naming(self, rank: int, what: str) -> Iterator[None]:
         begin = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self.seconds))
+            yield
         except RuntimeError as error:
-            waited = time.monotonic() - begin
+            is_trainer, waited = rank < self.trainers, time.monotonic() - begin
+            peer = f"the trainer's rank {rank}" if is_trainer else f"receiving rank {rank - self.trainers}"
             raise TransferError(
                 f"{what}: {peer} failed or went away, after {waited:.1f} of {self.seconds:g} s"
             ) from error
@@ -135,13 +148,3 @@ def targets_of(rows: Sequence[tuple[str, str, Sequence[int]]], bucket_bytes: int
 def rows_to_post(metadata: Sequence[Any]) -> list[tuple[str, str, list[int]]]:
     """Return the rows of `targets_of` for the metadata of a source."""
     return [(each.name, name_of(each.dtype), list(each.shape)) for each in metadata]
-
-
-def bits(flat: torch.Tensor) -> torch.Tensor:
-    """Return a view of flat values as integers of the same size, to compare them bit by bit."""
-    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-
-
-def index_type(numel: int) -> torch.dtype:
-    """Return the type of an element's place in a message of `numel` elements."""
-    return torch.int32 if numel < 1 << 31 else torch.int64

@@ -20,16 +20,8 @@ from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.errors import DynatrainError, MemberMissing, TransferError
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.weights.receivers.blocks import Move, moves_between, part_of, rows_of
-from ds_dynatrain.weights.receivers.board import (
-    WHOLE,
-    Connection,
-    Target,
-    bits,
-    board_at,
-    index_type,
-    rows_to_post,
-    targets_of,
-)
+from ds_dynatrain.weights.receivers.board import Connection, Target, board_at, rows_to_post, targets_of
+from ds_dynatrain.weights.receivers.changes import WHOLE, bits, packed_bytes, packed_places
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
 BUCKET_BYTES = 64 << 20
@@ -126,8 +118,9 @@ class Group(Receiver):
                 board.gather(f"ready/{out.version}", range(link.receivers), what, stop=stop)
                 self._ship(out, link)
             except (DynatrainError, RuntimeError) as failed:
-                error = failed
-                board.decide(verdict, f"the trainer's rank {rank}: {failed}")
+                mine = f"the trainer's rank {rank}: {failed}"
+                found = board.decide(verdict, mine)  # the first failure is the cause of the others
+                error = failed if found == mine else TransferError(f"version {out.version} was given up: {found}")
                 self._drop()
             out.prove(error)
             if rank == 0:
@@ -176,13 +169,13 @@ class Group(Receiver):
             name, shape = targets[tensor].name, targets[tensor].shape
             parts = (part_of(shape, cuts.get(name), receiver, size)[0] for receiver in range(size))
             plan.append(Share(tensor, extent, [moves_between(extent, part) for part in parts]))
-        connection = Connection(board, number, rank, source.world_size + size, stop)
+        connection = Connection(board, number, rank, source.world_size, size, stop)
         world = (td.group.WORLD, source.layout)
         link = self._link = Link(number, world, source.world_size, size, connection, targets, plan)
         for receiver in range(size):
             rows = [(share.number, *move) for share in plan for move in share.moves[receiver]]
             for values in (torch.tensor([len(rows)]), torch.tensor(rows, dtype=torch.int64).reshape(-1)):
-                self._finish(link, receiver, link.connection.send(values, link.trainers + receiver), "the plan")
+                connection.send(values, link.trainers + receiver, "the plan")()
         return link
 
     # ---- values ------------------------------------------------------------------------------------------------------
@@ -209,20 +202,17 @@ class Group(Receiver):
                         link.previous.append(torch.empty_like(flat))
                     link.previous[seen].copy_(flat)
                 seen += 1
-            work = []
+            waits = []
             for receiver, found in enumerate(values):
                 if not found:
                     continue
                 for part in _message(torch.cat(found), torch.cat(changes[receiver]) if out.is_delta else None):
-                    work.append((receiver, link.connection.send(part, link.trainers + receiver)))
+                    waits.append(link.connection.send(part, link.trainers + receiver, f"version {out.version}"))
                     out.nbytes += len(part)
-            for receiver, each in work:
-                self._finish(link, receiver, each, f"version {out.version}")
+            for wait in waits:
+                wait()
         if seen != len(link.plan):
             raise TransferError(f"this rank owns {seen} parts of the weights, and {len(link.plan)} when it connected")
-
-    def _finish(self, link: Link, receiver: int, work: Any, what: str) -> None:
-        link.connection.finish(work, f"receiving rank {receiver} at {self.address}", what)
 
 
 def _message(values: torch.Tensor, changed: torch.Tensor | None) -> list[torch.Tensor]:
@@ -230,10 +220,11 @@ def _message(values: torch.Tensor, changed: torch.Tensor | None) -> list[torch.T
     whole = values.view(torch.uint8)
     if changed is None:
         return [whole]
-    places, kind = changed.nonzero().view(-1), index_type(len(values))
-    if len(places) * (kind.itemsize + values.element_size()) >= len(whole):
+    places = changed.nonzero().view(-1)
+    nbytes = packed_bytes(len(places), len(values)) + len(places) * values.element_size()
+    if nbytes >= len(whole):
         return [torch.tensor([WHOLE]).view(torch.uint8), whole]
     count = torch.tensor([len(places)]).view(torch.uint8)
     if not len(places):
         return [count]
-    return [count, torch.cat([places.to(kind).view(torch.uint8), values[places].view(torch.uint8)])]
+    return [count, torch.cat([packed_places(places, len(values)), values[places].view(torch.uint8)])]

@@ -19,7 +19,8 @@ from ds_dynatrain.checkpoint.extents import WORD, Extent
 from ds_dynatrain.errors import ConfigError, DynatrainError, MemberMissing, OutcomeUnknown, TransferError
 from ds_dynatrain.report import logger
 from ds_dynatrain.weights.receivers.blocks import Move, check_coverage, digest_of_part, part_of, rows_of
-from ds_dynatrain.weights.receivers.board import WHOLE, Connection, Target, board_at, index_type, serve, targets_of
+from ds_dynatrain.weights.receivers.board import Connection, Target, board_at, serve, targets_of
+from ds_dynatrain.weights.receivers.changes import WHOLE, packed_bytes, unpacked_places
 from ds_dynatrain.weights.update import Update
 
 LOOK_SECONDS = 0.02
@@ -195,7 +196,7 @@ class GroupReceiver:
             old = self._beside.get(target.name)
             fits = old is not None and old.shape == shape and old.dtype == target.dtype
             beside[target.name] = old if fits else torch.empty(shape, dtype=target.dtype, device=self.device)
-        connection = Connection(self._board, number, trainers + self.rank, trainers + self.world_size, stop)
+        connection = Connection(self._board, number, trainers + self.rank, trainers, self.world_size, stop)
         link = self._link = Incoming(number, trainers, connection, targets, parts, {}, beside)
         moves: list[list[Move]] = [[] for _ in targets]
         for trainer in range(trainers):
@@ -211,11 +212,11 @@ class GroupReceiver:
 
     def _plan_of(self, link: Incoming, trainer: int) -> list[list[int]]:
         count = torch.empty(1, dtype=torch.int64)
-        self._finish(link, link.connection.receive(count, trainer), trainer, "its plan")
+        link.connection.receive(count, trainer, "the plan")()
         if not 0 <= int(count) <= MOST_ROWS:
             raise TransferError(f"the trainer's rank {trainer} announces a plan of {int(count)} rows")
         rows = torch.empty(int(count), 7, dtype=torch.int64)
-        self._finish(link, link.connection.receive(rows, trainer), trainer, "its plan")
+        link.connection.receive(rows, trainer, "the plan")()
         found: list[list[int]] = rows.tolist()
         return found
 
@@ -226,32 +227,29 @@ class GroupReceiver:
         plan, what, nbytes = link.plan[bucket], f"version {version}", 0
         counts = {trainer: torch.tensor([WHOLE]) for trainer in plan}
         if is_delta:
-            work = {each: link.connection.receive(counts[each].view(torch.uint8), each) for each in plan}
-            for trainer, each in work.items():
-                self._finish(link, each, trainer, what)
+            for wait in [link.connection.receive(counts[each].view(torch.uint8), each, what) for each in plan]:
+                wait()
             nbytes = 8 * len(plan)
         dtype, messages = link.targets[next(iter(plan.values()))[0][0]].dtype, {}
         for trainer, rows in plan.items():
             numel, count = sum(move.numel for _, move in rows), int(counts[trainer])
             if not WHOLE <= count <= numel:
                 raise TransferError(f"the trainer's rank {trainer} announces {count} changes of {numel} elements")
-            per = dtype.itemsize if count == WHOLE else index_type(numel).itemsize + dtype.itemsize
-            messages[trainer] = torch.empty((numel if count == WHOLE else count) * per, dtype=torch.uint8)
-        work = {each: link.connection.receive(data, each) for each, data in messages.items() if len(data)}
-        for trainer, each in work.items():
-            self._finish(link, each, trainer, what)
+            size = numel * dtype.itemsize if count == WHOLE else count * dtype.itemsize
+            size += packed_bytes(count, numel) if count > 0 else 0
+            messages[trainer] = torch.empty(size, dtype=torch.uint8)
+        waits = {each: link.connection.receive(data, each, what) for each, data in messages.items() if len(data)}
+        for trainer, wait in waits.items():
+            wait()
             data, rows, count = messages[trainer], plan[trainer], int(counts[trainer])
             nbytes += len(data)
             if count == WHOLE:
                 _write_whole(link, rows, data.view(dtype))
-            else:
-                kind = index_type(sum(move.numel for _, move in rows))
-                places, values = data.split([count * kind.itemsize, count * dtype.itemsize])
-                _write_changes(link, rows, places.view(kind).long(), values.view(dtype))
+            elif count:
+                places, values = data.split([len(data) - count * dtype.itemsize, count * dtype.itemsize])
+                found = unpacked_places(places, sum(move.numel for _, move in rows))
+                _write_changes(link, rows, found, values.clone().view(dtype))
         return nbytes
-
-    def _finish(self, link: Incoming, work: Any, trainer: int, what: str) -> None:
-        link.connection.finish(work, f"the trainer's rank {trainer}", what)
 
     # ---- proof -------------------------------------------------------------------------------------------------------
 
@@ -290,8 +288,6 @@ def _write_changes(link: Incoming, rows: list[Row], places: torch.Tensor, values
     sizes = torch.tensor([move.numel for _, move in rows])
     ends = sizes.cumsum(0)
     row = torch.searchsorted(ends, places, right=True)
-    if len(places) and (int(places[0]) < 0 or int(row[-1]) >= len(rows)):
-        raise TransferError(f"a change lies at element {int(places[-1])} of a message of {int(ends[-1])}")
     tensors, moves = torch.tensor([tensor for tensor, _ in rows]), torch.tensor([move for _, move in rows])
     _, _, to, pace, length, _ = moves[row].unbind(1)
     inside = places - (ends - sizes)[row]
