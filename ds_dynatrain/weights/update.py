@@ -141,14 +141,22 @@ class Outgoing:
                 f"{failed} of {self.source.world_size} ranks could not send version {self.version}: see their errors; "
                 "the receivers keep the version before"
             )
-        digests, counts = sums[:-2].numpy().view(np.uint64).reshape(2, -1)
-        for meta, count in zip(self.source.metadata, counts.tolist(), strict=True):
+        self._judge(sums[:-2].numpy().view(np.uint64).reshape(2, -1))
+
+    def check_whole(self) -> None:
+        """Raise TransferError unless all elements have passed here, on the rank that iterated over full tensors."""
+        self._judge(self._sums)
+
+    def _judge(self, sums: Any) -> None:
+        """Keep the digests. Raise TransferError unless each element of each tensor was counted once."""
+        digests, counts = sums.tolist()
+        for meta, count in zip(self.source.metadata, counts, strict=True):
             if count != math.prod(meta.shape):
                 raise TransferError(
                     f"{meta.name}: all ranks together sent {count} of {math.prod(meta.shape)} elements (shape "
                     f"{meta.shape}); make a new source and send again"
                 )
-        self.digests = dict(zip(self._numbers, digests.tolist(), strict=True))
+        self.digests = dict(zip(self._numbers, digests, strict=True))
 
 
 def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str | None = None) -> Update:
@@ -171,8 +179,8 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
         turn, found = engine.turn(), source(engine, full_on="first" if receiver.full_on == "none" else receiver.full_on)
     with turn:
         out = Outgoing(found, _claims(found, receiver, delta), version, delta)
+        receiver.version = out.version  # also if it fails: its number is not used again
         receiver.send(out)
-    receiver.version = out.version
     layout, tensors = str(found.layout), len(found.metadata)
     return Update(
         out.version,

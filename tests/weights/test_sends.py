@@ -26,8 +26,8 @@ FEW = "module", "AutoTP"
 def test_receivers_hold_the_weights_before_and_after_switches(pool: RankPool, name: str) -> None:
     path = [layout(short) for short in WALKS[name].split(" > ")]
     find = subjects.SUBJECTS[name]
-    matrices = [key for key, each in find().build().named_parameters() if each.dim() > 1]
-    cuts = {key: number % 2 for number, key in enumerate(matrices)} if name in FEW else {}
+    model = find().build().named_parameters() if name in FEW else ()  # others are built where there is a world
+    cuts = {key: number % 2 for number, key in enumerate(key for key, each in model if each.dim() > 1)}
     with ExitStack() as stack:
         all_rollouts = [stack.enter_context(fakes.rollouts(size, cuts, 30)) for size in (1, 2, 3)]
         addresses = [each.address for each in all_rollouts]
