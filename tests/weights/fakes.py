@@ -15,19 +15,11 @@ import torch.distributed as td
 from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.errors import MemberMissing
 from ds_dynatrain.weights.receivers.group_receiver import GroupReceiver
+from ds_dynatrain.weights.source import ParamMeta
 from ds_dynatrain.weights.update import Update
 
 SHAPES = {"words": (23, 6), "block.up": (10, 7), "block.down": (7, 10), "norm": (7,), "scale": (), "none": (0, 4)}
 CUTS = {"words": 0, "block.up": 0, "block.down": 1}
-
-
-@dataclass(frozen=True)
-class Meta:
-    """A row of the metadata."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 def values(step: int, dtype: torch.dtype = torch.float32, scale: float = 0.1) -> dict[str, torch.Tensor]:
@@ -52,7 +44,7 @@ class FakeSource:
     ) -> None:
         self.weights, self.step, self.rank, self.world_size, self.cut = weights, step, rank, world_size, cut
         self.layout = f"{world_size} ranks, cut at {cut}"
-        self.metadata = [Meta(name, each.dtype, tuple(each.shape)) for name, each in weights.items()]
+        self.metadata = [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in weights.items()]
         self.collectives = 0
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
