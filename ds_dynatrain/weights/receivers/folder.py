@@ -1,0 +1,123 @@
+"""`Folder`: each version as a folder of safetensors with an index, which appears once it is complete.
+
+`PATH/v00000007` has the files that `transformers` loads, and `update.json` with the digests. `newest` finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynatrain.checkpoint.extents import WORD
+from ds_dynatrain.errors import CheckpointDamaged
+from ds_dynatrain.transfer import digest
+from ds_dynatrain.weights.pretrained import SHARD_BYTES, Writer, cut
+from ds_dynatrain.weights.update import Outgoing, Receiver
+
+RECORD = "update.json"
+_NAME = re.compile(r"v(\d{8})")
+
+
+class Folder(Receiver):
+    """A folder that rollouts read; make one object on each rank of the trainer. Rank 0 writes.
+
+    path: the folder, on a file system that rank 0 and the readers see. model: a model of transformers whose
+    configuration is written too, as engines that load a folder want it. keep: how many of the newest versions stay.
+    max_shard_bytes: most bytes of a file.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        keep: int = 2,
+        max_shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self.path, self.keep, self.max_shard_bytes = Path(path).absolute(), keep, max_shard_bytes
+        self._model = nn.Module() if model is None else model
+
+    def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
+        """Return the version after the newest in the folder (rank 0)."""
+        versions = _versions(self.path) if source.rank == 0 else []
+        return max([self.version, *versions]) + 1, 0, 0
+
+    def send(self, out: Outgoing) -> None:
+        """Write a version beside the others, and give it its name once all tensors are in it."""
+        tensors, error, hidden = out.full(), None, self.path / f".v{out.version:08d}"
+        try:
+            if out.source.rank == 0:
+                self._write(out, tensors, hidden)
+        except Exception as failed:  # reported to all ranks by `prove`
+            error = failed
+            shutil.rmtree(hidden, ignore_errors=True)
+        finally:
+            for _ in tensors:  # the other ranks iterate to the end, whatever happens here
+                pass
+        out.prove(error)
+        if out.source.rank == 0:
+            for version in _versions(self.path)[: -self.keep]:
+                shutil.rmtree(self.path / f"v{version:08d}", ignore_errors=True)
+
+    def _write(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], hidden: Path) -> None:
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir(parents=True)
+        metadata = out.source.metadata
+        dtype = metadata[0].dtype
+        writer = Writer(hidden, cut(metadata, dtype, self.max_shard_bytes), dtype)
+        for name, tensor in tensors:
+            writer.put(name, tensor)
+            out.nbytes += tensor.nbytes
+        out.check_whole()
+        writer.finish(self._model)
+        record = {"version": out.version, "label": out.label, "step": out.source.step, "digests": out.digests}
+        with (hidden / RECORD).open("x", encoding="utf-8") as file:
+            json.dump(record, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _flush(hidden)
+        hidden.rename(self.path / f"v{out.version:08d}")
+        _flush(self.path)
+
+
+def newest(path: str | os.PathLike[str]) -> Path | None:
+    """Return the folder of the newest version; None if there is none yet."""
+    versions = _versions(Path(path))
+    return Path(path) / f"v{versions[-1]:08d}" if versions else None
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a version. Raise CheckpointDamaged if they are not those that were sent."""
+    from safetensors.torch import load_file
+
+    digests = json.loads((folder / RECORD).read_text(encoding="utf-8"))["digests"]
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    if found.keys() != digests.keys():
+        raise CheckpointDamaged(f"{folder}: {len(found)} tensors, and {len(digests)} were sent")
+    for name, tensor in found.items():
+        if (held := digest(tensor.reshape(-1)) & WORD) != digests[name]:
+            raise CheckpointDamaged(f"{folder}: {name} has digest {held:#x}, and {digests[name]:#x} was sent")
+    return found
+
+
+def _versions(path: Path) -> list[int]:
+    names = (_NAME.fullmatch(each.name) for each in path.iterdir()) if path.is_dir() else iter(())
+    return sorted(int(name[1]) for name in names if name is not None)
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
