@@ -40,7 +40,7 @@ class Link:
     """The connections of one world of the trainer to the receivers, and what this rank sends over them.
 
     world: the world's group and layout. trainers, receivers: how many ranks there are of each. plan: this rank's parts,
-    in the order of `Outgoing.runs`. base: the newest version that all receivers have got over this link. previous: this
+    in the order of `Outgoing.runs`. base: the version that all receivers have and `previous` has, or 0. previous: this
     rank's values of that version, in the order of the plan, if deltas are wanted.
     """
 
@@ -132,7 +132,7 @@ class Group(Receiver):
                 board.decide(verdict, f"the trainer's rank {rank}: {failed}")
             self._drop()
             raise
-        link.base = out.version
+        link.base = out.version if out.wants_delta else 0
         if rank == 0:
             with suppress(MemberMissing):  # the next update finds that it has another version
                 board.gather(f"shown/{out.version}", range(link.receivers), "receivers that show the update")
