@@ -3,6 +3,7 @@
 Such collectives do not report failure. A collective whose peer has died waits forever. An aborted collective ends as if
 it had succeeded, but with arbitrary results, and a member that aborts its collectives may in this way end those of
 other members that do not yet know of the loss. Two rules therefore apply if members may leave:
+
 - after a loss, the world's gate is torn first (no later result counts); then all communicators of the world are aborted
   together, in a thread;
 - results count only after `agree` has returned, which means that all ranks had all their results before any of them

@@ -133,13 +133,13 @@ def unregister(group: td.ProcessGroup) -> None:
 
 
 def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = None) -> threading.Thread:
-    """Shut groups down in a thread, and return the thread. Join it before the process ends.
+    """Shut groups down in a thread, and return the thread. Join the thread before the process ends.
 
-    groups: list that must hold the last references to the groups; it is emptied.
+    groups: a list that must hold the last references to the groups; it is emptied.
     first: function that is called before the groups are shut down.
 
-    Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Memory that the groups' threads have freed is
-    returned to the system.
+    Gloo takes 20 to 40 ms to shut a group down, and longer if a peer is gone. Afterwards, memory that the groups'
+    threads have freed is returned to the system.
     """
 
     def take_down() -> None:
@@ -154,7 +154,7 @@ def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = 
 
 
 def give_back_memory() -> None:
-    """Make glibc return free memory to the system, which it otherwise keeps in growing per-thread arenas.
+    """Make glibc return free memory to the system. glibc would otherwise keep it in growing per-thread arenas.
 
     Does nothing if the C library has no such call. Python's lock is released during the call.
     """
