@@ -48,9 +48,7 @@ class CurriculumOrder(EpochOrder):
 
     @property
     def steps(self) -> int:
-        """Number of global batches in one pass: the batches of all `num_epochs` plus one, which is how DeepSpeed
-        counts.
-        """
+        """Number of global batches in one pass: the batches of all `num_epochs` plus one, as counted by DeepSpeed."""
         return self.length * int(self.block["data_sampling"]["num_epochs"]) // self.train_batch_size + 1
 
     def __len__(self) -> int:
@@ -88,9 +86,7 @@ class CurriculumOrder(EpochOrder):
         }
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Set the functions that the schedule type `custom` uses: a map from each metric to its function (step ->
-        difficulty).
-        """
+        """Set the functions that the schedule type `custom` uses: a map from each metric to a function of the step."""
         self.schedule = dict(schedule)
         self._sampler = None
 

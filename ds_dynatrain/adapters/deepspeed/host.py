@@ -246,16 +246,18 @@ class Host:
             old.__dict__.clear()  # reference cycles hold it: free its memory without the collector
 
     def make_children(self, layout: Layout, rank: int) -> Made | None:
-        """Build ahead of time the children that `reshape` will need; None if they will not change. May run in any
-        thread.
+        """Build ahead of time the children that `reshape` will need; None if they will not change.
+
+        May run in any thread.
         """
         return None if Shape.of(layout, rank) == self.shape else self.shaper.make(layout, rank)
 
     def reshape(
         self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor], made: Made | None = None
     ) -> Replaced | None:
-        """Give the module the children of `rank` under `layout`. Return what `undo_reshape` needs; None if nothing
-        changed.
+        """Give the module the children of `rank` under `layout`.
+
+        Return what `undo_reshape` needs; None if nothing changed.
 
         The world of `layout` must be installed, and no optimizer may be attached.
 
@@ -385,8 +387,9 @@ class Host:
         """Act on an optimizer that DeepSpeed has just built, before its first step. A hook for subclasses."""
 
     def break_off(self) -> None:
-        """Clean up after an error has ended a DeepSpeed call. Stops running timers, which could not be started again
-        otherwise.
+        """Clean up after an error has ended a DeepSpeed call.
+
+        Stops running timers, which could not be started again otherwise.
         """
         for timer in self.engine.timers.get_timers().values():
             if timer.started_:

@@ -117,8 +117,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> Any:
-        """Load the way DeepSpeed does. At stage 0, also refresh the masters after weights are loaded without optimizer
-        states.
+        """Load the way DeepSpeed does.
+
+        At stage 0, also refresh the masters after weights are loaded without optimizer states.
 
         DeepSpeed itself does so only in its other stages. At stage 0 it keeps the old masters, and the next step would
         overwrite the loaded weights with them.
@@ -163,7 +164,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._host.slot_weight = self._host.slot_weight if tokens is None else 1.0
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Weight the gradient of a plain `loss.backward()` too, because such a call does not pass through `backward`."""
+        """Weight the gradient of a plain `loss.backward()` too, because such a call bypasses `backward`."""
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
         if scaled is None or scaled is grad or self._host.is_weighted or self._host.loss_weight == 1.0:
             return scaled
@@ -180,7 +181,10 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             super().clip_fp32_gradients()
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Take DeepSpeed's optimizer step. If the window was weighted by tokens, divide its gradients by their number."""
+        """Take DeepSpeed's optimizer step.
+
+        If the window was weighted by tokens, divide its gradients by their number.
+        """
         counted = all_counted(self.module, self._host.layout)
         with scaler.divided_by_tokens(self, self._host.window_tokens, self._token_slots), self._norm_said(), counted:
             super()._take_model_step(*arguments)

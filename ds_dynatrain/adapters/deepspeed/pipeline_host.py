@@ -135,8 +135,9 @@ class StageHost(Host):
 
     @property
     def compiled_modules(self) -> list[str]:
-        """One entry if layers are compiled, otherwise none. Stages have different layers, but all members must report
-        the same.
+        """One entry if layers are compiled, otherwise none.
+
+        Stages have different layers, but all members must report the same.
         """
         return [] if self.compiled_with is None else ["every layer"]
 
@@ -173,14 +174,16 @@ class StageHost(Host):
         self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
 
     def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of each stage's layers. Functions are left out; a tied layer is listed on each of its
-        stages.
+        """Return the names of each stage's layers.
+
+        Functions are left out; a tied layer is listed on each of its stages.
         """
         return self.shaper.template.layers_by_stage(layout)
 
     def trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
-        """Return (tensor, parameter) for all parameters registered as trained. Parameters of other stages are empty
-        here.
+        """Return (tensor, parameter) for all parameters registered as trained.
+
+        Parameters of other stages are empty here.
         """
         model = self.model_map
         found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
@@ -188,8 +191,9 @@ class StageHost(Host):
 
     @property
     def forward_passes(self) -> int | None:
-        """Number of micro-batches that this stage has run. With `seed_layers`, layers seed their random numbers with
-        it.
+        """Number of micro-batches that this stage has run.
+
+        With `seed_layers`, layers seed their random numbers with it.
         """
         return int(self.engine.module.micro_offset)
 
@@ -204,8 +208,9 @@ class StageHost(Host):
 
 
 class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine whose stage can change. Methods of `HostEngine` take precedence over those of DeepSpeed's
-    classes.
+    """A pipeline engine whose stage can change.
+
+    Methods of `HostEngine` take precedence over those of DeepSpeed's classes.
     """
 
     _HOST: ClassVar[type[Host]] = StageHost
@@ -293,8 +298,9 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return super()._scale_loss_by_gas(prescaled_loss, eval_micro_batches=self._divisor)
 
     def _frozen_layers(self) -> int:
-        """Return `frozen_layers` of the registered parameters. Their current flags are ignored so that all stages
-        agree.
+        """Return `frozen_layers` of the registered parameters.
+
+        Their current flags are ignored so that all stages agree.
         """
         trained = {tensor.name for tensor, _ in self._host.trained()}
         return frozen_layers(self._host.shaper.template.prefixes(), trained)
@@ -389,8 +395,9 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return self.agg_train_loss
 
     def clip_fp32_gradients(self) -> None:
-        """Clip gradients the way DeepSpeed does. A stage without gradients adds 0 to the norm, for which other stages
-        wait.
+        """Clip gradients the way DeepSpeed does.
+
+        A stage without gradients adds 0 to the norm, for which other stages wait.
         """
         if any(held.grad is not None for held in self.module.parameters()) or self._host.layout.expert > 1:
             super().clip_fp32_gradients()

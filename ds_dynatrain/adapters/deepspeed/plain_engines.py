@@ -54,8 +54,7 @@ def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
 
 
 def _has_peers(engine: Any) -> bool:
-    """Return whether an engine has several ranks and either has an optimizer or runs a model that is divided over
-    ranks.
+    """Return whether an engine has several ranks, and either an optimizer or a model that is divided over ranks.
 
     At stage 3 DeepSpeed gives even an untrained engine an optimizer.
     """

@@ -107,10 +107,9 @@ def _say_locked(lock: Path, seconds: float) -> None:
 
 
 def import_what_is_lazy() -> None:
-    """Import modules that DeepSpeed would otherwise import during the pause of a switch, when it first builds an
-    optimizer.
+    """Import modules that DeepSpeed would otherwise import during the pause of a switch.
 
-    Each import takes about a second.
+    DeepSpeed imports them when it first builds an optimizer. Each import takes about a second.
     """
     for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3", "zero.stage3", "zero.stage_1_and_2"):
         try:
@@ -142,8 +141,9 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients overflowed fp16. False if the optimizer never skips
-        steps.
+        """Whether the last step was skipped because gradients overflowed fp16.
+
+        False if the optimizer never skips steps.
 
         The attribute exists in every layout and on idle members, because callers check for it only once.
         """

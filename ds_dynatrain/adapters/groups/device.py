@@ -112,9 +112,7 @@ def total_bytes() -> int:
 
 @contextmanager
 def beside() -> Iterator[None]:
-    """Context manager that queues the block's device work on a stream of its own, beside training, and waits for it at
-    the end.
-    """
+    """Context manager that queues the block's device work on a separate stream, and waits for it at the end."""
     if not is_accelerated():
         yield
         return

@@ -48,7 +48,10 @@ class Gate:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Context manager that records that the main thread waits for other ranks. Nested blocks record nothing more."""
+        """Context manager that records that the main thread waits for other ranks.
+
+        Nested blocks record nothing more.
+        """
         is_noted = self._wait is None and threading.current_thread() is threading.main_thread()
         if is_noted:
             self._wait = what, time.monotonic()
@@ -114,8 +117,9 @@ class Gate:
 
 
 def abort(gates: Iterable[Gate], give_up: Callable[[str], object]) -> threading.Thread | None:
-    """Tear the gates, and abort all their communicators together in a thread. Return the thread; None if there are
-    none.
+    """Tear the gates, and abort all their communicators together in a thread.
+
+    Return the thread; None if there are none.
 
     give_up: function called with the reason if the device does not respond again.
     """

@@ -202,8 +202,9 @@ class ManagedWork(Work):
         self._on_device, self._has_ended = on_device, False
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait until the collective is done. Raises WorldChanged if a peer is gone, and RuntimeError after the
-        time-out.
+        """Wait until the collective is done.
+
+        Raises WorldChanged if a peer is gone, and RuntimeError after the time-out.
         """
         done = self._watched(self._wait, timeout)
         if not self._has_ended:

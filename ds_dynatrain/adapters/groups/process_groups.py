@@ -48,8 +48,9 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
 
 
 def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
-    """Give a group made by other code a gloo back-end for the CPU, if it has none. All ranks of the group must call
-    this.
+    """Give a group made by other code a gloo back-end for the CPU, if it has none.
+
+    All ranks of the group must call this.
 
     Stock `deepspeed.init_distributed` makes a group with NCCL alone.
 

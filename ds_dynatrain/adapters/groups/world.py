@@ -281,7 +281,7 @@ class World:
         return SimpleNamespace(**{**answers, "get_data_parallel_group": partial(self.group, "data")})
 
     def register(self) -> None:
-        """Make all groups except `transfer` known to `torch.distributed`, and attach all groups to this world's status."""
+        """Make all groups except `transfer` known to `torch.distributed`, and give all groups this world's status."""
         for kind, held in self._held.items():
             if kind != "transfer":
                 register(held.group, held.store, self._ranks[kind])
@@ -333,8 +333,9 @@ class World:
         return found
 
     def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """Forbid new calls in this world, because a member is gone or a collective has failed. Any thread may call
-        this.
+        """Forbid new calls in this world, because a member is gone or a collective has failed.
+
+        Any thread may call this.
 
         known: names of the groups that may be kept at all.
         there: the members that are not gone.
@@ -414,9 +415,7 @@ class World:
         return [kind for kind in kinds if len(self._ranks[kind]) > 1 and (kind != "transfer" or self.moves_by_device)]
 
     def _known(self, kind: str, previous: World | None) -> Communicator | None:
-        """Return the existing communicator for a group, taken from this world or from `previous`; None if there is
-        none.
-        """
+        """Return the existing communicator for a group, from this world or from `previous`; None if there is none."""
         handed_on = {} if previous is None or previous.status is not None else previous.communicators
         alike = [self.between(kind)] + ([("", self.transfer_members)] if kind == "transfer" else [])
         return next((known[each] for known in (self.communicators, handed_on) for each in alike if each in known), None)
@@ -463,8 +462,9 @@ class World:
         return self.status is not None and is_accelerated() and len(self.members) > 1
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Call `Gate.agree`. All ranks must call this. Does nothing without an accelerator, or if no member can be
-        lost.
+        """Call `Gate.agree`. All ranks must call this.
+
+        Does nothing without an accelerator, or if no member can be lost.
 
         meet: see `Gate.agree`; by default a reduction over all ranks in host memory.
         """

@@ -40,8 +40,9 @@ Note = Callable[[str], None]
 Make = Callable[[str, tuple[int, ...], int], HeldGroup]
 """Function (kind of group, ranks of the world in the group, this rank) -> the group."""
 GROUP_COUNT = 1000
-"""First number in the names of groups that `new_group` makes later. Members that were in different worlds thus agree on
-it.
+"""First number in the names of groups that `new_group` makes later.
+
+Members that were in different worlds thus agree on it.
 """
 
 

@@ -85,7 +85,7 @@ class Conversion:
 
 @contextmanager
 def refused_by_deepspeed() -> Iterator[None]:
-    """Context manager that raises ConfigError if one of DeepSpeed's own checks of `expert_parallel` fails in the block."""
+    """Context manager that raises ConfigError if DeepSpeed's own checks of `expert_parallel` fail in the block."""
     try:
         yield
     except ValueError as error:

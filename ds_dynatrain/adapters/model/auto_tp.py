@@ -163,7 +163,7 @@ def _for_training() -> Iterator[None]:
 
 @contextmanager
 def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
-    """Context manager in which AutoTP uses a tensor group of `size` without peers, with this process at index `place`."""
+    """Context manager that gives AutoTP a tensor group of `size` without peers, with this process at index `place`."""
     rank = td.get_rank()
     ranks = [other for other in range(size) if other != rank][: size - 1]
     group, store = make_fake_group("dynatrain_asked", place, size)
@@ -211,8 +211,9 @@ class TensorShaper(Shaper):
             return TensorShaper(None, config, str(error))
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return a map from each logical tensor's name to its cut by the tensor axis, for any layout and installed
-        world.
+        """Return a map from each logical tensor's name to its cut by the tensor axis.
+
+        Works for any layout, whichever world is installed.
 
         Raises UnsupportedError, naming the parameter or the model, if AutoTP cannot cut it or does not record how.
         Raises LayoutError, with the nearest valid size, if AutoTP cannot cut the model into that tensor size.
@@ -267,11 +268,10 @@ class TensorShaper(Shaper):
             _speak_over(root, groups.get_tensor_model_parallel_group())
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Do what DeepSpeed's constructor does: set the modes of its layers and their group, and add the first batch's
-        check.
+        """Do what DeepSpeed's constructor does for this axis.
 
-        The check is a hook in which DeepSpeed compares the first batch between tensor ranks. DeepSpeed then removes the
-        hook.
+        Sets the modes of DeepSpeed's layers and their group, and adds a check of the first batch. The check is a hook
+        in which DeepSpeed compares that batch between tensor ranks. DeepSpeed then removes the hook.
         """
         self.leave(engine)
         block = engine.tensor_parallel_config()
@@ -309,7 +309,7 @@ class TensorShaper(Shaper):
         return self._cuts[size]
 
     def _nearest(self, layout: Layout) -> int:
-        """Return the largest tensor size below that of `layout` that works with the layout's stage; 1 if there is none."""
+        """Return the largest tensor size below that of `layout` that works with its stage; 1 if there is none."""
         for size in range(layout.tensor - 1, 1, -1):
             try:
                 refuse_empty(self._described(size), self._config, layout.replace(tensor=size))

@@ -265,8 +265,9 @@ class NativeShaper(Shaper):
         self.owners = complete(model, member, lists)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return, as cuts by tensor name, which expert index holds each expert's tensors. Raises LayoutError as
-        `convert` does.
+        """Return, as cuts by tensor name, which expert index holds each expert's tensors.
+
+        Raises LayoutError as `convert` does.
         """
         refuse_other_axes(layout)
         if layout.expert not in self._cuts:
