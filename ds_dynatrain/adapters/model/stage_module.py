@@ -309,7 +309,7 @@ class StageExperts(Conversion):
         }
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """Return all layers, under DeepSpeed's names and on the meta device, with the experts of only one expert index."""
+        """Return all layers, under DeepSpeed's names and on the meta device, with one expert index's experts only."""
         return self._converted(size, index).whole
 
     def _converted(self, size: int, index: int) -> PipelineTemplate:
@@ -332,9 +332,7 @@ def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
 
 
 Exchange = Callable[[Any], Mapping[int, Any]]
-"""Function that posts this process's record (plain JSON), and returns a map from each process's launch number to its
-record.
-"""
+"""Function that posts this process's record (plain JSON) and returns all records, keyed by launch number."""
 Lists = Sequence[list[nn.Parameter]]
 
 
@@ -410,7 +408,7 @@ def _complete(model: PipelineModule) -> None:
 
 
 def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module:
-    """Build a layer of another stage, in the element type of this stage's layers, without advancing any random stream."""
+    """Build a layer of another stage, in the type of this stage's layers, without advancing any random stream."""
     with seeded(f"layer {number}"):
         layer: nn.Module = spec.build()
     first = next((held.dtype for held in layer.parameters() if held.is_floating_point()), None)

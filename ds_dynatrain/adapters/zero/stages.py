@@ -202,9 +202,7 @@ class FlatStages(FlatGroups):
     flats, masters = "bit16_groups_flat", "single_partition_of_fp32_groups"
 
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """Return the start of this rank's master, and the slots in the flat order that DeepSpeed keeps for its
-        reduction.
-        """
+        """Return the start of this rank's master, and the slots in the flat order kept for DeepSpeed's reduction."""
         size = int(held.partition_size[group])  # 0.18 has a float
         low = dist.get_rank(group=held.real_dp_process_group[group]) * size
         ordered = zip(held.round_robin_bit16_groups[group], flat_offsets(held, group), strict=True)

@@ -83,7 +83,7 @@ class ZeroStage(ABC):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return where each parameter's elements lie by DeepSpeed's own bookkeeping, which covers few of the moments."""
+        """Return where each parameter's elements lie by DeepSpeed's own bookkeeping, which omits most moments."""
         rows: list[Found] = []
         for number, parameter in enumerate(model.parameters):
             rows += rows_of(WEIGHT, parameter, [(number, 0, parameter.numel())])
