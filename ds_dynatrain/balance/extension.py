@@ -169,7 +169,7 @@ class Balance(Extension):
         return cut
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return the digest of the profile by which layers are cut into stages, keyed by its setting; {} without one."""
+        """Return the digest of the profile that cuts layers into stages, keyed by its setting; {} without one."""
         return self._described
 
     def attach(self, engine: Any) -> None:

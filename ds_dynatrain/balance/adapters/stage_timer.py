@@ -146,7 +146,7 @@ class StageTimer(Timer):
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
     def _counting(self, number: int, inputs: Any) -> AbstractContextManager[Any]:
-        """Return a context manager that counts the bytes that autograd keeps for a layer, counting each storage once."""
+        """Return a context manager that counts the bytes that autograd keeps for a layer, with each storage once."""
         interval = int(self._module.activation_checkpoint_interval)
         if interval:
             if number % interval == 0:

@@ -408,7 +408,7 @@ def to_dcp(
 
 
 def _written(item: Any, value: Any, file: BinaryIO) -> Any:
-    """Append a tensor, or bytes that torch has serialized, to the file; return torch's record of its position."""
+    """Append a tensor, or bytes that torch has serialized, to the file. Return torch's record of the position."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
 
@@ -422,7 +422,7 @@ def _written(item: Any, value: Any, file: BinaryIO) -> Any:
 
 
 def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
-    """Put a value into nested dictionaries, one per level of its key; a level may contain dots."""
+    """Put a value into nested dictionaries, one per level of its key. A level may contain dots."""
     *tables, last = path
     for name in tables:
         state = state.setdefault(name, {})
@@ -430,7 +430,7 @@ def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
 
 
 def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[LogicalTensor, str, torch.dtype]]:
-    """Return the tensors to write, as (tensor, state kind, element type) by key in the new checkpoint."""
+    """Return a map from each key in the new checkpoint to its tensor, as (tensor, state kind, element type)."""
     found: dict[Keys, tuple[LogicalTensor, str, torch.dtype]] = {}
     rows = saved.manifest.rows
     for tensor in saved.record.logical_tensors():
@@ -446,7 +446,7 @@ def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[Logical
 
 
 def _plain(saved: Saved, carry: Mapping[str, Any]) -> dict[Keys, Any]:
-    """Return the optimizer's scalars and hyper-parameters of each tensor, by key in the new checkpoint."""
+    """Return the optimizer's scalars and hyper-parameters of each tensor, keyed as in the new checkpoint."""
     found: dict[Keys, Any] = {}
     tensors = saved.record.logical_tensors()
     for name, table in carry.get("scalars", {}).items():
