@@ -135,7 +135,10 @@ class Run:
 
 
 def measure(run: Run) -> Measure:
-    """Return the measure of a finished run. Raises KeyError, with the name of a note, if a rank did not write the note."""
+    """Return the measure of a finished run.
+
+    Raises KeyError, with the name of a note, if a rank did not write the note.
+    """
     first, last, task = run.old.notes[0], run.new.notes[0], run.task
     phases, total = _phases(run, first, last)
     phases["rest"] = total - sum(phases.values())

@@ -47,7 +47,10 @@ class DcpTrainer(workload.Trainer):
         return loss
 
     def state(self) -> Iterator[Tensor]:
-        """Yield every weight (which is its own master here) and its moments as whole tensors. All ranks must call this."""
+        """Yield every weight (which is its own master here) and its moments as whole tensors.
+
+        All ranks must call this.
+        """
         for parameter in self.model.parameters():
             for value in (parameter, *(self.optimizer.state[parameter][name] for name in MOMENTS)):
                 yield value.full_tensor()

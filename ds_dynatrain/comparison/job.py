@@ -42,7 +42,10 @@ class ComparedChange:
 
     @staticmethod
     def parse(text: str) -> ComparedChange:
-        """Parse text such as "data=4,zero_stage=1:data=3,zero_stage=2". Raises ConfigError if it is not a valid change."""
+        """Parse text such as "data=4,zero_stage=1:data=3,zero_stage=2".
+
+        Raises ConfigError if it is not a valid change.
+        """
         try:
             sides = []
             for part in text.split(":"):
