@@ -1,2 +1,1 @@
-"""Integrations of ds_dynatrain with other tools: each file covers one tool, which is imported only when the file is
-used."""
+"""Integrations of ds_dynatrain with other tools. Each file covers one tool, which is imported only when needed."""

@@ -1,9 +1,9 @@
-"""Accelerate over a world that changes: its `Accelerator`, for unchanged loops.
+"""Accelerate over a world that changes: an `Accelerator` for unchanged loops.
 
     from ds_dynatrain.integrations.accelerate import Accelerator  # instead of accelerate's
 
-Import it before an Accelerator is made: in a launch where nodes come and go, that would look for a world of a fixed
-size.
+Import it before an Accelerator is made. In a launch whose nodes may join and leave, an Accelerator would otherwise look
+for a world of fixed size.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ EVALUATES = "accelerator.prepare_data_loader(loader, evaluation=True)"
 class Accelerator(Collectives, Checkpoints, Below):
     """An `accelerate.Accelerator` for a DeepSpeed configuration with a `dynatrain` block.
 
-    The DataLoader that shuffles trains, or the first one if none does; others evaluate. ConfigError without a block,
-    UnsupportedError for features that cannot follow the world, by name.
+    The DataLoader that shuffles is used for training, or the first one if none does. The others evaluate.
+
+    Raises ConfigError without a block, and UnsupportedError, naming the feature, for features that cannot follow the
+    world.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -59,13 +61,13 @@ class Accelerator(Collectives, Checkpoints, Below):
 
     @property
     def engine(self) -> Any:
-        """The engine of ds_dynatrain that `prepare` makes; None before."""
+        """The ds_dynatrain engine that `prepare` makes; None before that call."""
         wrapped = getattr(self, "deepspeed_engine_wrapped", None)
         return None if wrapped is None else wrapped.engine
 
     @property
     def num_processes(self) -> int:
-        """Number of processes in the present world; before the model is prepared, in the first one."""
+        """Number of processes in the current world or, before the model is prepared, in the first world."""
         found: int = super().num_processes
         if self.engine is not None or worker_place() is not None:
             return found
@@ -74,7 +76,7 @@ class Accelerator(Collectives, Checkpoints, Below):
     # ---- what is prepared --------------------------------------------------------------------------------------------
 
     def _prepare_deepspeed(self, *given: Any) -> tuple[Any, ...]:
-        """Make the engine as Accelerate does, with loaders and schedules that follow it."""
+        """Make the engine the way Accelerate does, with loaders and schedules that follow it."""
         accelerators.refuse_parts(given, self.engine is not None)
         loaders = [each for each in given if isinstance(each, DataLoader)]
         shuffling = [each for each in loaders if not is_in_order(each)] or loaders
@@ -96,7 +98,10 @@ class Accelerator(Collectives, Checkpoints, Below):
         return tuple(steady.get(id(each), each) for each in made)
 
     def _evaluates(self, loader: DataLoader[Any], first: list[DataLoader[Any]]) -> bool:
-        """Return whether a loader evaluates. first: the loader that trains if none does yet."""
+        """Return whether a loader evaluates.
+
+        first: the loader that trains if none does yet.
+        """
         return is_in_order(loader) and (self._training is not None or loader not in first)
 
     def prepare_data_loader(
@@ -107,9 +112,12 @@ class Accelerator(Collectives, Checkpoints, Below):
         *,
         evaluation: bool | None = None,
     ) -> Any:
-        """Prepare a DataLoader as Accelerate does. evaluation: whether it evaluates; guessed if not given.
+        """Prepare a DataLoader the way Accelerate does.
 
-        UnsupportedError for a second one that trains; DataError for one whose samples cannot be dealt again.
+        evaluation: whether the DataLoader evaluates; guessed if not given.
+
+        Raises UnsupportedError for a second DataLoader that trains, and DataError for one whose samples cannot be
+        assigned again.
         """
         if isinstance(data_loader, (TrainingBatches, EvaluationBatches)):
             return data_loader
@@ -133,20 +141,23 @@ class Accelerator(Collectives, Checkpoints, Below):
         return loader
 
     def _stock_loader(self, loader: DataLoader[Any]) -> Any:
-        """Return Accelerate's own loader for the present world."""
+        """Return Accelerate's own loader for the current world."""
         made = super().prepare_data_loader(loader)
         self._dataloaders.remove(made)
         return made
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Refuse a scheduler prepared alone: it must be in one call with the model."""
+        """Raise UnsupportedError: a scheduler must be prepared in one call with the model."""
         raise UnsupportedError(
             "accelerator.prepare_scheduler: it would not travel with the job; "
             "accelerator.prepare(model, optimizer, scheduler) in one call"
         )
 
     def _begin(self, schedules: list[SteadyScheduler]) -> None:
-        """Connect loaders, schedules and carried objects to the engine; called once it is made."""
+        """Connect loaders, schedules and carried objects to the engine, once the engine is made.
+
+        Carried objects are those whose state new members take over.
+        """
         engine = self.engine
         engine.on_change(self._see_change)
         if not engine.idle:
@@ -162,12 +173,12 @@ class Accelerator(Collectives, Checkpoints, Below):
     # ---- the world ---------------------------------------------------------------------------------------------------
 
     def _see_change(self, change: Change) -> None:
-        """Refresh Accelerate's state; called before a batch is drawn in another world, or in one with another stage."""
+        """Refresh Accelerate's state. Called before a batch is fetched in another world or ZeRO stage."""
         if not change.after.idle:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Update everything that Accelerate remembers of the world."""
+        """Update everything that Accelerate remembers about the world."""
         engine = self.engine
         numbers.refresh_ranks()
         numbers.refresh_stage(self, engine.layout.zero_stage)
@@ -179,7 +190,7 @@ class Accelerator(Collectives, Checkpoints, Below):
             super().init_trackers(*arguments, **named)
 
     def init_trackers(self, *arguments: Any, **named: Any) -> None:
-        """Begin trackers as Accelerate does; a process that becomes rank 0 later begins its own then."""
+        """Start trackers the way Accelerate does. A process that becomes rank 0 later starts its own at that time."""
         self._tracked = arguments, named
         super().init_trackers(*arguments, **named)
 
@@ -191,16 +202,21 @@ class Accelerator(Collectives, Checkpoints, Below):
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _do_sync(self) -> None:
-        """Set `sync_gradients` as Accelerate does, unless a training micro-batch has set it as the last of its global
-        batch or not."""
+        """Set `sync_gradients` the way Accelerate does, except for micro-batches of the training DataLoader.
+
+        These have already set it according to whether they are the last of their global batch.
+        """
         if isinstance(self.gradient_state.active_dataloader, TrainingBatches):
             self.step += 1
         else:
             super()._do_sync()
 
     def backward(self, loss: Any, **named: Any) -> None:
-        """Run a backward pass as Accelerate does. DataError for micro-batches that the training DataLoader has not
-        dealt, or has dealt ahead."""
+        """Run a backward pass the way Accelerate does.
+
+        Raises DataError if the micro-batch did not come from the training DataLoader, or if further ones were fetched
+        before it was trained.
+        """
         active = self.gradient_state.active_dataloader
         if not isinstance(active, TrainingBatches):
             raise DataError(
@@ -213,8 +229,10 @@ class Accelerator(Collectives, Checkpoints, Below):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Register objects as Accelerate does, and carry them to processes that start to work. Their states are plain
-        values and tensors."""
+        """Register objects the way Accelerate does, and carry their state to processes that start to work.
+
+        The states must be plain values and tensors.
+        """
         first = len(self._custom_objects)
         super().register_for_checkpointing(*objects)
         if self.engine is not None:
@@ -225,7 +243,7 @@ class Accelerator(Collectives, Checkpoints, Below):
         self.engine.register_for_checkpointing(f"accelerate object {number}", value)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Free memory as Accelerate does, which ends the engine's job."""
+        """Free memory the way Accelerate does. This ends the engine's job."""
         released = super().free_memory(*objects)
         self._training = None
         return released

@@ -1,10 +1,9 @@
 """mpirun as a launcher of elastic jobs: its processes become members, like those of torchrun.
 
-MPI tells where each process runs and carries the coordinator's address, once, at the start. No tensor ever travels over
-it, and it is finalized at once, because a process in an MPI world can leave it only together with all others.
-
-A process that fails makes most versions of mpirun kill the others: start it with `-disable-auto-cleanup` (MPICH) or
-`--continuous` (Open MPI) to let them go on.
+MPI reports where each process runs and carries the coordinator's address, once, at the start. No tensor is ever sent
+over MPI. MPI is finalized at once, because a process can leave an MPI world only together with all others. If a process
+fails, most versions of mpirun kill the others. To keep them running, start mpirun with `-disable-auto-cleanup` (MPICH)
+or `--continuous` (Open MPI).
 """
 
 from __future__ import annotations
@@ -42,17 +41,23 @@ def join(
     max_nodes: int | None = None,
     variables: MutableMapping[str, str] = os.environ,
 ) -> WorkerPlace:
-    """Find this process's place in the job; call it first, on every process that mpirun has started, before
-    `ds_dynatrain.initialize`.
+    """Return this process's place in the job.
 
-    communicator: of mpi4py, over all processes; COMM_WORLD by default, and then MPI is finalized before this returns.
-    endpoint: HOST:PORT of a running coordinator (`ds-dynatrain coordinator`), or file:FILE with its announcement;
-    without it process 0 hosts one, for `min_nodes` to `max_nodes` nodes (by default as many as there are): then the job
-    lives as long as process 0. A second mpirun joins the job of an `endpoint`.
+    Call this first, on every process that mpirun has started, before `ds_dynatrain.initialize`.
 
-    If there is no token, process 0 makes one for this start, provided that it hosts the coordinator. ImportError
-    without mpi4py; ConfigError, on all processes, for an invalid endpoint or invalid numbers; ElasticError if process 0
-    cannot host.
+    communicator: an mpi4py communicator over all processes. By default COMM_WORLD, in which case MPI is finalized
+        before this call returns.
+    endpoint: HOST:PORT of a running coordinator (`ds-dynatrain coordinator`), or file:FILE with its announcement.
+        Without it, process 0 hosts a coordinator, and the job lives as long as process 0.
+    min_nodes: minimum number of nodes for a coordinator on process 0.
+    max_nodes: maximum number of nodes for a coordinator on process 0; by default the number of nodes of this launch.
+    variables: the environment variables.
+
+    A second mpirun joins the job of an `endpoint`. If there is no token and process 0 hosts the coordinator, process 0
+    makes a token for this start.
+
+    Raises ImportError without mpi4py. Raises ConfigError, on all processes, for an invalid endpoint or invalid numbers.
+    Raises ElasticError if process 0 cannot host.
     """
     from mpi4py import MPI
 
@@ -78,7 +83,7 @@ def join(
 
 
 def _spread(communicator: Any, text: str) -> str:
-    """Return the text of the communicator's process 0, on all of its processes."""
+    """Return the text given by the communicator's process 0, on all of its processes."""
     body = np.frombuffer(text.encode(), np.uint8)
     length = np.array([len(body)], np.int64)
     communicator.Bcast(length)
@@ -91,8 +96,10 @@ def _spread(communicator: Any, text: str) -> str:
 def _invitation(
     endpoint: str | None, nodes: int, least: int, most: int | None, variables: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return, on process 0, the endpoint, job and token for all processes, or an error for all; host a coordinator if
-    there is none."""
+    """Return, on process 0, the endpoint, job and token for all processes, or an error for all of them.
+
+    Hosts a coordinator if there is none.
+    """
     try:
         if endpoint is not None:
             return {"endpoint": str(read_endpoint(endpoint)), "job": "", "token": None}

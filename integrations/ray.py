@@ -1,8 +1,8 @@
-"""Ray actors as members of an elastic job: each actor is a node with one worker, and comes, goes and dies by itself.
+"""Ray actors as members of an elastic job. Each actor is a node with one worker, and joins, leaves and dies by itself.
 
-Ray starts the processes and carries the coordinator's address and token, once, at the start. No tensor ever travels
-over it. The coordinator is an actor, too. Ray Train is not supported: it starts its own processes, and restarts all of
-them when their number changes; use this in your own actors.
+Ray starts the processes and carries the coordinator's address and token, once, at the start. No tensor is ever sent
+over Ray. The coordinator is also an actor. Ray Train is not supported, because it starts its own processes, and
+restarts all of them when their number changes. Use this module in your own actors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.errors import ConfigError
 
 ANSWER_SECONDS = 60.0
-"""How long a coordinator's actor may take to start and to report its address."""
+"""Maximum number of seconds that a coordinator's actor may take to start and to report its address."""
 
 
 class Coordinator:
@@ -41,9 +41,10 @@ class Coordinator:
 
 
 def coordinate(name: str, min_nodes: int, max_nodes: int) -> Any:
-    """Start the coordinator of a job as an actor of that name; return its handle. ConfigError for impossible numbers.
+    """Start the coordinator of a job as an actor named `name`, and return the actor's handle.
 
-    The coordinator lives as long as the returned handle, and needs no core.
+    The coordinator lives as long as the returned handle, and needs no core. Raises ConfigError if the numbers are
+    invalid.
     """
     import ray
 
@@ -57,14 +58,20 @@ def coordinate(name: str, min_nodes: int, max_nodes: int) -> Any:
 def join(
     name: str | None = None, endpoint: str | None = None, variables: MutableMapping[str, str] = os.environ
 ) -> WorkerPlace:
-    """Find this actor's place in the job; call it first, in a method of the actor, before `ds_dynatrain.initialize`.
+    """Return this actor's place in the job.
 
-    name: that of `coordinate`. endpoint: instead of it HOST:PORT or file:FILE of a `ds-dynatrain coordinator`, whose
-    token is in the environment. The method has to run in the actor's main thread, as those without `async` and
-    `max_concurrency` do, since SIGTERM is handled there.
+    Call this first, in a method of the actor, before `ds_dynatrain.initialize`.
 
-    ImportError without ray; ConfigError for both or neither, and for an invalid endpoint; ValueError, of Ray's, if
-    there is no actor of that name.
+    name: the name that was given to `coordinate`.
+    endpoint: HOST:PORT or file:FILE of a `ds-dynatrain coordinator`, whose token is in the environment. Give either
+        this or `name`.
+    variables: the environment variables.
+
+    The calling method must run in the actor's main thread, because SIGTERM is handled there. Methods without `async`
+    and `max_concurrency` do.
+
+    Raises ImportError without ray. Raises ConfigError if both or neither of `name` and `endpoint` are given, or if the
+    endpoint is invalid. Raises Ray's ValueError if there is no actor of that name.
     """
     if (name is None) == (endpoint is None):
         raise ConfigError(

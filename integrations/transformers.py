@@ -1,6 +1,7 @@
-"""Trainers of Hugging Face over a world that changes: `elastic(SFTTrainer)(model=model, args=args, ...)`.
+"""Hugging Face trainers over a world that changes: `elastic(SFTTrainer)(model=model, args=args, ...)`.
 
-Import it before `TrainingArguments` are made: where nodes come and go, they would look for a world of a fixed size.
+Import this module before `TrainingArguments` are made. If nodes may join and leave, they would otherwise look for a
+world of fixed size.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ T = TypeVar("T", bound=transformers.Trainer)
 
 
 def elastic(kind: type[T]) -> type[T]:
-    """Return a class like `kind` whose trainers follow the world; the DeepSpeed configuration needs a `dynatrain`
-    block.
+    """Return a class like `kind` whose trainers follow the world.
 
-    kind: `transformers.Trainer`, or one of its subclasses. UnsupportedError, from the constructor, for features that
-    cannot follow a world, by name.
+    kind: `transformers.Trainer`, or one of its subclasses.
+
+    The DeepSpeed configuration needs a `dynatrain` block. The class's constructor raises UnsupportedError, naming the
+    feature, for features that cannot follow a world.
     """
     if issubclass(kind, ElasticMixin):
         return kind
@@ -41,7 +43,7 @@ def elastic(kind: type[T]) -> type[T]:
 def make_trainers_elastic() -> None:
     """Make every Trainer made from now on elastic, whatever its class, if its configuration has a `dynatrain` block.
 
-    Meant for scripts that are not to be changed; see `python -m ds_dynatrain.run`.
+    Meant for scripts that must not be changed; see `python -m ds_dynatrain.run`.
     """
     stock = transformers.Trainer.__init__
 

@@ -1,4 +1,4 @@
-"""Advice from measurements: the best layout for the present members, and whether moving to it pays."""
+"""Advice from measurements: the best layout for the current members, and whether moving to it pays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 
 SLACK = 0.02
-"""Fraction by which the slowest stage may exceed the optimum if fewer bytes move that way."""
+"""Fraction by which the slowest stage may exceed the optimum if that moves fewer bytes."""
 Shape = Literal["boundaries", "any"]
 """The changes that the search may propose.
 
@@ -32,7 +32,7 @@ MoveTo = Callable[[Layout, tuple[int, ...]], "MoveCost | None"]
 
 @dataclass(frozen=True)
 class MoveCost:
-    """The cost of moving to a layout: bytes that travel, and seconds for which training pauses."""
+    """The cost of moving to a layout: the bytes transferred, and the seconds for which training pauses."""
 
     nbytes: int
     seconds: float
@@ -40,13 +40,17 @@ class MoveCost:
 
 @dataclass(frozen=True)
 class Advice:
-    """The present and the proposed layout, the predicted step time of each, and whether a move pays.
+    """A proposed layout, and whether moving to it pays.
 
+    present: the current layout.
+    proposed: the proposed layout; the current one if nothing better is known.
+    present_time: the predicted step time of the current layout.
+    proposed_time: the predicted step time of the proposed layout.
     move: the cost of moving to the proposed layout.
     decision: whether to move, and the numbers behind the answer.
     without: the slow ranks that would leave the layout.
 
-    The proposed layout is the present one if nothing better is known. `str` returns a report in words.
+    `str` returns a readable report.
     """
 
     present: Layout
@@ -59,7 +63,7 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """Predicted saving, as a fraction of the present step."""
+        """Predicted saving, as a fraction of the current step."""
         present = self.present_time.seconds
         return 1 - self.proposed_time.seconds / present if present else 0.0
 
@@ -74,7 +78,7 @@ class Advice:
         return "\n".join([*rows, f"{move}; {self.decision.why}"])
 
     def _row(self, name: str, layout: Layout, time: StepTime) -> str:
-        """Format one line about a layout; only its boundaries if nothing else differs between the two layouts."""
+        """Format one line about a layout. If the layouts differ only in their boundaries, only these are shown."""
         what = str(layout)
         if self.present.pipe > 1 and self.proposed == self.present.replace(boundaries=self.proposed.boundaries):
             what = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
@@ -84,11 +88,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Situation:
-    """The present state of training, for which `advise` answers.
+    """The current state of training, for which `advise` answers.
 
-    present: the layout, with its boundaries.
-    accumulation: returns the number of micro-batches into which a layout cuts a global batch.
-    step: the present step.
+    present: the current layout, with its boundaries.
+    accumulation: function from a layout to the number of micro-batches into which it cuts a global batch.
+    step: the current step.
     history: the earlier decisions.
     rules: the `balance` block of the configuration.
     memory_bytes: the memory of one member, in bytes.
@@ -112,21 +116,23 @@ class Situation:
     pipeline: bool = True
 
     def deal(self, profile: Profile) -> Deal:
-        """Return the deal of the present layout: how it divides the samples of a global batch."""
+        """Return the current layout's deal (its division of a global batch's samples)."""
         return Deal.of(profile, self.present, self.accumulation(self.present), self.pipeline)
 
     def speeds(self, profile: Profile) -> tuple[float, ...]:
-        """Return the speed of each rank: the measured one for slow ranks, 1 for all others."""
+        """Return the speed of each rank: the measured speed for slow ranks, and 1 for all others."""
         return tuple(speed if rank in self.slow else 1.0 for rank, speed in enumerate(profile.speeds))
 
 
 def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
-    """Return the best layout among the allowed shapes, and whether to move to it.
+    """Return the best layout of the allowed shapes, and whether to move to it.
 
-    If a member is slow, the best of three answers is proposed: other boundaries, other shares, or a layout without it.
+    If a member is slow, the best of three answers is proposed: other boundaries, other shares, or a layout without that
+    member.
+
+    move_to: function that returns the cost of a move.
+
     Raises LayoutError if nothing fits into the memory.
-
-    move_to: returns the cost of a move.
     """
     profile = replace(profile, speeds=at.speeds(profile))
     now = step_time(profile, at.present, at.deal(profile), profile.speeds)
@@ -144,7 +150,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
 
 
 def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
-    """Return the best layout of all present members."""
+    """Return the best layout that uses all current members."""
     present = at.present
 
     def is_other(layout: Layout, deal: Deal) -> bool:
@@ -162,7 +168,7 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
 def _without(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout | None:
     """Return the best layout that can be formed without the slow members; None if there is none.
 
-    Idle members may take the places of the slow ones, but the layout does not grow.
+    Idle members may take the slow members' places, but the layout does not grow.
     """
     gone = tuple(sorted(at.slow))
     rest = tuple(speed for rank, speed in enumerate(profile.speeds) if rank not in at.slow) + (1.0,) * at.spares
@@ -209,7 +215,7 @@ def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> flo
 
 
 def _slowest(profile: Profile, layout: Layout) -> Bools:
-    """Return [layers], whether each layer is on the stage that computes the longest."""
+    """Return [layers]: whether each layer is on the stage that computes the longest."""
     seconds = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
     cut: Sequence[int] = layout.boundaries or (0, len(profile.layers))
     start, stop = max(itertools.pairwise(cut), key=lambda each: float(seconds[each[0] : each[1]].sum()))

@@ -1,8 +1,8 @@
 """The balancer of a job: it times layers and members, and proposes or makes moves to faster layouts.
 
 Layers are timed in windows of some steps, which all members begin at the same step. At the end of a window each member
-sends its timings to the first member of the world, which merges them with the earlier windows into one profile, and
-decides. All members use its answer, including those that have just joined.
+sends its timings to the first member of the world. The first member merges them with the earlier windows into one
+profile, and decides. All members use its answer, including those that have just joined.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ CAUSE = "balance"
 
 
 class Acting:
-    """The part of one engine in making the moves that the course decides on.
+    """One engine's part in making the moves that the course decides on.
 
-    The course is the same on all working members, so all of them ask for a switch at the same step.
+    The course is the same on all working members, so all of them request a switch at the same step.
     """
 
     def __init__(self, engine: EngineParts, course: Course) -> None:
@@ -52,7 +52,7 @@ class Acting:
 
     @property
     def is_open(self) -> bool:
-        """Whether a move is under way, not judged yet, or put off until enough steps are measured."""
+        """Whether a move is in progress, has not been judged yet, or is put off until enough steps are measured."""
         return self._asked is not None or self.course.history.open is not None or self.course.needs_steps
 
     def follow(self, course: Course, present: Layout) -> None:
@@ -80,7 +80,7 @@ class Acting:
             logger.info("balance: %s %s: %s", what, wanted.layout, wanted.why)
 
     def look(self) -> None:
-        """Check whether the move that was asked for has failed; called after each step."""
+        """Check whether the requested move has failed. Called after each step."""
         if self._asked is None:
             return
         event = self._asked[1].event
@@ -105,14 +105,14 @@ class Acting:
 SETTLING = 2
 """Number of steps that are not timed after a change of members or layout, or after state was loaded.
 
-The first steps are slow, since they use new memory.
+The first steps after such a change are slow, because they use new memory.
 """
 ASSUMED_PAUSE_SECONDS = 0.5
-"""Seconds that a switch is assumed to take beside the transfer of its bytes, until a switch has been measured."""
+"""Seconds that a switch is assumed to take in addition to the transfer, until a switch has been measured."""
 
 
 class Balancer:
-    """`engine.balancer`, if the `dynatrain` block has a `balance` block.
+    """`engine.balancer`, which exists if the `dynatrain` block has a `balance` block.
 
     profile: the result of all windows so far, the same on all working members; None until the first window has ended.
     """
@@ -147,11 +147,13 @@ class Balancer:
     # ---- what a user calls -------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """Declare that costs have just changed: the next step is timed, and earlier measurements count no more.
+        """Declare that costs have just changed. The next step is timed, and earlier measurements no longer count.
 
-        Call it on every working member at the same step. If some members have not called it within half of
-        `timeout_seconds`, the others raise a ConfigError that names them; those are in the next step already and will
-        not call it any more. text: for the log.
+        Call this on every working member at the same step. If some members have not called it within half of
+        `timeout_seconds`, the others raise a ConfigError that names those members, which are already in the next step
+        and will no longer call it.
+
+        text: a note for the log.
         """
         engine = self._engine
         if engine.idle:
@@ -173,20 +175,21 @@ class Balancer:
             logger.info("balance: %s: layers are timed at the next step", text)
 
     def meter(self, names: Sequence[str]) -> None:
-        """Time the modules of these names apart from the rest of the model; `engine.meter` calls this.
+        """Time the modules of these names apart from the rest of the model. `engine.meter` calls this.
 
-        Raises ConfigError once the first window has begun, and for names that cannot be timed.
+        Raises ConfigError once the first window has begun, or if one of the modules cannot be timed.
         """
         if self._timer is not None or self.profile is not None:
             raise ConfigError("engine.meter: the first window has begun; call it before training begins")
         self._model = metered_model(self._engine, names)
 
     def advise(self) -> Advice:
-        """Return the best layout of the present members, and whether a move would pay. Communicates nothing, changes
-        nothing.
+        """Return the best layout of the current members, and whether a move would pay.
 
-        The result is the same on all working members. Raises ProfileError before a window has ended in a world of these
-        sizes, and LayoutError if nothing fits into `memory_limit_bytes`.
+        Communicates nothing and changes nothing. The result is the same on all working members.
+
+        Raises ProfileError before a window has ended in a world of the current sizes, and LayoutError if nothing fits
+        into `memory_limit_bytes`.
         """
         engine, profile = self._engine, self.profile
         if engine.idle or profile is None or self._averaged is None:
@@ -236,13 +239,14 @@ class Balancer:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def timed_step(self) -> AbstractContextManager[None]:
-        """Return a context for a whole step, where that is one call; it times the step if a window is open."""
+        """Return a context manager for a whole step that is one call. It times the step if a window is open."""
         self._begin_step()
         return nullcontext() if self._timer is None else self._timer.timing()
 
     def timed_pass(self, is_backward: bool) -> AbstractContextManager[None]:
-        """Return a context for a pass of training, where a step is several calls; it times the pass if a window is
-        open.
+        """Return a context manager for a pass of training in a step that is several calls.
+
+        It times the pass if a window is open.
         """
         engine = self._engine
         if not is_backward and engine.micro_steps % engine.accumulation == 0:
@@ -258,7 +262,7 @@ class Balancer:
         return dealt.rank(engine.place("data"))[engine.micro_steps % engine.accumulation].samples
 
     def timed_update(self) -> AbstractContextManager[None]:
-        """Return a context for the optimizer's step, which times it if a window is open."""
+        """Return a context manager for the optimizer's step. It times the step if a window is open."""
         return nullcontext() if self._timer is None else self._timer.updating()
 
     def _begin_step(self) -> None:
@@ -275,7 +279,7 @@ class Balancer:
         self._began = time.monotonic()
 
     def finish_step(self) -> None:
-        """End the window if this step was its last one; called after each step.
+        """End the window if this step was its last one. Called after each step.
 
         Raises MemberMissing, naming the members, if others do not reach the end of a window.
         """
@@ -298,10 +302,10 @@ class Balancer:
         self._next = self._opened + self._interval()
 
     def _interval(self) -> int:
-        """Return the number of steps from the start of a window to that of the next one.
+        """Return the number of steps from the start of a window to the start of the next one.
 
-        It is the same on all members, since they share one course. The next window comes soon while a move has not been
-        judged or the last window is in doubt; with `slow_ratio` windows are frequent enough to notice a slow member in
+        It is the same on all members, because they share one course. The next window comes soon if a move has not been
+        judged or the last window is in doubt. With `slow_ratio`, windows are frequent enough to notice a slow member in
         time.
         """
         settings = self._settings
@@ -313,7 +317,7 @@ class Balancer:
         return max(settings.window_steps, min(limits))
 
     def _share(self, times: StageTimes) -> Course:
-        """Collect the timings of all members, and return the course that the first member decides on."""
+        """Collect the timings of all members, and return the course decided by the first member."""
         engine, steps = self._engine, self._engine.global_steps
         newest = self._steps.measured(self._steps_if_changed(steps))
         beside = tuple(getattr(times, name) for name in BESIDE)
@@ -334,10 +338,10 @@ class Balancer:
         return found.course
 
     def _steps_if_changed(self, step: int) -> int:
-        """Return the number of newest steps that have the new costs if the window that ends here confirms a change.
+        """Return how many of the newest steps have the new costs if the window that ends here confirms a change.
 
-        These are the steps since the doubted window began. The step of that window may be later than this one, since
-        loading a checkpoint may return to an earlier step.
+        These are the steps since the doubted window began. The step of the doubted window may be later than this one,
+        because loading a checkpoint may return to an earlier step.
         """
         doubted = None if self._averaged is None else self._averaged.doubted
         return self._settings.window_steps + (0 if doubted is None else max(0, step - doubted.step))
@@ -348,7 +352,7 @@ class Balancer:
         return averaged.profile(self._model.layers(), source)
 
     def _joined(self, step: int, said: dict[str, Any]) -> Any:
-        """Merge the timings of all ranks into the history, and decide; called on the first member alone."""
+        """Merge the timings of all ranks into the history, and decide. Called only on the first member."""
         engine, settings = self._engine, self._settings
         timed = {int(rank): from_record(_Timed, each) for rank, each in said.items()}
         rows, beside = {rank: each.rows for rank, each in timed.items()}, [each.beside for each in timed.values()]
@@ -374,10 +378,10 @@ class Balancer:
 class _Timed:
     """The message of one rank at the end of a window.
 
-    rows: the timings of its layers.
+    rows: the timings of the rank's layers.
     beside: the values of `profile.BESIDE`, times outside the layers.
     steps: seconds of a step, over all steps that the rank remembers.
-    newest: seconds of a step, over the steps that have the new costs if costs have changed.
+    newest: seconds of a step, over the steps with the new costs if costs have changed.
     """
 
     rows: Rows

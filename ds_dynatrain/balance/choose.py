@@ -1,11 +1,11 @@
-"""A search for the fastest layouts, by predicted seconds of a step, among all that fit the members and their memory.
+"""A search for the layouts with the fewest predicted seconds per step that fit the members and their memory.
 
 The search tries every combination of pipeline stages, data ranks, ZeRO stage and number of micro-batches; other axes
-stay as they are. For each combination `partition` finds the boundaries; without pipeline stages, slow members get
-smaller shares of the samples. A layout may leave members idle, if that is faster. A layout is skipped if the lower
-bound of its passes already exceeds the best layouts found.
+stay as they are. For each combination `partition` finds the boundaries. Without pipeline stages, slow members get
+smaller shares of the samples. A layout may leave members idle if that is faster. A layout is skipped if the lower bound
+of its passes already exceeds the best layouts found.
 
-All results depend on the arguments alone, even the order of ties, so all members get the same answer.
+All results, even the order of ties, depend only on the arguments, so all members get the same answer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ds_dynatrain.space.zero import group_size
 _ROUNDING = 1 - 1e-9
 """Factor that keeps lower bounds just below the exact value.
 
-The same numbers summed in another order differ in the last digits.
+The same numbers summed in a different order differ in their last digits.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """Lower bounds of the seconds that the passes of a step take, whatever the boundaries.
+    """Lower bounds, for any boundaries, of the seconds that the passes of a step take.
 
     speeds: the speed of each member.
     """
@@ -57,13 +57,13 @@ class Bound:
     def of(self, layout: Layout, deal: Deal, pace: Floats) -> float:
         """Return the lower bound for one layout.
 
-        It takes into account that stages share the layers, that one of them has the largest layer, and that a pipeline
-        fills and empties.
+        The bound accounts for three facts: the stages share the layers, one of the stages has the largest layer, and a
+        pipeline fills and empties.
 
         pace: [stages, data], the speed of each stage at each data index.
 
-        Stage s begins after the stages before it, and they end after it if a gradient comes back to them. For n
-        micro-batches the loads l satisfy n l_s + l_0 + ... + l_(s-1) <= T for each s; the largest possible sum has
+        Stage s begins after the stages before it, and these end after stage s if a gradient comes back to them. For n
+        micro-batches the loads l satisfy n l_s + l_0 + ... + l_(s-1) <= T for each s. The largest possible sum has
         equality throughout, and is T (1 - (1 - 1/n)^stages).
         """
         samples, numbers = self._samples(deal), np.maximum(deal.counts, 1)
@@ -75,11 +75,11 @@ class Bound:
     def is_beyond(self, seconds: float, layout: Layout, deal: Deal, pace: Floats) -> bool:
         """Return whether no boundaries allow a step of this many seconds.
 
-        This excludes more layouts than `of`, but takes longer to compute.
+        This test excludes more layouts than `of`, but takes longer to compute.
 
-        With n micro-batches, stage s finishes n l_s + (l_0 + ... + l_(s-1)) after the start at the earliest. If it
-        holds the layers from k up to stop, this is n (S_stop - S_k) + S_k, where S are cumulative sums over layers; so
-        each stage may greedily take as many layers as it can.
+        With n micro-batches, stage s finishes n l_s + (l_0 + ... + l_(s-1)) after the start at the earliest. If the
+        stage holds the layers from k up to stop, this is n (S_stop - S_k) + S_k, where S are cumulative sums over
+        layers. Each stage may thus greedily take as many layers as it can.
         """
         alone = self._samples(deal) / pace.max(axis=0)
         slowest = int(alone.argmax())
@@ -92,7 +92,7 @@ class Bound:
         return done < self._sums[-1]
 
     def _samples(self, deal: Deal) -> Floats:
-        """Return [data], the samples of each data index divided by the size of the timed micro-batch."""
+        """Return [data]: the samples of each data index divided by the size of the timed micro-batch."""
         return np.array(deal.shares) / self.profile.micro_batch_size
 
     @cached_property
@@ -106,14 +106,14 @@ class Bound:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Seconds of the first 0, 1, ... layers, without the backward passes that no earlier layer waits for."""
+        """Seconds of the first 0, 1, ... layers, without backward passes for which no earlier layer waits."""
         waits = np.logical_or.accumulate(self.profile.trained)
         backward = np.where(waits, self.profile.seconds("backward_seconds"), 0.0)
         return [0.0, *np.cumsum(self.profile.seconds("forward_seconds") + backward).tolist()]
 
 
 Refuses = Callable[[Layout, Deal], bool]
-"""Callback that returns whether a switch would refuse a layout and its deal (the division of samples)."""
+"""Callback that returns whether a switch would refuse a layout with this deal (division of samples)."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class Members:
             )
 
     def working(self, count: int) -> tuple[int, ...]:
-        """Return the members that work if this many do, by rank.
+        """Return the members, by rank, that work if `count` members work.
 
-        The fastest come first unless members are placed: slow ones then share a stage, which gets fewer layers.
+        The fastest come first unless members are placed. Slow members then share a stage, which gets fewer layers.
         """
         if self.are_placed:
             return tuple(range(count))
@@ -164,7 +164,7 @@ class Members:
         return tuple(sorted(range(len(self.speeds)), key=lambda member: (-self.speeds[member], member)))
 
     def pace(self, layout: Layout) -> Floats:
-        """Return [stages, data], the speed of the slowest member in each stage at each data index."""
+        """Return [stages, data]: the speed of the slowest member in each stage at each data index."""
         speeds = self._in_order[: layout.world_size]
         return np.asarray(speeds.reshape(layout.pipe, layout.data, -1).min(axis=2))
 
@@ -176,14 +176,15 @@ class Search:
     pipes: the numbers of pipeline stages to try; None to try all.
     zero_stages: the ZeRO stages to try; None to try all.
     micro_batches: the number of micro-batches on a data rank; None to try all.
-    least_micro_batch: the smallest size of a micro-batch, in samples; None for the timed size, which is the upper limit
-    in any case. The time of a smaller one is scaled down in proportion, which is too optimistic for very small ones.
+    least_micro_batch: the smallest size of a micro-batch, in samples; None for the timed size, which is always the
+        upper limit. The time of a smaller micro-batch is scaled down in proportion, which is too optimistic for very
+        small ones.
     pipeline: whether the model is a PipelineModule; other models have no stages.
     slack: the fraction by which the slowest stage may exceed the optimum so that fewer bytes move.
     horizon_steps: the number of steps over which the cost of a switch is spread; None to ignore that cost.
     count: the number of layouts to return.
-    accumulation: a function that returns the number of micro-batches that a job makes in a layout; if given, only that
-    number is tried.
+    accumulation: a function from a layout to the number of micro-batches that a job makes in it. If given, only that
+        number is tried.
     """
 
     pipes: tuple[int, ...] | None = None
@@ -197,7 +198,7 @@ class Search:
     accumulation: Callable[[Layout], int] | None = None
 
     def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
-        """Yield the possible deals (divisions of the samples) of a layout, one for each number of micro-batches."""
+        """Yield a layout's possible deals (divisions of the samples), one for each number of micro-batches."""
         if self.accumulation is not None:
             yield Deal.of(profile, layout, self.accumulation(layout), self.pipeline)
             return
@@ -211,7 +212,7 @@ class Search:
         yield from (Deal.of(profile, layout, number, False) for number in tried if number <= share)
 
     def _in_columns(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
-        """Yield the deals (divisions of the samples) of a layout in which all micro-batches have one size."""
+        """Yield a layout's deals (divisions of the samples) in which all micro-batches have one size."""
         given, limit = (layout.data, layout.shares), profile.micro_batch_size
         if self.micro_batches is None:
             limits = range(min(self.least_micro_batch or limit, limit), limit + 1)
@@ -226,10 +227,12 @@ class Search:
 class FittingLayout:
     """A layout that fits the members and their memory.
 
+    deal: the division of the samples.
     members: the member at each rank; members not listed are idle.
+    time: the predicted time of a step.
     peak_bytes: the peak memory of the rank that needs the most.
     switch_seconds: seconds that the switch to this layout takes.
-    seconds: seconds of a step, including its part of the switch.
+    seconds: seconds of a step, including its share of the switch.
     """
 
     layout: Layout
@@ -242,7 +245,7 @@ class FittingLayout:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sort key: faster layouts first; ties go to fewer members, then fewer stages, and so on."""
+        """Sort key: faster layouts come first; ties go to fewer members, then to fewer stages, and so on."""
         layout = self.layout
         rest = (layout.world_size, layout.pipe, layout.zero_stage, self.deal.micro_batches, layout.boundaries)
         return (_rounded(self.seconds), *rest)
@@ -258,9 +261,9 @@ def choose(
 ) -> tuple[FittingLayout, ...]:
     """Return the best layouts, best first.
 
-    present: the layout before the switch; axes other than pipe and data stay as they are in it.
-    refused: returns whether a switch would refuse a layout for reasons not covered by `is_possible`.
-    switch_seconds: returns the seconds of a switch from `present` to a layout; not called for `present` itself.
+    present: the layout before the switch. Its axes other than pipe and data are kept.
+    refused: function that returns whether a switch would refuse a layout for reasons not covered by `is_possible`.
+    switch_seconds: function from a layout to the seconds of a switch from `present`; not called for `present` itself.
 
     Raises LayoutError if nothing fits, with the reason for the largest layout tried.
     """
@@ -268,10 +271,10 @@ def choose(
 
 
 def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
-    """Return whether a layout can be trained with this deal.
+    """Return whether a layout can be trained with this deal (division of the samples).
 
-    A PipelineModule needs ZeRO stage 0 or 1, micro-batches of one size, and equally many of them on all ranks that
-    share experts.
+    A PipelineModule needs ZeRO stage 0 or 1 and micro-batches of one size. All ranks that share experts need the same
+    number of micro-batches.
     """
     if not pipeline:
         return layout.pipe == 1
@@ -279,7 +282,7 @@ def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
 
 
 def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -> Problem:
-    """Return the problem of finding the boundaries of a layout: how long layers take, and how many bytes they need."""
+    """Return the problem of finding a layout's boundaries: how long layers take, and how many bytes they need."""
     passes = profile.forward_with_loading(layout.pipe) + profile.seconds("backward_seconds")
     stepped = np.where(profile.trained, profile.seconds("optimizer_seconds"), 0.0)
     samples = max(deal.shares) / profile.micro_batch_size
@@ -313,11 +316,11 @@ class _Candidate:
 
 @dataclass(frozen=True, eq=False)
 class _Choosing:
-    """One search, whose other fields are the arguments of `choose`.
+    """One search. Its other fields are the arguments of `choose`.
 
-    reasons: by number of members, the reason why the first of the layouts that do not fit does not.
+    reasons: a map from each number of members to why the first layout of that size that does not fit does not.
     seen: the layouts and deals tried so far.
-    dealt: the deals found so far, by number of data ranks and shares.
+    dealt: the deals (divisions of the samples) found so far, keyed by number of data ranks and shares.
     """
 
     profile: Profile
@@ -378,7 +381,7 @@ class _Choosing:
         return layout.pipe > 1 and layout.data > 1 and not self.members.are_alike
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
-        """Yield pairs to try: the number of pipeline stages and the number of data ranks."""
+        """Yield the pairs (number of pipeline stages, number of data ranks) to try."""
         per_data = self.present.sequence * self.present.tensor
         most = min(len(self.members.speeds) // per_data, self.profile.train_batch_size * len(self.profile.layers))
         for pipe in self.search.pipes or range(1, min(most, len(self.profile.layers)) + 1):
@@ -396,9 +399,9 @@ class _Choosing:
                         yield shared, deal
 
     def _deals(self, layout: Layout) -> tuple[Deal, ...]:
-        """Return the deals (divisions of the samples) of a layout.
+        """Return a layout's deals (divisions of the samples).
 
-        Unless the job sets the number of micro-batches itself, they do not depend on the number of stages.
+        Unless the job itself sets the number of micro-batches, the deals do not depend on the number of stages.
         """
         if self.search.accumulation is not None:
             return tuple(self.search.deals(self.profile, layout))
@@ -420,7 +423,7 @@ class _Choosing:
     def _fair(self, layout: Layout, deal: Deal) -> tuple[int, ...]:
         """Return shares with which all data indices finish at about the same time, if their stages have equal loads.
 
-        A pipeline is as fast as its slowest stage, once its first micro-batch has come through the other stages.
+        A pipeline is as fast as its slowest stage once its first micro-batch has passed the other stages.
         """
         pace = self.members.pace(layout)
         slowest = pace.min(axis=0)
@@ -431,9 +434,9 @@ class _Choosing:
         return _samples(deal, counts)
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[FittingLayout]:
-        """Yield the layouts that fit among those with the best boundaries and the one with the present boundaries.
+        """Yield the layouts that fit, among those with the best boundaries and the one with the current boundaries.
 
-        The present boundaries were found for other costs, and may not fit any more.
+        The current boundaries were found for other costs, and may no longer fit.
         """
         found = {(layout.replace(boundaries=cut), deal): None for cut in self._boundaries(layout, deal)}
         for each, _ in [*found]:
@@ -453,10 +456,10 @@ class _Choosing:
             yield choice
 
     def _dealt_again(self, layout: Layout, deal: Deal) -> Iterator[tuple[Layout, Deal]]:
-        """Yield the layout with shares that suit its boundaries, then with new boundaries for these shares.
+        """Yield the layout with shares that suit its boundaries, and again with new boundaries for these shares.
 
-        Yields nothing unless there are several stages, several data ranks and members of different speed, and if the
-        shares would stay the same.
+        Yields nothing if the shares would stay the same, or unless there are several stages, several data ranks and
+        members of different speeds.
         """
         if not self._may_be_dealt_again(layout):
             return
@@ -476,7 +479,7 @@ class _Choosing:
     def _boundaries(self, layout: Layout, deal: Deal) -> tuple[tuple[int, ...] | None, ...]:
         """Return a tuple with the best boundaries, or an empty one if no boundaries fit.
 
-        A layout of one stage keeps its present boundaries.
+        A layout of one stage keeps its current boundaries.
         """
         try:
             problem = problem_of(self.profile, layout, deal, self.members)
@@ -509,11 +512,11 @@ class _Choosing:
 
 
 def _samples(deal: Deal, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shares that these numbers of micro-batches make."""
+    """Return the shares that result from these numbers of micro-batches."""
     size = max(deal.shares) // deal.micro_batches
     return tuple(size * count for count in counts)
 
 
 def _rounded(seconds: float) -> float:
-    """Round seconds to 12 digits, so that values that differ only by the order of additions are equal."""
+    """Round seconds to 12 digits, so that values that differ only in the order of additions are equal."""
     return float(f"{seconds:.12g}")

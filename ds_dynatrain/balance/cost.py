@@ -1,14 +1,14 @@
 """Predictions of the seconds of a step in a layout, from a profile.
 
-The passes follow the schedule of a pipeline; then come the optimizer's step and the messages between data ranks.
-Seconds of a layer are proportional to the samples of a micro-batch and inversely proportional to the speed of its rank.
-Nothing on a rank is assumed to overlap, so communication that DeepSpeed overlaps is counted in full.
+The passes follow the schedule of a pipeline. The optimizer's step and the messages between data ranks come after the
+passes. A layer's seconds are proportional to the samples of a micro-batch and inversely proportional to the speed of
+the layer's rank. Nothing on a rank is assumed to overlap, so communication that DeepSpeed overlaps is counted in full.
 
 The schedule is that of DeepSpeed 0.19.8: `runtime/pipe/schedule.py` `TrainSchedule` (one forward, one backward) and
 `runtime/pipe/engine.py` `_exec_schedule`. Stage s of P passes micro-batch m forward at step 2 m + s and backward at
-step 2 m + 2 P - s - 1, so at each step a stage is either forward or backward. It sends its result at the following
-step: to the next stage after taking a gradient from there, or to the previous stage before taking activations from
-there.
+step 2 m + 2 P - s - 1, so at each step a stage is either forward or backward. A stage sends its result at the following
+step: to the next stage after taking a gradient from that stage, or to the previous stage before taking activations from
+it.
 
 A send waits until the message is received, as it does in gloo and, for messages that exceed its buffers, in NCCL: both
 stages continue at the same moment. A late stage therefore delays its neighbours, even if they only send it something.
@@ -69,10 +69,12 @@ class Link:
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """The links inside nodes and between them; by default all messages are free.
+    """The links inside nodes and between them. By default all messages are free.
 
+    inside: the link between two members of one node.
+    between: the link between nodes.
     per_node: the number of members on a node, in the order of their numbers; None if all are on one node.
-    members: the member at each rank; empty if each rank is the member of the same number.
+    members: the member at each rank; () if each rank is the member of the same number.
     """
 
     inside: Link = field(default_factory=Link)
@@ -86,14 +88,14 @@ class LinkCosts:
             raise LayoutError(f"{self.per_node} members on a node: give 1 or more")
 
     def of(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link among these ranks: the one between nodes if they are on several nodes."""
+        """Return the slowest link among these ranks: the link between nodes if the ranks are on several nodes."""
         if self.per_node is None:
             return self.inside
         nodes = {(self.members[rank] if self.members else rank) // self.per_node for rank in ranks}
         return self.inside if len(nodes) == 1 else self.between
 
     def between_members(self, members: tuple[int, ...]) -> LinkCosts:
-        """Return the same links, with these members at the ranks."""
+        """Return the same links, with `members` at the ranks."""
         return dataclasses.replace(self, members=members)
 
 
@@ -106,10 +108,11 @@ def step_count(stages: int, micro_batches: int) -> int:
 class StageWork:
     """The work of one pipeline's stages for one micro-batch.
 
-    forward, backward: [stages], seconds of a pass.
+    forward: [stages], seconds of a forward pass.
+    backward: [stages], seconds of a backward pass.
     send: [stages - 1], seconds to send the activations from stage s to s + 1.
     send_back: [stages - 1], seconds to send the gradient back.
-    returns: [stages - 1], whether there is such a gradient; there is none if all earlier layers are frozen.
+    returns: [stages - 1], whether there is such a gradient. There is none if all earlier layers are frozen.
     """
 
     forward: Floats
@@ -124,7 +127,7 @@ class Simulated:
     """The simulated passes of one batch through a pipeline, without the optimizer's step and messages that follow.
 
     ends: [stages], seconds until a stage has made its last pass and sent its result.
-    busy: [stages], seconds that a stage computes.
+    busy: [stages], seconds for which a stage computes.
     """
 
     ends: Floats
@@ -134,8 +137,9 @@ class Simulated:
 def simulate(work: StageWork, micro_batches: int) -> Simulated:
     """Simulate the pipeline's schedule. Raises LayoutError if there is no micro-batch.
 
-    At each step a stage exchanges messages with only one neighbour: the previous stage if it is forward, otherwise the
-    next one. Both exchange the same two messages in the same order, so a step is one exchange and one pass.
+    At each step a stage exchanges messages with only one neighbour: the previous stage if the step is forward,
+    otherwise the next one. Both stages exchange the same two messages in the same order, so a step is one exchange and
+    one pass.
     """
     if micro_batches < 1:
         raise LayoutError(f"{micro_batches} micro-batches: a batch has at least one; give 1 or more")
@@ -162,17 +166,17 @@ FREE = LinkCosts()
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of one step; the first six fields add up to it.
+    """Predicted seconds of one step, which are the sum of the first six fields.
 
     compute_seconds: the passes of the busiest rank, and loading its samples.
     waiting_seconds: the additional time until all stages have made their passes: messages between stages, and the
-    bubble.
+        bubble.
     reduce_seconds: reducing the gradients.
     optimizer_seconds: the optimizer's step.
     gather_seconds: gathering the weights.
     beside_seconds: the rest of a pipeline's step (see `Profile`).
-    busy: seconds that the slowest rank of each stage computes, including the optimizer.
-    efficiency: the fraction of the step that a rank computes, as the mean over all ranks.
+    busy: seconds for which the slowest rank of each stage computes, including the optimizer.
+    efficiency: the fraction of the step for which a rank computes, as the mean over all ranks.
     """
 
     compute_seconds: float
@@ -191,12 +195,12 @@ class StepTime:
 
     @property
     def bottleneck(self) -> int:
-        """The stage that computes the longest; the first one if several do."""
+        """The stage that computes the longest; the first such stage in a tie."""
         return int(np.argmax(self.busy))
 
     @property
     def step_ms(self) -> dict[str, float]:
-        """The terms in milliseconds, followed by their sum, `total`."""
+        """The terms in milliseconds, keyed by name, followed by their sum, `total`."""
         return {name: 1e3 * seconds for name, seconds in [*self._terms().items(), ("total", self.seconds)]}
 
     def _terms(self) -> dict[str, float]:
@@ -207,9 +211,11 @@ class StepTime:
 def step_time(
     profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float] | None = None, links: LinkCosts = FREE
 ) -> StepTime:
-    """Predict the time of a step in a layout. speeds: the speed of each rank; None if every member has speed 1.
+    """Predict the time of a step in a layout.
 
-    Raises LayoutError if the boundaries, shares or speeds do not belong to this layout, and if the micro-batches of a
+    speeds: the speed of each rank; None if every member has speed 1.
+
+    Raises LayoutError if the boundaries, shares or speeds do not belong to this layout, or if the micro-batches of a
     pipeline would differ in size.
     """
     if len(deal.shares) != layout.data:
@@ -265,11 +271,11 @@ class _Model:
         return cut_of(self.profile, self.layout)
 
     def by_stage(self, values: Floats) -> Floats:
-        """Sum values by layer, [layers], to values by stage, [stages]."""
+        """Sum values by layer, [layers], into values by stage, [stages]."""
         return np.add.reduceat(values, np.array(self.cut[:-1]))
 
     def _passes(self) -> tuple[Floats, Floats]:
-        """Return two arrays of seconds, [stages, data]: when the passes end, and how long each stage is busy.
+        """Return two arrays [stages, data], in seconds: when the passes end, and how long each stage is busy.
 
         Data indices with the same work are simulated once.
         """
@@ -285,9 +291,10 @@ class _Model:
         return ends, busy
 
     def _micro_batches(self) -> tuple[Floats, Floats]:
-        """Return two arrays [data]: the number of micro-batches of each data index, and the samples in each of them.
+        """Return two arrays [data]: the number of micro-batches of each data index, and the samples in each of these.
 
-        In a pipeline all micro-batches have one size; without stages all data indices have equally many.
+        In a pipeline all micro-batches have one size. Without stages, all data indices have the same number of
+        micro-batches.
         """
         if self.layout.pipe > 1:
             return np.array(self.deal.counts, dtype=np.float64), np.full(self.layout.data, self.deal.size)
@@ -316,7 +323,7 @@ class _Model:
         return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
 
     def _rings(self, seconds: str, nbytes: Floats) -> Floats:
-        """Return [stages], seconds that the data ranks of each stage need to exchange these bytes in a ring.
+        """Return [stages]: seconds that the data ranks of each stage need to exchange these bytes in a ring.
 
         seconds: the name of the method of `Link` to call.
         nbytes: [stages], the bytes of each stage.
@@ -330,11 +337,10 @@ class _Model:
         return np.array(found)
 
     def _reductions(self) -> Floats:
-        """Return [stages], seconds to reduce gradients in a step.
+        """Return [stages]: seconds to reduce gradients in a step.
 
-        They are reduced once in ZeRO stages 0 and 1, and for every micro-batch in stages 2 and 3.
-
-        In stages 1 and 2 DeepSpeed reduces whole buckets, of which each rank keeps its part.
+        Gradients are reduced once in ZeRO stages 0 and 1, and for every micro-batch in stages 2 and 3. In stages 1 and
+        2, DeepSpeed reduces whole buckets, of which each rank keeps its part.
         """
         weights = self.profile.kind_bytes(WEIGHT)
         gradients = self.by_stage(np.where(self.profile.trained, weights, 0).astype(np.float64))
@@ -344,9 +350,9 @@ class _Model:
         return self.deal.micro_batches * self._rings(way, gradients)
 
     def _gathers(self) -> Floats:
-        """Return [stages], seconds to gather weights in a step.
+        """Return [stages]: seconds to gather weights in a step.
 
-        They are gathered after the step in ZeRO stages 1 and 2, and in each pass of a micro-batch in stage 3.
+        Weights are gathered after the step in ZeRO stages 1 and 2, and in each pass of a micro-batch in stage 3.
         """
         weights = self.profile.kind_bytes(WEIGHT).astype(np.float64)
         if self.layout.zero_stage == 0:
@@ -358,16 +364,16 @@ class _Model:
         return self.deal.micro_batches * passes
 
     def _optimizer(self) -> Floats:
-        """Return [stages, data], seconds of the optimizer's step for the trained elements that a rank updates."""
+        """Return [stages, data]: seconds of the optimizer's step for the trained elements that a rank updates."""
         seconds = self.by_stage(np.where(self.profile.trained, self.profile.seconds("optimizer_seconds"), 0.0))
         share = group_size(self.layout) if self.layout.zero_stage else 1
         return np.asarray(seconds[:, None] / share / self.pace)
 
 
 def _pace(layout: Layout, speeds: Sequence[float] | None) -> Floats:
-    """Return [stages, data], the speed of the slowest rank in each stage at each data index.
+    """Return [stages, data]: the speed of the slowest rank in each stage at each data index.
 
-    Raises LayoutError unless there is a speed above 0 for each rank.
+    Raises LayoutError unless each rank has a speed above 0.
     """
     if speeds is None:
         return np.ones((layout.pipe, layout.data))

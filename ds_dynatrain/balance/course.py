@@ -1,7 +1,7 @@
 """The course of moves: at the end of each window the last move is judged, and the next one is decided on.
 
-A move is a switch to a layout that is predicted to be faster; a window is some timed steps. The decision depends on
-numbers alone: the first member of a world makes it, and all members adopt it.
+A move is a switch to a layout that is predicted to be faster. A window is a number of timed steps. The decision depends
+only on numbers: the first member of a world makes it, and all members adopt it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ds_dynatrain.space.layout import Layout
 ENOUGH_STEPS = 4
 """Number of measured steps required before a move, and again after it to judge it."""
 EXPLAINS = 0.5
-"""Least change of the layers' seconds that may explain a change of a step's seconds, as a fraction of the latter."""
+"""Smallest change of the layers' seconds that may explain a change of a step's seconds, as a fraction of the latter."""
 
 
 def can_judge(move: PastMove, measured: Measured) -> bool:
-    """Return whether enough steps have been measured after a move to judge it.
+    """Return whether enough steps have been measured after a move to judge the move.
 
-    If steps look slower, which may be noise, more steps are needed, up to as many as are remembered.
+    If steps look slower, which may be noise, more steps are needed, up to the number of steps that are remembered.
     """
     looks_slower = move.before_seconds < measured.seconds <= move.slower_from(measured.error)
     return measured.count >= (LAST_STEPS if looks_slower else ENOUGH_STEPS)
@@ -38,7 +38,7 @@ def can_judge(move: PastMove, measured: Measured) -> bool:
 class Costs:
     """The seconds of both passes of each layer per sample, and their standard errors.
 
-    They are kept per sample, since another layout may use micro-batches of another size.
+    They are kept per sample, because another layout may use micro-batches of another size.
     """
 
     seconds: tuple[float, ...]
@@ -54,7 +54,7 @@ class Costs:
     def drift(self, now: Costs, places: Bools, least: float) -> Drift:
         """Return whether and in which direction the costs of some layers have changed.
 
-        places: [layers], the layers to compare.
+        places: [layers], whether to compare each layer.
         least: the fraction of the whole that a change must exceed.
         """
         before, after = (np.array(each.seconds)[places] for each in (self, now))
@@ -67,8 +67,8 @@ class WantedMove:
     """A move to be made now.
 
     layout: the layout to move to.
-    predicted_gain: the fraction of a step that the move is to save.
-    why: the reason in words.
+    predicted_gain: the fraction of a step that the move is predicted to save.
+    why: a description of the reason.
     before: the measured step before the move.
     costs: the costs of the layers before the move.
     without: the ranks that leave.
@@ -90,13 +90,13 @@ class Course:
 
     history: the memory of decisions.
     slow: the members found slow.
-    left: the layout before the move that is not judged yet.
-    costs: the costs of the layers in that layout.
-    verdict: the judgement of a move by the last window; None if it judged none.
-    gain: the fraction by which a step became shorter by that move; None if it is unknown.
-    wanted: the next move; None for none.
+    left: the layout before the move that has not been judged yet.
+    costs: the costs of the layers in `left`.
+    verdict: the last window's judgement of a move; None if it judged none.
+    gain: the fraction by which that move made a step shorter; None if unknown.
+    wanted: the next move, or None.
     needs_steps: whether a move would be made if enough steps had been measured before it.
-    why: the decision in words.
+    why: a description of the decision.
     """
 
     history: DecisionHistory
@@ -115,15 +115,15 @@ class Course:
         return cls(DecisionHistory.new(rules, step))
 
     def at(self, since: tuple[int, ...], slow: Slow | None = None) -> Course:
-        """Return the course with the present knowledge of changed costs and slow members.
+        """Return the course with the current knowledge of changed costs and slow members.
 
-        since: the steps at which costs changed, see `DecisionHistory`.
+        since: the steps at which costs changed; see `DecisionHistory`.
         slow: the slow members; None to keep those known.
         """
         return replace(self, history=replace(self.history, since=since), slow=self.slow if slow is None else slow)
 
     def in_doubt(self) -> Course:
-        """Return the course after a window that differs from the earlier ones: the next window decides."""
+        """Return the course after a window that differs from the earlier ones. The next window decides."""
         return self._unjudged(
             "this window differs from those before it: the next one is to say whether costs have changed"
         )
@@ -143,8 +143,8 @@ class Course:
         """Return the course after one more window.
 
         measured: the measured seconds of a step.
-        present: the present layout, with its boundaries.
-        advise: returns the fastest layout, or raises LayoutError if nothing fits.
+        present: the current layout, with its boundaries.
+        advise: function that returns the fastest layout, or raises LayoutError if nothing fits.
         """
         course = self._unjudged("")
         open_move = self.history.open
@@ -193,26 +193,26 @@ class Course:
         return replace(course, wanted=back, why=verdict.value)
 
     def moved(self, wanted: WantedMove, step: int, left: Layout) -> Course:
-        """Return the course after the wanted move was made. No window judges a move back."""
+        """Return the course after the wanted move was made. A move back is not judged by any window."""
         if wanted.back:
             return replace(self, wanted=None)
         move = PastMove(step, wanted.predicted_gain, wanted.before.seconds, wanted.before.error)
         return replace(self, history=self.history.moved(move), left=left, costs=wanted.costs, wanted=None)
 
     def overtaken(self) -> Course:
-        """Return the course after a switch that the balancer did not ask for: the last move is never judged.
+        """Return the course after a switch that the balancer did not request. The last move is never judged.
 
-        The script asked for it, or members changed.
+        Such a switch was requested by the script, or caused by a change of members.
         """
         return replace(self, history=replace(self.history, open=None), left=None, costs=None, wanted=None)
 
     def failed(self, step: int) -> Course:
-        """Return the course after the wanted move failed: the next attempt waits as long as after a move."""
+        """Return the course after the wanted move failed. The next attempt waits as long as after a move."""
         history = replace(self.history, cool_from=max(self.history.cool_from, step + self.history.waits))
         return replace(self, history=history, wanted=None)
 
 
 def _stages(layout: Layout, layers: int) -> Ints:
-    """Return [layers], the stage of each layer."""
+    """Return [layers]: the stage of each layer."""
     cut = layout.boundaries or (0, layers)
     return np.searchsorted(np.array(cut[1:]), np.arange(layers), side="right")

@@ -1,10 +1,10 @@
-"""The samples of a global batch that each rank of a layout gets, and the peak bytes that it holds, from a profile.
+"""The samples of a global batch that each rank of a layout gets, and the rank's peak bytes, from a profile.
 
 State is placed as in `space.zero`: stage 3 cuts weights, and stages 1 to 3 cut masters and moments. If weight and
-master are the same bytes (fp32), stages 0 and 3 hold them once. Gradients are held in the type of the weights, cut from
-stage 2 on, and once more in the type of the masters while the optimizer steps, cut like the masters. Activations are
-held for each micro-batch in flight. All numbers except the gathered weights of stage 3 are sums over layers, so the
-partition can respect them.
+master are the same bytes (fp32), stages 0 and 3 hold them once. Gradients are held in the type of the weights, and are
+cut from stage 2 on. While the optimizer steps, gradients are also held in the type of the masters, cut like the
+masters. Activations are held for each micro-batch in flight. All numbers except the gathered weights of stage 3 are
+sums over layers, so the partition can respect them.
 
 A profile describes layers, not tensors. A layer's bytes count in full at each index of the tensor and expert axes,
 which is too much if these axes cut the layer. The buffers of DeepSpeed's reductions and the allocator's losses are not
@@ -58,8 +58,8 @@ class Deal:
         """Return the deal (division of the samples) of a layout.
 
         micro_batches: the number of micro-batches; None for micro-batches as large as the timed ones.
-        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`); None to
-        assume that it is one if there are several stages.
+        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`). By
+            default, the model is assumed to be one if there are several stages.
 
         Raises LayoutError if the shares do not add up to all samples, or if no size gives this number of micro-batches.
         """
@@ -76,7 +76,7 @@ class Deal:
 
     @classmethod
     def in_columns(cls, columns: Columns) -> Deal:
-        """Return the division of samples among columns (pipelines that run side by side, one for each data index)."""
+        """Return the division of samples over columns (pipelines that run side by side, one for each data index)."""
         return cls(columns.shares, columns.longest)
 
     @cached_property
@@ -106,7 +106,7 @@ def _columns(profile: Profile, layout: Layout, micro_batches: int | None) -> Col
     """Return the columns (pipelines side by side) of a job.
 
     micro_batches: the number of micro-batches in the longest pipeline; None for micro-batches of at most the timed
-    size.
+        size.
     """
     given = profile.train_batch_size, layout.data, layout.shares
     if micro_batches is None:
@@ -121,14 +121,15 @@ def _columns(profile: Profile, layout: Layout, micro_batches: int | None) -> Col
 
 
 def shares_of(pace: Sequence[float], samples: int, first: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Divide samples among data indices of different speeds, so that the last one finishes as early as possible.
+    """Divide samples over data indices of different speeds, so that the last one finishes as early as possible.
 
     pace: the speed of each data index.
     samples: the number of samples.
     first: the seconds at which each index begins; None if all begin at once.
 
-    Each sample in turn goes to the index that would finish it first, the lowest one in a tie; this is optimal if a
-    bottleneck is a sum of equal parts. Every index gets at least one sample. Raises LayoutError if there are too few.
+    Each sample in turn goes to the index that would finish it first; a tie goes to the lowest index. This is optimal if
+    a bottleneck is a sum of equal parts. Every index gets at least one sample. Raises LayoutError if there are too few
+    samples.
     """
     if samples < len(pace):
         raise LayoutError(
@@ -153,14 +154,14 @@ def peak_bytes(profile: Profile, layout: Layout, deal: Deal) -> tuple[int, ...]:
 
 
 def taken_bytes(profile: Profile, layout: Layout, deal: Deal) -> Ints:
-    """Return [stages, layers], the bytes that each layer takes on a rank of each stage."""
+    """Return [stages, layers]: the bytes that each layer takes on a rank of each stage."""
     return _activations(profile, layout, deal) + sum(state_of(profile, layout))
 
 
 def gathered_bytes(profile: Profile, layout: Layout) -> int:
     """Return the peak bytes of gathered weights in ZeRO stage 3; 0 in other stages.
 
-    The weights of a layer are held together with those of the next one, which are fetched ahead.
+    A layer's weights are held together with those of the next layer, which are fetched ahead.
     """
     if layout.zero_stage < 3:
         return 0
@@ -169,7 +170,7 @@ def gathered_bytes(profile: Profile, layout: Layout) -> int:
 
 
 def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
-    """Return the boundaries of a layout; a single stage holds all layers.
+    """Return the boundaries of a layout. A single stage holds all layers.
 
     Raises LayoutError if boundaries are missing or do not fit the layers.
     """
@@ -181,9 +182,9 @@ def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
 
 
 def in_flight(stages: int, micro_batches: int, stage: int) -> int:
-    """Return for how many micro-batches a stage holds activations at most.
+    """Return the largest number of micro-batches for which a stage holds activations.
 
-    These are the micro-batches that it has passed forward but not yet backward.
+    These are the micro-batches that the stage has passed forward but not yet backward.
     """
     return min(stages - stage, micro_batches)
 
@@ -205,7 +206,7 @@ def _parts(values: Ints, ranks: int) -> Ints:
 
 
 def _activations(profile: Profile, layout: Layout, deal: Deal) -> Ints:
-    """Return [stages, layers], the bytes of the activations of all micro-batches in flight."""
+    """Return [stages, layers]: the bytes of the activations of all micro-batches in flight."""
     flights = np.array([in_flight(layout.pipe, deal.micro_batches, stage) for stage in range(layout.pipe)])
     one = profile.counts("activation_bytes") * (deal.size / profile.micro_batch_size)
     return np.asarray(np.ceil(flights[:, None] * one[None, :]), dtype=np.int64)

@@ -1,7 +1,7 @@
 """Decisions on moves: a table of rules for predicted gains, and the judgement of a move by the window after it.
 
 A move pays if its gain is large enough, is not noise, and earns several times the cost of the move over the steps for
-which costs are expected to stay the same. A move that made steps slower is taken back, and the next one has to wait
+which costs are expected to stay the same. A move that made steps slower is taken back, and the next move has to wait
 twice as long. Nothing here measures, moves or waits: the functions turn numbers into an answer, together with the
 numbers behind it.
 """
@@ -24,22 +24,22 @@ from ds_dynatrain.errors import ConfigError
 ERRORS = 3.0
 """Number of standard errors that a difference must exceed to count.
 
-Two would be enough for a single test, but every window is a test at every stage. In 225 simulated runs of 2,000 steps
-with 10 % of noise, and with moves that cost nothing, one run made a move with two, and none with three.
+Two would be enough for a single test, but every window is a test at every stage. Of 225 simulated runs of 2,000 steps
+with 10 % of noise, and with moves that cost nothing, one run made a move with two standard errors, and none with three.
 """
 CERTAIN = 4.0
 """Number of standard errors by which a layer or member must differ to count as changed.
 
-It is higher than `ERRORS`, since each layer and member is tested in every window.
+It is higher than `ERRORS`, because each layer and member is tested in every window.
 """
 REMEMBERED = 9
-"""Number of changes of costs that are remembered, to know the intervals between them."""
+"""Number of changes of costs that are remembered. Their intervals determine the horizon."""
 LEAST_FACTOR = 0.1
-"""Lower limit of `DecisionHistory.factor`: a large gain can still be had after a move that gained nothing."""
+"""Lower limit of `DecisionHistory.factor`. It leaves room for a large gain after a move that gained nothing."""
 
 
 class Answer(Enum):
-    """The possible answers to an offered move; the first one in this order that applies is given."""
+    """The possible answers to an offered move. The answer is the first of these, in order, that applies."""
 
     COOLING = "the last move is too fresh"
     OPEN = "the last move is not judged yet"
@@ -75,7 +75,7 @@ SPEAKING = {
 """The drifts that allow each verdict.
 
 Slower layers may explain why steps did not become faster, but not why they did. Layers often take longer once stages
-that used to wait compute side by side, since they share caches and memory.
+that used to wait compute side by side, because these stages share caches and memory.
 """
 
 
@@ -83,8 +83,9 @@ that used to wait compute side by side, since they share caches and memory.
 class Offer:
     """A predicted move.
 
-    present_seconds, target_seconds: seconds of a step before and after the move.
-    error_seconds: the standard error of their difference.
+    present_seconds: seconds of a step before the move.
+    target_seconds: seconds of a step after the move.
+    error_seconds: the standard error of the difference between the two.
     cost_seconds: the cost of the move.
     """
 
@@ -95,7 +96,7 @@ class Offer:
 
     @property
     def gain(self) -> float:
-        """Predicted saving, as a fraction of the present step."""
+        """Predicted saving, as a fraction of the current step."""
         return 1 - self.target_seconds / self.present_seconds if self.present_seconds else 0.0
 
 
@@ -103,9 +104,10 @@ class Offer:
 class PastMove:
     """A move that was made.
 
-    step: the step at which it was made.
-    predicted_gain: the fraction of a step that it was to save.
-    before_seconds, before_error: the measured seconds of a step before the move, and their standard error.
+    step: the step at which the move was made.
+    predicted_gain: the fraction of a step that the move was predicted to save.
+    before_seconds: the measured seconds of a step before the move.
+    before_error: the standard error of `before_seconds`.
     """
 
     step: int
@@ -116,14 +118,17 @@ class PastMove:
     def slower_from(self, error: float) -> float:
         """Return the seconds above which a step is slower than before the move by more than noise.
 
-        error: the standard error of the seconds of a step after the move.
+        error: the standard error of a step's seconds after the move.
         """
         return self.before_seconds + ERRORS * math.hypot(error, self.before_error)
 
 
 @dataclass(frozen=True)
 class BalanceDecision:
-    """The answer to an offered move. why: the numbers behind the answer, as text."""
+    """The answer to an offered move.
+
+    why: the numbers behind the answer, as text.
+    """
 
     answer: Answer
     why: str
@@ -139,8 +144,8 @@ class DecisionHistory:
     """The memory of decisions. Its methods return a new memory.
 
     waits: the number of steps to wait after the next move.
-    since: the steps at which costs changed, beginning with the step at which measuring began; only the last few are
-    kept.
+    since: the steps at which costs changed, beginning with the step at which measuring began. Only the last few are
+        kept.
     cool_from: the step from which moves are allowed again.
     factor: measured gain ÷ predicted gain of the last move if that was below a half, otherwise 1.
     open: the move that no window has judged yet.
@@ -165,7 +170,7 @@ class DecisionHistory:
         """Return the number of steps for which costs are expected to stay the same.
 
         It is the mean interval between changes so far, or the time since the last change if that is longer.
-        `horizon_steps` of the rules is an upper limit, and is the answer as long as costs have never changed.
+        `rules.horizon_steps` is an upper limit, and is the answer as long as costs have never changed.
         """
         intervals = [later - earlier for earlier, later in itertools.pairwise(self.since)]
         mean = sum(intervals) / len(intervals) if intervals else 0.0
@@ -178,7 +183,7 @@ class DecisionHistory:
 def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> bool:
     """Return whether the seconds of layers, or the speeds of members, have changed.
 
-    They have if the changes that exceed the noise add up to more than the fraction `least` of the whole.
+    They have changed if the changes that exceed the noise add up to more than the fraction `least` of the whole.
 
     error: the standard error of each difference.
     """
@@ -188,7 +193,7 @@ def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> 
 def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drift:
     """Return in which direction seconds have changed; SAME if they have not, by the rule of `costs_differ`.
 
-    It is MIXED if the sum of all changes is below half of the sum of their absolute values.
+    The result is MIXED if the sum of all changes is below half of the sum of their absolute values.
     """
     difference = after - before
     certain = difference[np.abs(difference) > CERTAIN * error]
@@ -233,13 +238,16 @@ def decide(rules: BalanceConfig, history: DecisionHistory, step: int, offer: Off
 def judge(
     rules: BalanceConfig, history: DecisionHistory, step: int, seconds: float, error: float, drift: Drift = Drift.SAME
 ) -> tuple[MoveVerdict, DecisionHistory]:
-    """Return the verdict of the first window after a move, and the history that follows.
+    """Return the verdict of the first window after a move, and the resulting history.
 
-    seconds, error: the seconds of a step measured in that window, and their standard error.
+    seconds: the seconds of a step measured in that window.
+    error: the standard error of `seconds`.
     drift: the change of the layers and members that the move left in place. If it may explain why steps changed, the
-    verdict is UNKNOWN (`SPEAKING`).
+        verdict is UNKNOWN (`SPEAKING`).
 
-    After BACK the caller moves back; no window judges that move, and the next one must wait twice as long as the last.
+    After BACK the caller moves back. That move is not judged by any window, and the next one must wait twice as long as
+    the last.
+
     Raises ConfigError if no move is open.
     """
     if history.open is None:
@@ -258,7 +266,7 @@ def judge(
 
 
 RECENT = 16
-"""Number of latest switches that count; during older ones, other programs may have run on the machine."""
+"""Number of newest switches that count. During older ones, other programs may have run on the machine."""
 
 
 @dataclass(frozen=True)
@@ -273,11 +281,11 @@ class Pause:
         return self.fixed_seconds + self.seconds_per_byte * nbytes
 
     def fitted(self, made: Sequence[tuple[int, float]]) -> Pause:
-        """Return this model corrected by the switches that were made.
+        """Return this model, corrected by the switches that were made.
 
-        made: (bytes moved, seconds) of each switch, the latest last.
+        made: (bytes moved, seconds) for each switch, the newest last.
 
-        The fit is by least squares with neither part below 0. If all switches moved the same number of bytes, the two
+        The fit is by least squares, with neither part below 0. If all switches moved the same number of bytes, the two
         parts cannot be distinguished, and only the fixed part is corrected.
         """
         if not made:
@@ -299,7 +307,8 @@ class Pause:
 class Slow:
     """The members that the last window found slow.
 
-    since: by member, the step of the first window in the unbroken run of windows that found it slow.
+    since: a map from each slow member to the step of the first window in the unbroken run of windows that found it
+        slow.
     """
 
     since: Mapping[int, int] = field(default_factory=dict)
@@ -307,8 +316,8 @@ class Slow:
     def after(self, members: Sequence[int], speeds: Sequence[float], step: int, ratio: float | None) -> Slow:
         """Return the slow members after one more window.
 
-        ratio: a member is slow if it takes more than this many times as long as the median member of its stage; None if
-        no member counts as slow.
+        ratio: a member is slow if it takes more than `ratio` times as long as the median member of its stage; None if
+            no member counts as slow.
         """
         if ratio is None:
             return Slow()

@@ -1,4 +1,4 @@
-"""The extension that times layers and members, and proposes or makes faster layouts; and `engine.suggest`."""
+"""The extension that times layers and members, and proposes or makes faster layouts; also `engine.suggest`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ds_dynatrain.space import Layout
 def suggest(
     engine: EngineParts, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
 ) -> tuple[FittingLayout, ...]:
-    """Return the answer of `engine.suggest`, with the same arguments; also works for jobs without a `balance` block."""
+    """Return the answer of `engine.suggest`, with the same arguments. Also works for jobs without a `balance` block."""
     own = engine.extension("balance")
     if profile is not None:
         known = profile_for(engine, profile)
@@ -49,9 +49,9 @@ def suggest(
 
 
 def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
-    """Return the profile, which is read first if a file is given.
+    """Return the profile. If a file is given, the profile is read from it.
 
-    Its micro-batches may have another size than the job's: seconds are scaled by the number of samples. Raises
+    The profile's micro-batches may differ in size from the job's: seconds are scaled by the number of samples. Raises
     ProfileError unless the profile has this job's global batch size and number of layers.
     """
     found = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
@@ -81,11 +81,11 @@ def fastest(
 
     memory_bytes: the memory of each member, in bytes.
     horizon_steps: the number of steps over which the cost of a switch is spread; None to ignore that cost.
-    switch_seconds: returns the seconds of a switch to a layout.
+    switch_seconds: function from a layout to the seconds of a switch to it.
 
-    The profile's speeds count if these are the present members and it has a speed for each; otherwise all members are
-    equally fast. Ranks follow the order of the members, as in a switch. The ZeRO stage stays as it is: stages differ in
-    communication, which no profile contains.
+    The profile's speeds count if the members are the current ones and the profile has a speed for each of them.
+    Otherwise all members are assumed equally fast. Ranks follow the order of the members, as in a switch. The ZeRO
+    stage is kept, because stages differ in communication, which no profile contains.
     """
     search = Search(
         zero_stages=(engine.layout.zero_stage,),
@@ -107,7 +107,7 @@ def fastest(
 
 
 def _limit_of(engine: EngineCore) -> int | None:
-    """Return the configured memory limit of a member, in bytes; None without one."""
+    """Return the configured memory limit of a member, in bytes; None if there is none."""
     return None if engine.settings.balance is None else engine.settings.balance.memory_limit_bytes
 
 
@@ -130,14 +130,14 @@ class Balance(Extension):
 
     @property
     def profile(self) -> Profile | None:
-        """The measured profile, or else the configured one."""
+        """The measured profile, or the configured one if nothing has been measured."""
         measured = None if self.balancer is None else self.balancer.profile
         return measured or self._configured
 
     # ---- when an engine is made --------------------------------------------------------------------------------------
 
     def stage_cut(self, config: Mapping[str, Any], exchange: Callable[[str, Any], Mapping[int, Any]]) -> Cut | None:
-        """Return a function that cuts the layers by the configured profile.
+        """Return a function that cuts the layers into stages according to the configured profile.
 
         Returns None unless `pipeline.partition` is "profile", a setting for which DeepSpeed itself raises an error.
         Raises ConfigError if the profile cannot be read, or is not the same on all processes.
@@ -169,11 +169,11 @@ class Balance(Extension):
         return cut
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return the digest of the profile by which layers are cut into stages; empty if no profile is used."""
+        """Return the digest of the profile that cuts layers into stages, keyed by its setting; {} without one."""
         return self._described
 
     def attach(self, engine: Any) -> None:
-        """Read the configured profile, since its file may be gone later, and start measuring."""
+        """Read the configured profile now, because its file may be gone later, and start measuring."""
         super().attach(engine)
         parts: EngineParts = engine._parts
         if self._settings.profile is not None:
@@ -187,7 +187,7 @@ class Balance(Extension):
     # ---- which layout ------------------------------------------------------------------------------------------------
 
     def step_ms(self, layout: Layout, members: Sequence[int]) -> dict[str, float]:
-        """Return the predicted milliseconds of a step, term by term, and their `total`; empty without a profile."""
+        """Return the predicted milliseconds of a step, keyed by term, and their `total`; {} without a profile."""
         engine, profile = self.engine._parts, self.profile
         if profile is None:
             return {}
@@ -202,8 +202,9 @@ class Balance(Extension):
     def best_layouts(self, members: int) -> list[Layout] | None:
         """Return the fastest layouts according to the profile; None if there is no profile yet.
 
-        A member's memory is the configured limit, or else that of its device; on CPUs it is an equal part of the host's
-        memory, which the members on a node share. Raises SwitchRefused, with the reason, if nothing fits.
+        A member's memory is the configured limit or, if there is none, the memory of its device. On CPUs it is an equal
+        part of the host's memory, which the members on a node share. Raises SwitchRefused, with the reason, if nothing
+        fits.
         """
         engine, profile = self.engine._parts, self.profile
         if profile is None:
@@ -219,11 +220,11 @@ class Balance(Extension):
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Return a context that times a forward pass of training if its step is in a window."""
+        """Return a context manager that times a forward pass of training if its step is in a window."""
         return self._around_pass(is_backward=False)
 
     def around_backward(self) -> AbstractContextManager[None]:
-        """Return a context that times a backward pass if its step is in a window."""
+        """Return a context manager that times a backward pass if its step is in a window."""
         return self._around_pass(is_backward=True)
 
     def _around_pass(self, is_backward: bool) -> AbstractContextManager[None]:
@@ -232,14 +233,14 @@ class Balance(Extension):
         return self.balancer.timed_pass(is_backward)
 
     def around_batch(self) -> AbstractContextManager[None]:
-        """Return a context that times the layers of a stage if the step is in a window."""
+        """Return a context manager that times the layers of a stage if the step is in a window."""
         return nullcontext() if self.balancer is None else self.balancer.timed_step()
 
     def around_update(self) -> AbstractContextManager[None]:
-        """Return a context that times the optimizer's step if a window is open."""
+        """Return a context manager that times the optimizer's step if a window is open."""
         return nullcontext() if self.balancer is None else self.balancer.timed_update()
 
     def after_step(self) -> None:
-        """End the window if this step was its last one; the members then communicate."""
+        """End the window if this step was its last one. The members then communicate."""
         if self.balancer is not None:
             self.balancer.finish_step()

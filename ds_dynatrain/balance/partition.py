@@ -1,11 +1,11 @@
 """The partition of layers into stages: minimize the time of the slowest stage, then the bytes that move.
 
-A stage holds consecutive layers, at least one. Stages may differ in speed and memory, so bisection of the bottleneck
-with a greedy probe (as in DeepSpeed's former `partition_balanced`, and in DynMo) is not optimal: a stage that takes as
-many layers as it can may leave the next stage a layer that does not fit there. Dynamic programming over (stage, number
-of layers so far) is optimal in both cases.
+A stage holds one or more consecutive layers. Stages may differ in speed and memory, so bisection of the bottleneck with
+a greedy probe (as in DeepSpeed's former `partition_balanced`, and in DynMo) is not optimal: a stage that takes as many
+layers as it can may leave the next stage a layer that does not fit on it. Dynamic programming over (stage, number of
+layers so far) is optimal in both cases.
 
-All results depend on the arguments alone, even the order of ties, so all members get the same answer.
+All results, even the order of ties, depend only on the arguments, so all members get the same answer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ds_dynatrain.balance.profile import Floats, Ints
 from ds_dynatrain.errors import LayoutError
 
 PLENTY = 2**62
-"""Number of bytes that no stage exceeds: stands for unlimited memory."""
+"""Number of bytes that no stage exceeds. Stands for unlimited memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The layers to be cut, and the stages to hold them.
+    """The layers to be cut, and the stages that are to hold them.
 
     names: the name of each layer.
     seconds: [stages, layers], the seconds of each layer on each stage, not negative.
@@ -43,7 +43,7 @@ class Problem:
     moved: Ints
 
     def __post_init__(self) -> None:
-        """Raise LayoutError if there are more stages than layers, or if `names` has another number of layers."""
+        """Raise LayoutError if there are more stages than layers, or if `names` has a different number of layers."""
         stages, layers = self.seconds.shape
         if layers != len(self.names) or stages < 1 or layers < stages:
             raise LayoutError(
@@ -65,7 +65,7 @@ class Problem:
     ) -> Problem:
         """Return the problem for values that broadcast to its arrays: speeds and room by stage, all others by layer.
 
-        speeds: the speed of each stage; the seconds of a layer are divided by it.
+        speeds: the speed of each stage, by which the seconds of a layer are divided.
         """
         layers = len(np.asarray(seconds))
         pace = np.broadcast_to(np.asarray(speeds, dtype=np.float64), stages)
@@ -88,7 +88,7 @@ class Problem:
         return len(self.names)
 
     def stage_seconds(self, boundaries: Sequence[int]) -> Floats:
-        """Return [stages], the seconds of each stage with these boundaries.
+        """Return [stages]: the seconds of each stage with these boundaries.
 
         They are added up in the same order as by `partition`, so the sums have the same bits.
         """
@@ -97,13 +97,13 @@ class Problem:
         return np.array([line[stop] - line[start] for line, (start, stop) in zip(sums, cuts, strict=True)])
 
     def moved_bytes(self, boundaries: Sequence[int], present: Sequence[int]) -> int:
-        """Return the total bytes of the layers that are on another stage with `boundaries` than with `present`."""
+        """Return the total bytes of the layers whose stage differs between `boundaries` and `present`."""
         where = [np.repeat(np.arange(len(cut) - 1), np.diff(cut)) for cut in (boundaries, present)]
         return int(self.moved[where[0] != where[1]].sum())
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Return boundaries of stages with equally many layers, like DeepSpeed's "uniform".
+    """Return boundaries of stages with equal numbers of layers, like DeepSpeed's "uniform".
 
     If the layers do not divide evenly, the first stages get one more.
     """
@@ -117,8 +117,8 @@ class Cut:
 
     boundaries: the boundaries, as in a `Layout`.
     seconds: the seconds of the slowest stage.
-    optimum: the least possible value of `seconds`.
-    moved_bytes: the bytes that move from the present boundaries; 0 if none were given.
+    optimum: the smallest possible value of `seconds`.
+    moved_bytes: the bytes that move from the current boundaries; 0 if none were given.
     """
 
     boundaries: tuple[int, ...]
@@ -128,11 +128,12 @@ class Cut:
 
 
 def partition(problem: Problem, present: Sequence[int] | None = None, slack: float = 0.0) -> Cut:
-    """Return a cut whose slowest stage takes at most (1 + slack) x the least possible seconds.
+    """Return a cut whose slowest stage takes at most (1 + slack) x the smallest possible seconds.
 
-    Among these cuts it moves the fewest bytes from the present boundaries (which may have any number of stages). Ties
-    go to the least sum of squared seconds, so that stages are even, then to the cut whose last stage begins earliest,
-    and so on forward. Raises LayoutError, naming the layer, the stage and the bytes, if no cut fits.
+    Among these cuts, the one that moves the fewest bytes from the current boundaries (which may have any number of
+    stages) is chosen. A tie goes to the smallest sum of squared seconds, so that stages are even, then to the cut whose
+    last stage begins earliest, and so on forward. Raises LayoutError, naming the layer, the stage and the bytes, if no
+    cut fits.
     """
     if present is not None and (present[0] != 0 or present[-1] != problem.layers):
         raise LayoutError(
@@ -146,7 +147,7 @@ def partition(problem: Problem, present: Sequence[int] | None = None, slack: flo
 
 
 def _optimum(problem: Problem) -> float:
-    """Return the least possible seconds of the slowest stage.
+    """Return the smallest possible seconds of the slowest stage.
 
     With D[p][l] for the first p stages and l layers: D[p][l] = min over k of max(D[p - 1][k], seconds of stage p with
     the layers from k to l).
@@ -164,9 +165,9 @@ def _optimum(problem: Problem) -> float:
 
 
 def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the boundaries with the least (bytes moved, sum of squared seconds) and no stage above `limit` seconds.
+    """Return the boundaries with the smallest (bytes moved, sum of squared seconds) and no stage above `limit` seconds.
 
-    It is the dynamic program of `_optimum` over such pairs, which are sums over stages.
+    This is the dynamic program of `_optimum` over such pairs, which are sums over stages.
     """
     held = np.repeat(np.arange(len(present) - 1), np.diff(present)) if present is not None else None
     bytes_to, squares_to = np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -192,9 +193,9 @@ def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> 
 def _intervals(problem: Problem, stage: int) -> tuple[Floats, int]:
     """Return an array of a stage's seconds, and the first layer in the array's first row.
 
-    Row k and column l have the seconds of the stage if it begins with layer k and ends before layer l; they are
-    infinite if the layers do not fit. Every stage has a layer, so the rows begin with k = stage and the columns with
-    l = stage + 1; the first stage has only the row k = 0.
+    Row k and column l hold the seconds of the stage if it begins with layer k and ends before layer l; they are
+    infinite if the layers do not fit. Every stage has a layer, so the rows begin with k = stage and the columns with l
+    = stage + 1. The first stage has only the row k = 0.
     """
     rows = problem.layers - problem.stages + 1 if stage else 1
     starts = np.arange(stage, stage + rows)
@@ -213,7 +214,7 @@ def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _infeasible(problem: Problem, stage: int, least: Floats) -> LayoutError:
-    """Return the error that says why no cut fits: the stages before `stage` can be filled, but not this one.
+    """Return the error that says why no cut fits: the stages before `stage` can be filled, but this one cannot.
 
     If `stage` is the number of stages, layers are left over.
     """

@@ -27,12 +27,12 @@ class PredictionOptions:
     """The options of `ds-dynatrain balance`.
 
     stages: the number of pipeline stages; None to try any.
-    members: the number of members; None for one per stage, or as many as the profile has.
+    members: the number of members; None for one per stage, or for the profile's number of members.
     micro_batches: the number of micro-batches of a data rank in a step; None for micro-batches as large as the timed
-    ones.
+        ones.
     zero_stage: the ZeRO stage.
-    memory: the memory of a member, in bytes; None for enough.
-    present: the present boundaries; None for uniform boundaries of that many stages.
+    memory: the memory of a member, in bytes; None if memory is no limit.
+    present: the current boundaries; None for uniform boundaries of that many stages.
     link: the connection between members.
     """
 
@@ -54,6 +54,8 @@ class PredictionOptions:
 class Predicted:
     """A layout and its prediction.
 
+    deal: the division of the samples.
+    time: the predicted time of a step.
     stages: the peak bytes of a rank on each stage.
     name: "proposed" for the best layout; "present" for the given boundaries, or "uniform" if none were given.
     """
@@ -67,9 +69,9 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for the present boundaries, and for the layouts that fit, best first.
+    """The prediction for the current boundaries, and for the layouts that fit, best first.
 
-    present: None if the present boundaries cannot be trained, or were not asked for.
+    present: None if the current boundaries cannot be trained, or were not asked for.
     choices: the layouts that fit.
     """
 
@@ -80,7 +82,7 @@ class Prediction:
 
     @property
     def known(self) -> tuple[Predicted, ...]:
-        """The present layout, if there is one, and the best one."""
+        """The current layout, if there is one, and the best one."""
         return self.choices[:1] if self.present is None else (self.present, self.choices[0])
 
 
@@ -106,7 +108,7 @@ def advise(file: Path, question: PredictionOptions) -> Prediction:
 
 
 def _members(profile: Profile, question: PredictionOptions) -> Members:
-    """Return the members. Raises ConfigError if the options contradict each other or the speeds in the profile."""
+    """Return the members. Raises ConfigError if the options contradict each other, or the profile's speeds."""
     measured = profile.speeds
     alone = question.stages if question.stages is not None and len(measured) == 1 else len(measured)
     count, stages = question.members or alone, question.stages or 1
@@ -131,7 +133,7 @@ def _members(profile: Profile, question: PredictionOptions) -> Members:
 
 
 def _start(profile: Profile, question: PredictionOptions) -> Layout:
-    """Return the present layout, without its number of data ranks.
+    """Return the current layout, without its number of data ranks.
 
     Raises ConfigError if the boundaries are malformed, and LayoutError if they do not fit the layers.
     """
@@ -149,9 +151,9 @@ def _start(profile: Profile, question: PredictionOptions) -> Layout:
 def _present(
     profile: Profile, start: Layout, members: Members, question: PredictionOptions, search: Search
 ) -> Predicted | None:
-    """Predict the present layout with as many data ranks as possible.
+    """Predict the current layout with as many data ranks as possible.
 
-    Returns None if it needs more members than there are, or if it was not asked for.
+    Returns None if the layout needs more members than there are, or if it was not asked for.
     """
     if question.stages is None and question.present is None:
         return None
@@ -170,7 +172,7 @@ def _present(
 
 
 def show(advice: Prediction) -> None:
-    """Print the prediction in words and tables."""
+    """Print the prediction as text and tables."""
     profile, shown = advice.profile, [each.layout for each in advice.known]
     measured = f"{profile.train_batch_size} samples a step, timed in micro-batches of {profile.micro_batch_size}"
     typer.echo(f"{len(profile.layers)} layers, {measured}{profile.source and f'; {profile.source}'}\n")
@@ -185,7 +187,7 @@ def show(advice: Prediction) -> None:
 
 
 def _gain(advice: Prediction) -> str:
-    """Return a comparison of the two layouts in words; "" if there is no present layout, or if it does not fit."""
+    """Return a comparison of the two layouts as text; "" if there is no current layout, or if it does not fit."""
     present, best = advice.present, advice.choices[0].time.seconds
     if present is None or max(present.stages) > advice.memory_bytes:
         return ""
@@ -211,7 +213,7 @@ def _stages(advice: Prediction, each: Predicted) -> Iterator[tuple[str, ...]]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return the rows as lines of aligned columns. Lines may have any width, since programs may read them too."""
+    """Return the rows as lines of aligned columns. Lines may have any width, because programs may read them too."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -1,6 +1,6 @@
 """The profile of a model: measurements of each layer and of the members, kept as a JSON file.
 
-All predictions get their seconds and bytes from a profile.
+All predictions take their seconds and bytes from a profile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_dynatrain.errors import ProfileError
 from ds_dynatrain.space.kind import WEIGHT
 
 VERSION = 1
-"""Version of the file format; other versions are refused."""
+"""Version of the file format. Other versions are refused."""
 
 SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds")
 ERRORS = ("forward_error", "backward_error", "optimizer_error")
@@ -37,11 +37,14 @@ Bools = npt.NDArray[np.bool_]
 class LayerCost:
     """One layer, as measured on a member of speed 1.
 
-    forward_seconds, backward_seconds: the passes of one micro-batch of `Profile.micro_batch_size` samples.
-    kind_bytes: the bytes of the whole layer by state kind; `weight` is always given, and is the only kind of a frozen
-    layer.
+    forward_seconds: the forward pass of one micro-batch of `Profile.micro_batch_size` samples.
+    backward_seconds: the backward pass of such a micro-batch.
+    kind_bytes: the bytes of the whole layer, keyed by state kind. `weight` is always given, and is the only kind of a
+        frozen layer.
     optimizer_seconds: one optimizer step over all elements of the layer.
-    forward_error, backward_error, optimizer_error: the standard errors of these times, in seconds.
+    forward_error: the standard error of `forward_seconds`.
+    backward_error: the standard error of `backward_seconds`.
+    optimizer_error: the standard error of `optimizer_seconds`.
     activation_bytes: the bytes kept for one micro-batch from its forward pass to its backward pass.
     output_bytes: the bytes sent to the next layer for one micro-batch, and sent back as its gradient.
     trained: whether the optimizer steps any part of the layer.
@@ -76,7 +79,7 @@ class LayerCost:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all state kinds together: the most that moves with the layer."""
+        """Total bytes of all state kinds: the most that moves with the layer."""
         return sum(self.kind_bytes.values())
 
 
@@ -84,12 +87,13 @@ class LayerCost:
 class Profile:
     """The layers of a model in order, the members, and the batch.
 
-    speeds: the relative speed of each member; a layer takes its seconds divided by this.
+    speeds: the relative speed of each member, by which the seconds of a layer are divided.
     train_batch_size: the samples of one optimizer step on all members together.
     micro_batch_size: the samples of a timed micro-batch.
     source: a description of where the numbers come from.
 
     These times of a pipeline are 0 if they were not measured:
+
     load_seconds: loading the samples of a micro-batch, on the first and on the last stage.
     message_seconds: one message between two stages, on each of them, whatever its size.
     beside_seconds: the rest of a step, outside of layers, optimizer step, loading and messages.
@@ -106,7 +110,7 @@ class Profile:
     version: int = field(default=VERSION)
 
     def __post_init__(self) -> None:
-        """Raise ProfileError for another version, for no layers or members, and for impossible numbers."""
+        """Raise ProfileError for another version, for a profile without layers or members, and for invalid numbers."""
         _check(self.version == VERSION, f"version {self.version!r}: this is made for version {VERSION}")
         _check(len(self.layers) > 0, "there is no layer")
         _check(len(self.speeds) > 0, "speeds: there is no member")
@@ -129,11 +133,11 @@ class Profile:
         return np.array([layer.trained for layer in self.layers])
 
     def seconds(self, name: str) -> Floats:
-        """Return [layers], one field of `LayerCost` that holds seconds or standard errors, by its name."""
+        """Return [layers]: the field `name` of `LayerCost`, which holds seconds or standard errors."""
         return np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64)
 
     def forward_with_loading(self, stages: int) -> Floats:
-        """Return [layers], the seconds of a forward pass with this many stages.
+        """Return [layers]: the seconds of a forward pass with this many stages.
 
         They include loading samples, which the first and the last stage do.
         """
@@ -144,11 +148,11 @@ class Profile:
         return seconds
 
     def counts(self, name: str) -> Ints:
-        """Return [layers], one field or property of `LayerCost` that holds bytes, by its name."""
+        """Return [layers]: the field or property `name` of `LayerCost`, which holds bytes."""
         return np.array([getattr(layer, name) for layer in self.layers], dtype=np.int64)
 
     def kind_bytes(self, kind: str) -> Ints:
-        """Return [layers], the bytes of one state kind; 0 for layers without it."""
+        """Return [layers]: the bytes of one state kind; 0 for layers without that kind."""
         return np.array([layer.kind_bytes.get(kind, 0) for layer in self.layers], dtype=np.int64)
 
     def to_json(self) -> str:
@@ -159,7 +163,7 @@ class Profile:
     def from_json(cls, text: str) -> Profile:
         """Return the profile from the text of `to_json`.
 
-        Raises ProfileError if the text is cut off, of another version, or has wrong names.
+        Raises ProfileError if the text is cut off, belongs to another version, or has wrong names.
         """
         try:
             said = json.loads(text)
@@ -183,7 +187,7 @@ class Profile:
     def load(cls, file: str | Path) -> Profile:
         """Return the profile from a file that `save` wrote.
 
-        Raises OSError if the file cannot be read, and ProfileError, naming the file, if it is not a profile.
+        Raises OSError if the file cannot be read, and ProfileError, naming the file, if the file is not a profile.
         """
         try:
             return cls.from_json(Path(file).read_text(encoding="utf-8"))

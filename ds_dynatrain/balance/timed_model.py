@@ -1,4 +1,4 @@
-"""The layers that are timed: in a pipeline, those of its stages.
+"""The layers that are timed: in a pipeline, the layers of its stages.
 
 In a model without stages, they are some modules and the rest of the model, or the whole model.
 """
@@ -22,13 +22,14 @@ from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.space.kind import WEIGHT
 
 WHOLE, REST = "model", "rest"
-"""Names of layers that are no module with a name: a whole model without stages, and the rest of a model."""
+"""Names of layers that are not a named module: a whole model without stages, and the rest of a model."""
 
 
 class TimedModel:
     """The layers of a model without stages: the modules with these names, then the rest of the model as one layer.
 
-    Without names the whole model is one layer; the time of its passes is enough to tell slow members from others.
+    Without names the whole model is one layer. The time of its passes is enough to distinguish slow members from
+    others.
     """
 
     def __init__(self, engine: EngineCore, modules: Sequence[str] = ()) -> None:
@@ -36,17 +37,17 @@ class TimedModel:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether timing costs so little that all steps are timed, also those before a window is due."""
+        """Whether timing costs so little that all steps are timed, even those before a window is due."""
         return not self._modules
 
     @property
     def present(self) -> Layout:
-        """The layout, with its boundaries if there are stages."""
+        """The current layout, with its boundaries if there are stages."""
         return self._engine.layout
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """The first layer of each stage, then the number of layers."""
+        """The first layer of each stage, followed by the number of layers."""
         return 0, len(self._modules) + 1
 
     def timer(self) -> Timer:
@@ -56,9 +57,9 @@ class TimedModel:
         return ModuleTimer(host.basic_optimizer, tuple(modules.values()))
 
     def rows(self, times: StageTimes) -> Floats:
-        """Return [layers of this rank's stage, COLUMNS], this rank's timings in a window.
+        """Return [layers of this rank's stage, COLUMNS]: this rank's timings in a window.
 
-        The optimizer's seconds are divided in proportion to the elements that it steps.
+        The optimizer's seconds are divided over the layers in proportion to the elements that it steps.
         """
         start = self.cut[self._engine.place("pipe")]
         mine = self._tensors()[start : start + times.forward.shape[1]]
@@ -67,7 +68,7 @@ class TimedModel:
         return rows_of(times.forward, times.backward, rate * elements[None], times.kept_bytes, times.output_bytes)
 
     def layers(self) -> list[Known]:
-        """Return the static facts of all layers of the model, with the parameters that are registered now."""
+        """Return the static facts of all layers of the model, based on the currently registered parameters."""
         return [_known(self._engine, name, held) for name, held in zip(self._names(), self._tensors(), strict=True)]
 
     def _names(self) -> Sequence[str]:
@@ -83,19 +84,19 @@ class TimedModel:
 
 
 class TimedStages(TimedModel):
-    """The layers of a `PipelineModule`, one for each layer of the model's list."""
+    """The layers of a `PipelineModule`, one for each layer in the model's list."""
 
     is_cheap = False
 
     @property
     def present(self) -> Layout:
-        """The layout, with the boundaries of its stages."""
+        """The current layout, with the boundaries of its stages."""
         layout = self._engine.layout
         return layout.replace(boundaries=self._template.boundaries(layout))
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """The first layer of each stage, then the number of layers."""
+        """The first layer of each stage, followed by the number of layers."""
         return tuple(self.present.boundaries or ())
 
     def timer(self) -> Timer:
@@ -110,7 +111,7 @@ class TimedStages(TimedModel):
         return [f"{number}.{name or 'function'}" for number, name in enumerate(self._template.names)]
 
     def _tensors(self) -> list[list[LogicalTensor]]:
-        """Return the tensors in each layer; those of a tied layer appear at each of its positions."""
+        """Return the tensors in each layer. A tied layer's tensors appear at each of its positions."""
         by_prefix: dict[str, list[LogicalTensor]] = {prefix: [] for prefix in self._template.prefixes()}
         for tensor in self._engine.vps.tensors:
             by_prefix[layer_of(tensor.name)].append(tensor)
@@ -118,14 +119,14 @@ class TimedStages(TimedModel):
 
 
 def timed_model(engine: EngineCore) -> TimedModel:
-    """Return the timed layers of an engine's model: those of a PipelineModule, or the whole model as one."""
+    """Return the timed layers of an engine's model: the layers of a PipelineModule, or the whole model as one layer."""
     return TimedStages(engine) if isinstance(engine.host.shaper, PipelineShaper) else TimedModel(engine)
 
 
 def metered_model(engine: EngineCore, names: Sequence[str]) -> TimedModel:
     """Return the timed layers of a model without stages, with these modules timed separately.
 
-    Raises ConfigError if they cannot be timed, and for a PipelineModule.
+    Raises ConfigError if the modules cannot be timed, or if the model is a PipelineModule.
     """
     if isinstance(engine.host.shaper, PipelineShaper):
         raise ConfigError("engine.meter: the layers of a PipelineModule are timed as they are; leave the call out")

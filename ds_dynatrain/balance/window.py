@@ -1,7 +1,7 @@
 """The timings of all ranks in one window, and the mean over windows.
 
 A rank has one row for each layer of its stage, with the columns of `COLUMNS` (float64): medians over micro-batches. The
-rows of all ranks are merged into one window. Windows are averaged while costs stay the same; the mean starts anew when
+rows of all ranks are merged into one window. Windows are averaged while costs stay the same. The mean starts anew when
 two windows in a row show that costs have changed.
 """
 
@@ -27,29 +27,31 @@ Rows = Annotated[
     PlainValidator(lambda said: np.array(said, dtype=np.float64)),
     PlainSerializer(lambda held: held.tolist()),
 ]
-"""An array of rows; records hold it as nested lists."""
+"""An array of rows. Records hold it as nested lists."""
 COLUMNS = (*SECONDS, *ERRORS, *BYTES)
 """The columns of a row: the measured fields of `LayerCost`."""
 OF_MEDIAN = math.sqrt(math.pi / 2)
-"""Standard error of a median of normal numbers, divided by that of their mean."""
+"""Standard error of the median of normally distributed numbers, divided by that of their mean."""
 OF_DEVIATION = 1.4826
-"""Standard deviation of normal numbers, divided by their median distance from the median."""
+"""Standard deviation of normally distributed numbers, divided by their median distance from the median."""
 
 PASSES = slice(0, 2)
 """The columns with the seconds of the forward and the backward pass."""
 _TIMES = slice(0, len(SECONDS))
 ERROR_COLUMNS = slice(len(SECONDS), len(SECONDS) + len(ERRORS))
-"""The columns with standard errors, of which the first two belong to the passes."""
+"""The columns with standard errors. The first two belong to the passes."""
 
 
 def rows_of(
     forward: Floats, backward: Floats, optimizer: Floats, kept_bytes: Sequence[int], output_bytes: Sequence[int]
 ) -> Floats:
-    """Return [layers, COLUMNS], the rows of one rank.
+    """Return [layers, COLUMNS]: the rows of one rank.
 
-    forward, backward: [passes, layers], seconds of each pass; a layer without any pass gets 0 s.
+    forward: [passes, layers], seconds of each forward pass. A layer without any pass gets 0 s.
+    backward: [passes, layers], seconds of each backward pass. A layer without any pass gets 0 s.
     optimizer: [steps, layers], seconds of an optimizer step over all elements of a layer.
-    kept_bytes, output_bytes: the bytes of each layer, see `LayerCost`.
+    kept_bytes: the `activation_bytes` of each layer; see `LayerCost`.
+    output_bytes: the `output_bytes` of each layer; see `LayerCost`.
     """
     parts = [_median(each) for each in (forward, backward, optimizer)]
     columns = [*(middle for middle, _ in parts), *(error for _, error in parts), kept_bytes, output_bytes]
@@ -57,7 +59,7 @@ def rows_of(
 
 
 def _median(passes: Floats) -> tuple[Floats, Floats]:
-    """Return the median of each layer and its standard error. With a single pass the error is as large as the value."""
+    """Return each layer's median and its standard error. With a single pass, the error is as large as the value."""
     count, layers = passes.shape
     if not count:
         return np.zeros(layers), np.zeros(layers)
@@ -72,12 +74,12 @@ def _median(passes: Floats) -> tuple[Floats, Floats]:
 class TimingWindow:
     """The merged timings of all ranks in one window.
 
-    rows: [layers of the model, COLUMNS], as they would be on a member of speed 1.
+    rows: [layers of the model, COLUMNS], scaled to a member of speed 1.
     speeds: the speed of each rank.
     beside: [BESIDE], the median over the ranks that have measured it; 0 if none has.
 
-    Speeds compare the ranks of one stage, since only they have the same layers. The median rank has speed 1, and so
-    have all ranks that differ from it by at most 4 standard errors.
+    Speeds compare the ranks of one stage, because only they have the same layers. The median rank has speed 1, and so
+    do all ranks that differ from it by at most 4 standard errors.
     """
 
     rows: Floats
@@ -119,7 +121,7 @@ class TimingWindow:
 
 
 def _middle(beside: Sequence[Sequence[float]]) -> Floats:
-    """Return [BESIDE], the medians over ranks, without zeros.
+    """Return [BESIDE]: the medians over ranks, ignoring zeros.
 
     Zeros come from stages that load nothing or have no neighbour.
     """
@@ -128,9 +130,11 @@ def _middle(beside: Sequence[Sequence[float]]) -> Floats:
 
 
 def _merged(found: Floats) -> tuple[Floats, Floats]:
-    """Merge the rows of one stage's ranks; return the rows as on a member of speed 1, and the speeds of the ranks.
+    """Merge the rows of one stage's ranks.
 
     found: [ranks, layers, COLUMNS].
+
+    Returns the rows, scaled to a member of speed 1, and the speeds of the ranks.
     """
     total = found[:, :, PASSES].sum(axis=(1, 2))
     errors = np.sqrt((found[:, :, ERROR_COLUMNS][:, :, PASSES] ** 2).sum(axis=(1, 2)))
@@ -147,7 +151,7 @@ def _merged(found: Floats) -> tuple[Floats, Floats]:
 
 
 LAST_STEPS = 16
-"""Number of steps that are remembered; older ones may have had other costs."""
+"""Number of steps that are remembered. Older steps may have had other costs."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class StepSeconds:
         self._seconds.append(seconds)
 
     def forget(self, but: int = 0) -> None:
-        """Forget all but the newest steps; called when the layout, the members or the costs have changed.
+        """Forget all but the newest steps. Called when the layout, the members or the costs have changed.
 
         but: the number of steps to keep, which already had the new costs.
         """
@@ -183,10 +187,10 @@ class StepSeconds:
             self._seconds.popleft()
 
     def measured(self, newest: int | None = None) -> Measured:
-        """Return the median of the newest steps; by default, of all remembered steps.
+        """Return the median of the newest steps or, by default, of all remembered steps.
 
-        Its standard error follows from the relative spread of all remembered steps; with a single step it is as large
-        as the value.
+        The standard error of the median follows from the relative spread of all remembered steps. With a single step it
+        is as large as the value.
         """
         known = np.array(self._seconds, dtype=np.float64)
         if not len(known):
@@ -200,12 +204,12 @@ class StepSeconds:
 
 
 NEW_SHARE = 0.25
-"""Weight of a new window in the mean once there are four windows; before that, all windows have the same weight."""
+"""Weight of a new window in the mean once there are four windows. Before that, all windows have the same weight."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """The static facts of a layer, known without measurements; see `LayerCost`."""
+    """The static facts of a layer, which are known without measurements; see `LayerCost`."""
 
     name: str
     kind_bytes: Mapping[str, int]
@@ -216,8 +220,8 @@ class Known:
 class Doubted:
     """A window that differs from those before it.
 
-    rows: [layers, COLUMNS], its timings.
-    step: the step at which it ended.
+    rows: [layers, COLUMNS], the window's timings.
+    step: the step at which the window ended.
     """
 
     rows: Rows
@@ -233,8 +237,8 @@ class Averaged:
     beside: [BESIDE], the mean times outside the layers.
     batch: the samples of a step, and the samples of a micro-batch.
     windows: the number of windows in the mean.
-    since: the steps at which costs changed, see `DecisionHistory`.
-    doubted: the last window, if it differs too much to be in the mean.
+    since: the steps at which costs changed; see `DecisionHistory`.
+    doubted: the last window, if it differs too much to be included in the mean.
 
     Unchanged layers may take a third longer in all passes of one window, for example while a core is shared, so costs
     count as changed only if the next window agrees.
@@ -279,7 +283,7 @@ class Averaged:
     def _begun_anew(self, window: TimingWindow, step: int) -> Averaged:
         """Start the mean anew with this window.
 
-        The doubted window before it is left out, since it may have been noise after all.
+        The doubted window before it is left out, because it may have been noise after all.
 
         step: the step since which costs are new.
         """
@@ -295,15 +299,15 @@ class Averaged:
         return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, self.since)
 
     def _beside(self, window: TimingWindow, share: float) -> Floats:
-        """Return [BESIDE], averaged with this window.
+        """Return [BESIDE]: the mean, updated with this window.
 
-        A value that the window has not measured stays; a value that was measured for the first time replaces the 0.
+        A value that the window has not measured stays. A value that was measured for the first time replaces the 0.
         """
         mixed = np.where(self.beside > 0, (1 - share) * self.beside + share * window.beside, window.beside)
         return np.where(window.beside > 0, mixed, self.beside)
 
     def profile(self, layers: Sequence[Known], source: str = "") -> Profile:
-        """Return the profile that these measurements make with the static facts of the layers."""
+        """Return the profile that results from these measurements and the static facts of the layers."""
         costs = []
         for known, row in zip(layers, self.rows.tolist(), strict=True):
             measured = dict(zip(COLUMNS, row, strict=True))
@@ -333,11 +337,11 @@ def _differ(before: Floats, after: Floats, least: float) -> bool:
 
 
 def _is_nearer(rows: Floats, one: Floats, other: Floats) -> bool:
-    """Return whether the seconds of the layers are nearer to those of `one` than to those of `other`."""
+    """Return whether the layers' seconds are nearer to those of `one` than to those of `other`."""
     distances = [np.abs(_seconds(rows) - _seconds(each)).sum() for each in (one, other)]
     return bool(distances[0] < distances[1])
 
 
 def _seconds(rows: Floats) -> Floats:
-    """Return [layers], the seconds of both passes together."""
+    """Return [layers]: the seconds of both passes together."""
     return np.asarray(rows[:, PASSES].sum(axis=1))

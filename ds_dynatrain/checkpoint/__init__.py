@@ -10,9 +10,8 @@
 | `record` `folder` | `checkpoint.json`; a folder of checkpoints, each of which appears when complete |
 | **others/** | reads checkpoints of other tools, and converts ours to their formats |
 
-This package uses no engine, no DeepSpeed, and no messages between processes. docs/dev/format.md describes the format.
-
-May import `transfer` and `version`; start with `manifest`.
+This package uses neither an engine nor DeepSpeed, and sends no messages between processes. docs/dev/format.md describes
+the format. May import `transfer` and `version`; start with `manifest`.
 """
 
 from ds_dynatrain.checkpoint.extents import Extent

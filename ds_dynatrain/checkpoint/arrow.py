@@ -20,9 +20,9 @@ from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 MOST_ROWS = 1 << 22
-"""Most rows of a table; a limit, because a parsed table takes a hundred times the memory."""
+"""Maximum number of rows in a table. A parsed table takes a hundred times the memory of its file."""
 _ARROWS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
-"""Element types that Arrow has under the same names; elements of other types are stored as fixed-size binary."""
+"""Element types that Arrow has under the same names. Elements of other types are stored as fixed-size binary."""
 _TYPES = {
     "text": pa.utf8(),
     "int64": pa.int64(),
@@ -37,7 +37,7 @@ _OPENING = 8
 
 
 class ArrowOutline:
-    """The bytes of an Arrow file with a single column except the values, and the positions of the values."""
+    """The bytes, except values, of an Arrow file with a single column, and the positions of the values."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         name = name_of(dtype)
@@ -47,7 +47,10 @@ class ArrowOutline:
         self._writer = ipc.new_file(pa.PythonFile(self._sink, "w"), self.schema, options=ipc.IpcWriteOptions())
 
     def batch(self, numel: int, nbytes: int) -> int:
-        """Add a batch of `numel` elements (`nbytes` bytes); return the position in the file at which they begin."""
+        """Add a batch of `numel` elements (`nbytes` bytes).
+
+        Return the position in the file at which the elements begin.
+        """
         room = pa.py_buffer(mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ))
         values = pa.Array.from_buffers(self.type, numel, [None, room.slice(0, nbytes)])
         self._sink.body = room.address
@@ -105,10 +108,10 @@ class _Sink:
 def table_bytes(columns: Mapping[str, str], values: Mapping[str, Sequence[Any]]) -> bytes:
     """Return an Arrow file with a table in one batch.
 
-    columns: the type of each column by name: "text", "int64", "uint64" or "ints" (lists of int64).
-    values: the values of each column by name.
+    columns: a map from each column's name to its type: "text", "int64", "uint64" or "ints" (lists of int64).
+    values: the values of each column, keyed by name.
 
-    Raise CheckpointError if the table has more rows than a reader accepts.
+    Raises CheckpointError if the table has more rows than a reader accepts.
     """
     rows = len(values[next(iter(columns))])
     if rows > MOST_ROWS:
@@ -122,9 +125,9 @@ def table_bytes(columns: Mapping[str, str], values: Mapping[str, Sequence[Any]])
 
 
 def read_table(data: bytes, columns: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Return the values of a table that `table_bytes` wrote, as Python objects by column.
+    """Return the values of a table that `table_bytes` wrote, as Python objects, keyed by column.
 
-    Additional columns after those in `columns` are ignored, because later versions may add some. Raise
+    Additional columns after those in `columns` are ignored, because later versions may add some. Raises
     CheckpointDamaged for any other content.
     """
     try:
@@ -135,7 +138,7 @@ def read_table(data: bytes, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def _batch(data: pa.Buffer, columns: Mapping[str, str]) -> Any:
-    """Return the columns of a table, validated and without nulls. The result refers to `data` without a copy."""
+    """Return the columns of a table, validated and without nulls. The result refers to `data` without copying it."""
     file = ipc.open_file(data)
     found = [(each.name, each.type) for each in file.schema]
     if found[: len(columns)] != [(name, _TYPES[kind]) for name, kind in columns.items()]:
@@ -155,9 +158,9 @@ def _batch(data: pa.Buffer, columns: Mapping[str, str]) -> Any:
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Return whether a batch is compressed, in which case it could expand to any size.
+    """Return whether a batch is compressed. A compressed batch could expand to any size.
 
-    pyarrow has validated the metadata before, but does not expose this field.
+    pyarrow has already validated the metadata, but does not expose this field.
     """
     data = memoryview(metadata)
 

@@ -1,6 +1,6 @@
 """Extents: parts of a tensor that are contiguous in a file, as runs of equal length at equal distances in the tensor.
 
-A part cut by ZeRO is an extent with one run; a block of rows and columns cut by the tensor axis is an extent with one
+A part cut by ZeRO is an extent with one run. A block of rows and columns cut by the tensor axis is an extent with one
 run per row. In the file the runs follow one another without gaps. Element types have torch's names.
 """
 
@@ -30,7 +30,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def named(name: str) -> torch.dtype:
-    """Return the element type with the given name; raise CheckpointDamaged if torch has no such type."""
+    """Return the element type with the given name. Raises CheckpointDamaged if torch has no such type."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or name != name_of(found):
         raise CheckpointDamaged(
@@ -105,7 +105,7 @@ def _matrix(buffer: torch.Tensor, offset: int, stride: int, extent: Extent) -> t
 def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tensor]]:
     """Yield the values of a matrix in flat chunks of at most `most` elements in host memory, each with its extent.
 
-    The extent counts elements as if the matrix were dense. A chunk of a single run that is already in host memory is
+    The extent counts elements as if the matrix were dense. A chunk that is a single run and already in host memory is
     not copied.
     """
     count, length = matrix.shape
@@ -125,7 +125,7 @@ def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> i
     """Return the contribution of a chunk to the digest of a tensor of `numel` elements.
 
     extent: the extent of the tensor that contains the chunk.
-    at: the chunk's position in it, as `chunks` yields it.
+    at: the chunk's position in `extent`, as `chunks` yields it.
     values: the values of the chunk.
     """
     row, column = divmod(at.start, extent.length)
@@ -139,6 +139,6 @@ def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> i
 
 
 def runs_of(extent: Extent) -> tuple[Ints, Ints]:
-    """Return (first element in the tensor, first element in the extent) of each run."""
+    """Return two arrays: each run's first element in the tensor, and its first element in the extent."""
     steps = np.arange(extent.count, dtype=np.int64)
     return extent.start + extent.step * steps, extent.length * steps

@@ -2,7 +2,7 @@
 
 A pipe could block forever, and a link to a device has no end. Names of tensors and state kinds come from untrusted
 files as well, and are checked before they become paths. A tensor has the name of a parameter of a torch module,
-possibly with slashes; a state kind is a single word.
+possibly with slashes. A state kind is a single word.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ WHERE_DAMAGED = "copy the checkpoint again, or take another one"
 MOST_BYTES = 1 << 30
 """Largest size in bytes of a file that is read whole into memory."""
 MOST_VALUES = 1 << 24
-"""Most values in a file that is parsed into Python objects, which need many times the memory of the file."""
+"""Maximum number of values in a file that is parsed into Python objects, which need many times the file's memory."""
 MOST_OF_NOTE = 4096
-"""Most bytes of a file such as `latest`, which contains the name of another file."""
+"""Maximum size in bytes of a file such as `latest`, which contains the name of another file."""
 MOST_OF_NAME = 200
-"""Most bytes of a name that becomes a file name; with a suffix it stays below the limit of file systems."""
+"""Maximum length in bytes of a name that becomes a file name. With a suffix it stays below file systems' limit."""
 
 
 def silent(nbytes: int) -> None:
-    """Do nothing; this is the default progress function."""
+    """Do nothing. This is the default progress function."""
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the checkpoint's path to CheckpointErrors of this context, and advice to errors about damage."""
+    """Context manager that adds the checkpoint's path to each CheckpointError, and advice to errors about damage."""
     try:
         yield
     except CheckpointError as error:
@@ -50,7 +50,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def open_regular(path: Path, links: bool = False) -> int:
-    """Open a file for reading and return its descriptor; raise CheckpointDamaged if it is not a regular file.
+    """Open a file for reading and return its descriptor. Raises CheckpointDamaged if it is not a regular file.
 
     links: whether to follow a symbolic link to a regular file.
     """
@@ -66,7 +66,7 @@ def open_regular(path: Path, links: bool = False) -> int:
 
 
 def read_small(path: Path, most: int = MOST_BYTES, links: bool = False) -> bytes:
-    """Return the content of a regular file; raise CheckpointDamaged if it is larger than `most` bytes."""
+    """Return the content of a regular file. Raises CheckpointDamaged if the file is larger than `most` bytes."""
     with open(open_regular(path, links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -77,7 +77,7 @@ def read_small(path: Path, most: int = MOST_BYTES, links: bool = False) -> bytes
 
 
 def read_note(path: Path) -> str:
-    """Return the name that a small text file such as `latest` contains. Raises CheckpointDamaged if it is not text."""
+    """Return the name in a small text file such as `latest`. Raises CheckpointDamaged if the file is not text."""
     try:
         return read_small(path, MOST_OF_NOTE, links=True).decode().strip()
     except UnicodeDecodeError as error:
@@ -85,7 +85,7 @@ def read_note(path: Path) -> str:
 
 
 def dumped(content: object) -> bytes:
-    """Return `content` as JSON; raise CheckpointError if it has more values than `parsed` accepts."""
+    """Return `content` as JSON. Raises CheckpointError if it has more values than `parsed` accepts."""
     data = json.dumps(content).encode()
     if _values(data) > MOST_VALUES:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def dumped(content: object) -> bytes:
 
 
 def parsed(data: bytes, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file; raise CheckpointDamaged for any other content."""
+    """Return the JSON object in a file. Raises CheckpointDamaged for any other content."""
     if _values(data) > MOST_VALUES:
         raise CheckpointDamaged(
             f"{name} has {_values(data)} values, and at most {MOST_VALUES} are read: it was changed"
@@ -110,7 +110,7 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return an upper bound of the number of values in JSON, without parsing it."""
+    """Return an upper bound for the number of values in JSON, without parsing it."""
     return sum(map(data.count, (b",", b"[", b"{")))
 
 
@@ -147,10 +147,10 @@ def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
 
 @contextmanager
 def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
-    """Make a file or folder appear at `path` only when it is complete.
+    """Context manager that makes a file or folder appear at `path` only when it is complete.
 
-    Yield a hidden path beside `path`, at which the caller writes; it is renamed to `path` after the context, or removed
-    on error.
+    Yields a hidden path beside `path`, to which the caller writes. The hidden path is renamed to `path` at the end, or
+    removed on error.
 
     parents: whether to create missing parent folders, and remove them on error.
 

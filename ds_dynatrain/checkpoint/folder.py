@@ -1,6 +1,6 @@
 """A folder of checkpoints, in which every visible checkpoint is complete and `latest` names one of them.
 
-A checkpoint is written to a hidden folder and flushed to disk; then the folder is renamed, and `latest` is replaced. If
+A checkpoint is written to a hidden folder and flushed to disk. The folder is then renamed, and `latest` is replaced. If
 the machine stops at any time, the previous checkpoint remains, and `latest` names a complete one. Only one job can
 write at a time; others get an error.
 """
@@ -28,7 +28,7 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 def check_tag(tag: str) -> None:
-    """Raise CheckpointError for a tag that cannot name the folder of a checkpoint."""
+    """Raise CheckpointError if a tag cannot name the folder of a checkpoint."""
     if not _TAG.fullmatch(tag) or tag == LATEST:
         raise CheckpointError(
             f"tag {tag!r} is no name for a checkpoint; give one of letters, digits, '.', '_' and '-', at most 201 of "
@@ -38,7 +38,7 @@ def check_tag(tag: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder of checkpoints during this context; create the folder if needed.
+    """Context manager that holds the lock of a folder of checkpoints. Creates the folder if needed.
 
     Raises CheckpointError if another job holds the lock.
     """
@@ -56,9 +56,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, tag: str) -> Path:
-    """Create and return a hidden folder for checkpoint `tag`; remove the remains of failed attempts.
+    """Create and return a hidden folder for checkpoint `tag`, and remove the remains of failed attempts.
 
-    The caller must hold the lock. Raise CheckpointError if the tag is taken.
+    The caller must hold the lock. Raises CheckpointError if the tag is taken.
     """
     check_tag(tag)
     for left in folder.iterdir():
@@ -74,10 +74,10 @@ def begin(folder: Path, tag: str) -> Path:
 
 
 def seal(path: Path, record: TrainingRecord, rows: Iterable[ManifestRow], sums: Mapping[str, str]) -> None:
-    """Write the manifest and the record of a checkpoint into its hidden folder, which already has all other files.
+    """Write a checkpoint's manifest and record into its hidden folder, which already has all other files.
 
     rows: the rows of the manifest.
-    sums: checksums of the small files, by name.
+    sums: checksums of the small files, keyed by file name.
 
     Raises CheckpointDamaged if rows do not cover each element of their tensors exactly once, or do not match the files
     in the folder.
@@ -102,7 +102,7 @@ def free_tag(folder: Path, wanted: str) -> str:
 
 
 def finish(path: Path, tag: str, keep: int | None = None) -> Path:
-    """Rename a sealed hidden folder to its tag and make it the latest; return its path.
+    """Rename a sealed hidden folder to its tag and make it the latest. Return its path.
 
     keep: number of newest checkpoints to keep; older ones are removed. None keeps all.
     """
@@ -121,7 +121,7 @@ def finish(path: Path, tag: str, keep: int | None = None) -> Path:
 
 
 def remove(folder: Path, tag: str) -> None:
-    """Remove a checkpoint; if interrupted, this leaves nothing that looks like a checkpoint."""
+    """Remove a checkpoint. If interrupted, this leaves nothing that looks like a checkpoint."""
     hidden = folder / f"{_HIDDEN[1]}{tag}-{secrets.token_hex(4)}"
     os.rename(folder / tag, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
@@ -140,7 +140,7 @@ def _age(path: Path) -> tuple[int, str]:
 
 
 def latest(folder: Path) -> str:
-    """Return the tag that the file `latest` names. Raises CheckpointError if there is no such file or it is invalid."""
+    """Return the tag that the file `latest` names. Raises CheckpointError if the file is missing or invalid."""
     try:
         tag = read_note(folder / LATEST)
     except CheckpointDamaged as error:

@@ -1,7 +1,8 @@
 """The manifest: a table with one row per extent, which gives its tensor, its state kind, and its position in a file.
 
-A row without a file describes weights that equal their masters cast to another type; they are not stored, and the
-digest is that of the cast. A manifest is checked for consistency, also with the files, before it is used.
+A row without a file describes weights that equal their masters cast to another type. Such weights are not stored, and
+the digest is that of the cast. Before it is used, a manifest is checked for consistency, both by itself and with the
+files.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ALIGN = 8
 """Alignment of values in a data file, in bytes; the minimum of Arrow."""
 FILE_NAME = re.compile(r"[0-9]{5,}\.[a-z0-9_]+\.arrow")
 MOST_RUNS = 1 << 24
-"""Most runs of one tensor and state kind; a limit, because they are expanded in memory."""
+"""Maximum number of runs of one tensor and state kind. Runs are expanded in memory."""
 MOST_ELEMENTS = 1 << 56
 
 
@@ -47,12 +48,13 @@ MOST_ELEMENTS = 1 << 56
 class ManifestRow:
     """An extent (see `extents`) of one state kind of a tensor, and its position in a file.
 
-    tensor, kind: the name of the tensor, and the state kind.
+    tensor: the name of the tensor.
+    kind: the state kind.
     dtype: the name of the element type.
     shape: the shape of the whole tensor.
     extent: the elements of the tensor.
-    file: the name of the file; empty for weights that are not stored.
-    offset: the first byte in the file.
+    file: the name of the file; "" for weights that are not stored.
+    offset: the position of the first byte in the file.
     digest: the extent's contribution to the digest of the tensor.
     """
 
@@ -84,9 +86,10 @@ class ManifestRow:
 class ElementRuns:
     """The positions of all elements of one tensor and state kind, as consecutive runs.
 
-    start, stop: the first element and the end of each run.
+    start: the first element of each run.
+    stop: the end of each run.
     file: the index of each run's file in `files`; -1 if the run is not stored.
-    position: the first byte of each run in its file.
+    position: the position of each run's first byte in its file.
     files: the names of the files.
     dtype: the name of the element type.
     """
@@ -101,7 +104,10 @@ class ElementRuns:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """The table of a checkpoint's extents. rows: the rows by (tensor name, state kind)."""
+    """The table of a checkpoint's extents.
+
+    rows: the rows, keyed by (tensor name, state kind).
+    """
 
     rows: Mapping[tuple[str, str], tuple[ManifestRow, ...]]
 
@@ -193,7 +199,7 @@ class Manifest:
 
 
 def _wrong_row(row: ManifestRow, first: ManifestRow) -> str:
-    """Return what is wrong with a row, regardless of files, or an empty text.
+    """Return what is wrong with a row, regardless of files; "" if nothing is.
 
     first: the first row of the same tensor and kind, with which type and shape must agree.
     """
@@ -216,9 +222,9 @@ def _wrong_row(row: ManifestRow, first: ManifestRow) -> str:
 
 
 def _wrong_place(row: ManifestRow, folder: Path, sizes: dict[str, int]) -> str:
-    """Return what is wrong with the file and position of a row, or an empty text.
+    """Return what is wrong with the file and position of a row; "" if nothing is.
 
-    sizes: the sizes of the files seen so far, to which this call may add one.
+    sizes: the sizes of the files seen so far. This call may add one.
     """
     if not row.file:
         return "" if row.kind == WEIGHT else "no file has it"

@@ -41,12 +41,12 @@ from ds_dynatrain.transfer import digest
 
 STAGE_BYTES = 4 << 20
 DIRECT_BYTES = 64 << 10
-"""Length in bytes from which a run is read by itself, directly into its buffer."""
+"""Minimum length in bytes of a run that is read by itself, directly into its buffer."""
 GAP_BYTES = 4096
-"""Largest gap in bytes between two short runs that are read together; the system reads whole pages anyway."""
+"""Largest gap in bytes between two short runs that are read together. The system reads whole pages anyway."""
 CALL_BYTES = 1 << 30
 MOST_OPEN = 128
-"""Most open files at once; checkpoints of other tools may have a file per tensor."""
+"""Maximum number of files open at once. Checkpoints of other tools may have a file per tensor."""
 
 
 _ALONE = Layout(data=1, zero_stage=0)
@@ -54,10 +54,10 @@ _BUFFER = BufferId("tensor", 0)
 
 
 class ReadRequest(NamedTuple):
-    """Runs of elements to read from files, which all have one element type there.
+    """Runs of elements to read from files. All of them have the same element type in the files.
 
-    columns: for each run, the index of its file, its first byte there, its number of elements, the index of its target
-        buffer, and its offset there.
+    columns: for each run, the index of its file, the position of its first byte in the file, its number of elements,
+        the index of its target buffer, and its offset in the buffer.
     files: the names of the files.
     buffers: the names of the target buffers.
     dtype: the element type in the files.
@@ -77,7 +77,7 @@ class Reader:
     manifest: the positions of all values.
     budget_bytes: memory for values that cannot be read in place.
     bytes_read: number of bytes read so far.
-    links: whether files may be symbolic links, as in the caches of download tools; our own checkpoints never contain
+    links: whether files may be symbolic links, as in the caches of download tools. Our own checkpoints never contain
         links.
     """
 
@@ -105,11 +105,11 @@ class Reader:
     def fill(
         self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, kept: Pieces | None = None
     ) -> None:
-        """Fill the buffers of a rank with all state kinds that are in the checkpoint; leave other buffers unchanged.
+        """Fill a rank's buffers with all state kinds that are in the checkpoint. Other buffers are left unchanged.
 
         A weight that the checkpoint does not store is cast from its master.
 
-        buffers: the rank's flat buffers, by (state kind, buffer name).
+        buffers: the rank's flat buffers, keyed by (state kind, buffer name).
         kept: weights to leave unchanged.
         """
         kinds = {kind for kind, _ in buffers}
@@ -133,7 +133,7 @@ class Reader:
     def _requests(self, vps: VirtualParameterSpace, kind: str, pieces: Pieces) -> tuple[list[ReadRequest], Pieces]:
         """Return (requests that read pieces of a state kind, pieces that must be cast from masters instead).
 
-        Raises CheckpointDamaged if the checkpoint does not contain the kind of a tensor.
+        Raises CheckpointDamaged if the checkpoint does not contain the state kind of one of the tensors.
         """
         numbers, parts = split_by_tensor(vps.bases, pieces)
         found: dict[torch.dtype, list[Ints]] = {}
@@ -206,7 +206,10 @@ class Reader:
             _copy(part, read, dtype)
 
     def _pread(self, name: str, at: int, place: torch.Tensor) -> None:
-        """Fill `place` with bytes of a file from byte `at` on; raise CheckpointDamaged if the file is too short."""
+        """Fill `place` with bytes of a file, starting at byte `at`.
+
+        Raises CheckpointDamaged if the file is too short.
+        """
         if name not in self._open:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -228,7 +231,7 @@ class Reader:
         return found.view(named(row.dtype)) if row.nbytes else torch.empty(0, dtype=named(row.dtype))
 
     def is_sound(self, row: ManifestRow) -> bool:
-        """Read a stored extent, and return whether its digest is the one that was recorded when it was written."""
+        """Read a stored extent, and return whether its digest equals the one that was recorded when it was written."""
         return self.digest(row) == row.digest
 
     def digest(self, row: ManifestRow, dtype: torch.dtype | None = None) -> int:
@@ -278,7 +281,7 @@ def _copy(place: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> None:
 def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the values of one state kind of a tensor, in the stored type or cast to `dtype`.
 
-    A weight that is not stored is cast from its master. Raise CheckpointDamaged if any value is missing.
+    A weight that is not stored is cast from its master. Raises CheckpointDamaged if any value is missing.
     """
     rows = reader.manifest.rows.get((tensor.name, kind), ())
     wanted = dtype or (named(rows[0].dtype) if rows else torch.float32)
@@ -293,11 +296,11 @@ def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype |
 
 
 def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the values of one state kind of a tensor of our own checkpoint, like `whole`, after a check of the digest.
+    """Return the values of one state kind of a tensor of our own checkpoint, like `whole`, after checking the digest.
 
-    Digests are those of the values in the saved type, so the values are read and checked in that type. A weight that is
-    not stored is checked as the cast of its master; if `dtype` is another type, it is cast from the checked values of
-    the master. Raises CheckpointDamaged, naming tensor and kind, if the values are not what was saved.
+    Digests belong to the values in the saved type, so the values are read and checked in that type. A weight that is
+    not stored is checked as the cast of its master. If `dtype` is another type, such a weight is cast from the checked
+    values of the master. Raises CheckpointDamaged, naming tensor and kind, if the values are not what was saved.
     """
     rows = reader.manifest.rows.get((tensor.name, kind), ())
     cast = [row.extent for row in rows if not row.file]
@@ -318,5 +321,5 @@ def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype 
 
 
 def _runs(values: torch.Tensor, extent: Extent) -> torch.Tensor:
-    """Return the elements of an extent of a whole tensor as a matrix with one row per run."""
+    """Return the elements of an extent of a whole tensor, as a matrix with one row per run."""
     return values.view(-1).as_strided((extent.count, extent.length), (extent.step, 1), extent.start)

@@ -1,7 +1,7 @@
 """`checkpoint.json`: the description of a checkpoint, its state outside tensors, and checksums of its small files.
 
-A version has two numbers. Readers refuse a checkpoint with another first number. They accept a later second number, and
-ignore unknown keys, files, and columns after the known ones.
+A version has two numbers. Readers refuse a checkpoint if the first number differs. They accept a later second number,
+and ignore unknown keys, files, and columns after the known ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 Shape = Annotated[list[Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]], Field(max_length=64)]
 Group = Annotated[int, Field(ge=-1, lt=1 << 31)]
 Tensor = Annotated[tuple[str, Shape, Group, bool], Strict(False)]
-"""A tensor's name, shape, group, and whether it belongs to an expert."""
+"""A tensor's name, shape and group, and whether it belongs to an expert."""
 
 
 @validated(frozen=True, config=ConfigDict(strict=True))
@@ -42,19 +42,20 @@ class TrainingRecord:
     """The state of a whole job except its tensors, in JSON types with validated ranges.
 
     step: number of optimizer steps done.
-    layout: the layout in which the checkpoint was saved, by axis name.
-    generation, seed: the world's number and the seed of the job that saved, from which new ranks derive random streams.
+    layout: the layout in which the checkpoint was saved, keyed by axis name.
+    generation: the number of the world that saved the checkpoint, from which new ranks derive random streams.
+    seed: the seed of the job that saved the checkpoint, from which new ranks derive random streams.
     kinds: the state kinds in the checkpoint.
     tensors: the logical tensors in registration order.
     carry: the encoded extra state that all ranks share.
     rests: for each rank, the rank whose file contains its extra state ("rest").
-    sums: checksums of the small files, by name.
-    sizes: bytes of the data files, by name.
+    sums: checksums of the small files, keyed by file name.
+    sizes: sizes of the data files in bytes, keyed by file name.
     written_by: name and version of the writer.
-    converted_from: the original format of a converted checkpoint, or empty.
+    converted_from: the original format of a converted checkpoint, or "".
 
-    A converted checkpoint may lack parts of the extra state and random streams; a job that loads it keeps its own. The
-    groups of its tensors are valid only if it has hyper-parameters of groups.
+    A converted checkpoint may lack some of the extra state and random streams. A job that loads it keeps its own. The
+    groups of the tensors are valid only if the checkpoint has hyper-parameters of groups.
     """
 
     step: Size
@@ -154,7 +155,7 @@ def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
 
 
 def check_agreement(tensors: Sequence[LogicalTensor], kinds: Collection[str], manifest: Manifest) -> None:
-    """Raise CheckpointDamaged unless the manifest has exactly these tensors and shapes, and weights of each tensor."""
+    """Raise CheckpointDamaged unless the manifest has exactly these tensors and shapes, and weights for each tensor."""
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     for (name, kind), rows in manifest.rows.items():
         if kind in kinds and shapes.get(name) != rows[0].shape:
@@ -181,8 +182,8 @@ class Saved:
     def open(path: Path) -> Saved:
         """Read and check the record and the manifest of a checkpoint.
 
-        Raise CheckpointError if there is no checkpoint or its version is not supported, and CheckpointDamaged, naming
-        the file, if it is incomplete or damaged.
+        Raises CheckpointError if there is no checkpoint or its version is not supported, and CheckpointDamaged, naming
+        the file, if the checkpoint is incomplete or damaged.
         """
         if not (path / RECORD).is_file():
             raise CheckpointError(
@@ -209,7 +210,7 @@ class Saved:
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Return the content of the file with a rank's own state, such as its random streams.
 
-        rank: a rank of the world that saved.
+        rank: a rank of the world that saved the checkpoint.
 
         Raises CheckpointDamaged if the file is not as it was saved.
         """
@@ -218,7 +219,7 @@ class Saved:
 
 
 def sizes_of(path: Path) -> dict[str, int]:
-    """Return the size in bytes of each data file in a folder, by name."""
+    """Return a map from the name of each data file in a folder to its size in bytes."""
     names = [each for each in path.iterdir() if FILE_NAME.fullmatch(each.name)]
     return {each.name: each.stat().st_size for each in names if each.is_file() and not each.is_symlink()}
 

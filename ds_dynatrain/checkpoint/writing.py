@@ -1,9 +1,9 @@
 """Writing of a rank's share of a checkpoint: one file per element type, with one record batch per extent.
 
 The layout determines which rank writes an element. A partitioned state kind is written by the ranks that hold its
-parts; a replicated kind is divided evenly among its holders. Weights that equal their masters cast to another type are
-not stored; this is checked value by value when saving. Values are written directly from their memory; values that are
-not contiguous, or not in host memory, are copied to a small chunk first. Digests are computed while writing.
+parts. A replicated kind is divided evenly among its holders. Weights that equal their masters cast to another type are
+not stored; saving checks this value by value. Values are written directly from their memory. Values that are not
+contiguous, or not in host memory, are copied to a small chunk first. Digests are computed while writing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces,
 from ds_dynatrain.transfer import allocate
 
 CHUNK_BYTES = 1 << 20
-"""Bytes that are written and digested at once; small enough to stay in the cache."""
+"""Number of bytes that are written and digested at once; small enough to stay in the cache."""
 LARGE_BYTES = 32 << 20
-"""Size in bytes from which a file is flushed to disk while it is being written."""
+"""Minimum size in bytes of a file that is flushed to disk while it is being written."""
 FLUSH_SECONDS = 0.02
 ALIGN = 64
 """Alignment in bytes of the copies that a background save makes."""
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
-"""The flat local tensors of a rank, by (state kind, buffer)."""
+"""The flat local tensors of a rank, keyed by (state kind, buffer)."""
 Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -71,7 +71,7 @@ class Share:
         return all(_same_bits(held, of.to(held.dtype)) for (_, held), (_, of) in pairs)
 
     def row(self, dtype: torch.dtype, digest: int, file: str = "", offset: int = 0) -> ManifestRow:
-        """Return the row of the manifest for this extent."""
+        """Return the manifest row for this extent."""
         return ManifestRow(self.tensor, self.kind, name_of(dtype), self.shape, self.extent, file, offset, digest & WORD)
 
 
@@ -102,7 +102,7 @@ def _shares(
     """Yield the fewest shares that cover the pieces in `sides[0]`.
 
     sides: the pieces to write and, for weights, optionally the same pieces of their masters.
-    memory: the buffers of each of the two.
+    memory: the buffers of each of the two sides.
     """
     for number, extent, matrices in placed(vps.line, sides, memory):
         yield Share(vps.tensors[number].name, kind, vps.tensors[number].shape, extent, *matrices)
@@ -115,7 +115,7 @@ class HostMemory:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, shares: Sequence[Share]) -> list[Share]:
-        """Return copies of the shares, whose values stay unchanged until the next call."""
+        """Return copies of the shares. Their values stay unchanged until the next call."""
         both = (values for share in shares for values in (share.matrix, share.master))
         wanted = {_place(values): values for values in both if values is not None}
         need = sum(_padded(values) for values in wanted.values())
@@ -173,9 +173,9 @@ def write_shares(
 def data_file(
     folder: Path, number: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES, large: bool = True
 ) -> Iterator[Callable[[Share], ManifestRow]]:
-    """Open one data file of a member in this context, after which the file is complete and flushed to disk.
+    """Context manager that opens one data file of a member, and completes it and flushes it to disk at the end.
 
-    Yield a function that writes a share of type `dtype` to the file and returns its manifest row.
+    Yields a function that writes a share of type `dtype` to the file and returns the share's manifest row.
 
     number: the member's number.
     large: whether to flush the file to disk during the context as well.
@@ -214,7 +214,10 @@ def data_file(
 
 
 def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> ManifestRow:
-    """Return the manifest row for weights of type `dtype` that are not stored. share: the weights or their masters."""
+    """Return the manifest row for weights of type `dtype` that are not stored.
+
+    share: the weights or their masters.
+    """
     most, numel = max(1, chunk_bytes // share.matrix.element_size()), math.prod(share.shape)
     parts = chunks(share.matrix, most)
     digest = sum(digest_of(share.extent, at, values.to(dtype), numel) for at, values in parts)
@@ -223,7 +226,7 @@ def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -
 
 @contextmanager
 def _flushed(file: int) -> Iterator[None]:
-    """Flush an open file to disk repeatedly in a thread during this context, so that the final flush is short.
+    """Context manager that flushes an open file to disk repeatedly in a thread, so that the final flush is short.
 
     Raises OSError at the end if a flush failed, because the system reports such a failure only once.
     """
@@ -243,7 +246,10 @@ def _flushed(file: int) -> Iterator[None]:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two flat tensors of equal type and size have the same bytes. Words of 8 bytes make this fast."""
+    """Return whether two flat tensors of equal type and size have the same bytes.
+
+    Compares 8 bytes at a time for speed.
+    """
     mine, theirs = one.contiguous().view(torch.uint8).numpy(), other.contiguous().view(torch.uint8).numpy()
     end = len(mine) // 8 * 8
     words = np.array_equal(mine[:end].view(np.uint64), theirs[:end].view(np.uint64))

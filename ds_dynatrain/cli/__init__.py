@@ -4,10 +4,10 @@
 |---|---|
 | `main` | defines the commands and their options, except those of extensions |
 | `doctor` | checks versions, names, accelerator, compiler and launch variables |
-| `configuration` | checks a configuration file with the support table and with DeepSpeed itself |
+| `configuration` | checks a configuration file against the support table and with DeepSpeed itself |
 | `show` | prints the doctor's report as tables or JSON |
 | `checkpoints`, `conversion` | show and check the contents of checkpoints; convert to and from other tools' formats |
-| `jobs` | runs a coordinator, shows the status of an elastic job, tells a node to leave |
+| `jobs` | runs a coordinator, shows the status of an elastic job, asks a node to leave |
 
 May import `balance`, `buddies`, `comparison` and `exact`; start with `main`.
 """

@@ -1,4 +1,4 @@
-"""Summary of a checkpoint's contents, and the check for damage."""
+"""A summary of a checkpoint's contents, and a check for damage."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Trans
 
 
 def found(path: Path) -> Saved:
-    """Open the checkpoint at `path`, or the latest one in a folder; raise CheckpointError if there is none."""
+    """Open the checkpoint at `path`, or the latest one in a folder. Raises CheckpointError if there is none."""
     return Saved.open(path if (path / "checkpoint.json").exists() else path / latest(path))
 
 
 def summary(saved: Saved) -> dict[str, Any]:
-    """Return what a checkpoint's record and manifest say, as plain JSON.
+    """Return a summary of a checkpoint's record and manifest, as plain JSON.
 
-    Numbers of tensors, elements, stored bytes and pieces are given by state kind.
+    The summary counts tensors, elements, stored bytes and pieces for each state kind.
     """
     record = saved.record
     kinds: dict[str, dict[str, Any]] = {}
@@ -68,9 +68,9 @@ def show(said: dict[str, Any]) -> None:
 
 
 def damage(saved: Saved) -> Iterator[str]:
-    """Read a whole checkpoint, and yield a line for each part that is not as it was saved.
+    """Read a whole checkpoint, and yield a line for each part that differs from what was saved.
 
-    A progress bar is shown on the terminal.
+    Shows a progress bar on the terminal.
     """
     stored = [row for row in saved.manifest if row.file]
     for rank in range(saved.record.world.world_size):

@@ -1,4 +1,4 @@
-"""The permitted words of some command options. No library is imported here, so that --help is quick."""
+"""The permitted values of some command options. No library is imported here, so that --help is quick."""
 
 from __future__ import annotations
 

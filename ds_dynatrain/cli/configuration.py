@@ -1,4 +1,4 @@
-"""Examination of a configuration file: a verdict on each of its keys, and whether a job would start with it."""
+"""Examination of a configuration file: a verdict on each of its keys, and whether a job would start with the file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 @dataclass
 class JobReport:
-    """The report on a configuration: whether a job with it would start, and how its keys are judged.
+    """The report on a configuration: whether a job would start with it, and a verdict on each key.
 
     path: the path of the file.
-    layout: the layout in which the job would start; None if the configuration names no valid one.
+    layout: the initial layout of the job; None if the configuration names no valid one.
     findings: the verdict on each key.
-    problems: anything else that would stop the job.
-    stages: for each ZeRO stage, the reason why a switch to it is refused; empty if it is not.
+    problems: anything else that would prevent a start.
+    stages: a map from each ZeRO stage to the reason why a switch to it is refused; "" if it is not refused.
     notes: other things that the user should know.
     extensions: the keys of the extensions that the `dynatrain` block turns on.
     is_filled_in: whether Trainer or Accelerate has to fill in some keys.
@@ -55,7 +55,7 @@ class JobReport:
 def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobReport:
     """Return the report on a configuration file. Raises ConfigError if the file cannot be read.
 
-    processes: number of processes in the launch; None to take it from the environment or from the `dynatrain` block.
+    processes: number of processes in the launch. By default it is taken from the environment or the `dynatrain` block.
     has_deepspeed: whether DeepSpeed is installed, so that it can check the configuration too.
     """
     if not path.is_file():
@@ -117,7 +117,7 @@ def _without_auto(own: dict[str, Any], report: JobReport) -> dict[str, Any]:
 def _look_at_layouts(
     own: dict[str, Any], block: DynatrainConfig, processes: int | None, has_deepspeed: bool, report: JobReport
 ) -> None:
-    """Add to the report the layout in which the job would start, and the ZeRO stages to which it could switch."""
+    """Add to the report the initial layout of the job, and the ZeRO stages to which it could switch."""
     wanted = block.layout
     launch = processes or int(os.environ.get("WORLD_SIZE") or 0) or (wanted.data if wanted is not None else 1)
     zero = own.get("zero_optimization")
@@ -146,7 +146,7 @@ def _look_at_layouts(
 
 
 def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
-    """Raise SwitchRefused if the optimizer that the configuration names does not support a layout.
+    """Raise SwitchRefused if the configured optimizer does not support a layout.
 
     present: the current layout; None to check `layout` as the first one.
     """

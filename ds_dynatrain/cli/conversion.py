@@ -23,7 +23,7 @@ from ds_dynatrain.cli.choices import Format, WeightType
 from ds_dynatrain.errors import CheckpointError
 
 MOST_NAMED = 10
-"""Largest number of left-out parts to name."""
+"""Maximum number of left-out parts to name."""
 
 
 def convert(path: Path, out: Path, to: Format, dtype: WeightType | None, trust_pickle: bool) -> Iterator[str]:
@@ -31,7 +31,8 @@ def convert(path: Path, out: Path, to: Format, dtype: WeightType | None, trust_p
 
     dtype: the type to which weights are converted; None to keep their types.
     trust_pickle: whether to unpickle content that is neither tensors nor plain values.
-    Raises the errors of `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
+
+    Errors of `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take` pass through.
     """
     with naming(path):
         if to is Format.OURS:
@@ -75,9 +76,9 @@ def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -
 
 @contextmanager
 def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in this context; yield a function that advances it by a number of bytes.
+    """Context manager that shows a progress bar. Yields a function that advances the bar by a number of bytes.
 
-    total: number of bytes in all; None if unknown.
+    total: total number of bytes; None if unknown.
     """
     with Progress(*COLUMNS, transient=True) as bar:
         task = bar.add_task("writing", total=total)
@@ -89,7 +90,7 @@ def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None:
-    """Estimate how many bytes the conversion will write; return None if that is unknown."""
+    """Return an estimate of how many bytes the conversion will write; None if unknown."""
     tensors = saved.record.logical_tensors()
     if to is Format.SAFETENSORS:
         return None if dtype is None else sum(tensor.numel for tensor in tensors) * dtype.itemsize
@@ -97,7 +98,7 @@ def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None
 
 
 def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the checkpoint's shared extra state ("carry") and the module's buffers as rank 0 has them."""
+    """Return the checkpoint's shared extra state ("carry"), and the module's buffers on rank 0."""
     from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of
 
     with Reader(saved.path, saved.manifest) as reader:

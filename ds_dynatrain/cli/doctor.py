@@ -29,10 +29,10 @@ VARIABLES = (
 """Environment variables that affect a launch."""
 LONGEST_COMPILATION_MINUTES = 15
 LOOPBACK = "::ffff:127.0.0.1"
-"""This machine's address as torch's stores see a local process; /etc/hosts has no line for it."""
+"""This machine's address in the form in which torch's stores see a local process. /etc/hosts has no line for it."""
 LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
 STATUS = "tested on CPUs over gloo; on GPUs only with a fixed number of processes on one shared card"
-"""The package's status; the box at the top of README.md uses the same words."""
+"""The package's status. The box at the top of README.md uses the same words."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Environment:
     """The results of examining this machine.
 
     checks: the results; a job can start unless one is bad.
-    variables: the environment variables in `VARIABLES` that are set.
+    variables: the environment variables in `VARIABLES` that are set, with their values.
     """
 
     checks: tuple[Check, ...]
@@ -53,7 +53,7 @@ class Environment:
 
     @property
     def is_well(self) -> bool:
-        """Whether no check's result prevents a start."""
+        """Whether a job can start: no check's result prevents it."""
         return not self.failed
 
     @property
@@ -130,7 +130,7 @@ def _deepspeed() -> Iterator[Check]:
 
 
 def _compiler() -> Check:
-    """Check for a C++ compiler and ninja, with which DeepSpeed compiles operators."""
+    """Check for a C++ compiler and ninja, which DeepSpeed needs to compile operators."""
     wanted = os.environ.get("CXX", "c++")
     found = shutil.which(wanted)
     ninja = shutil.which("ninja") or _version("ninja")
@@ -154,9 +154,9 @@ def _digests() -> Iterator[Check]:
 
 
 def _name_server() -> Check:
-    """Time reverse look-ups of an address without a name.
+    """Measure how long reverse look-ups of an address without a name take.
 
-    Torch's stores do such a look-up at each connection, and serve no other client meanwhile.
+    torch's stores do such a look-up at each connection, and serve no other client in the meantime.
     """
     longest = 0.0
     for _ in range(LOOK_UPS):
@@ -170,10 +170,10 @@ def _name_server() -> Check:
 
 
 def _broken_off() -> Iterator[Check]:
-    """Find lock files of interrupted compilations, for whose end torch would wait silently and without a limit.
+    """Find lock files of interrupted compilations, for which torch would wait silently and without limit.
 
-    Not needed since torch 2.14: there the kernel holds the locks and releases those of a dead process, and the files
-    remain without effect.
+    Not needed since torch 2.14: the kernel then holds the locks and releases those of a dead process, and the remaining
+    files have no effect.
     """
     if _version("torch") is None:
         return
@@ -198,7 +198,7 @@ def _broken_off() -> Iterator[Check]:
 def _is_left(lock: Path) -> bool:
     """Return whether a lock file was left behind: no process on this machine has it open.
 
-    The holder of a lock keeps the file open while it compiles. Return False if this cannot be determined: for another
+    The holder of a lock keeps the file open while it compiles. Returns False if this cannot be determined: for another
     user's lock, or without /proc. Raises FileNotFoundError if the file is gone.
     """
     made = lock.stat()

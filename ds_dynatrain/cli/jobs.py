@@ -1,4 +1,4 @@
-"""Commands for elastic jobs: run a coordinator, show the status as a table or as JSON, tell a node to leave."""
+"""Commands for elastic jobs: run a coordinator, show the status as a table or as JSON, ask a node to leave."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WHOLE = ("rank", "member", "phase", "step")
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """Parse MIN:MAX or N, as in torchrun's --nnodes; return (MIN, MAX). Raises ConfigError for anything else."""
+    """Parse MIN:MAX or N, as in torchrun's --nnodes. Return (MIN, MAX). Raises ConfigError for anything else."""
     least, _, most = text.partition(":")
     numbers = (least, most or least)
     if not all(number.isascii() and number.isdigit() for number in numbers):
@@ -51,13 +51,15 @@ def run_coordinator(
 ) -> None:
     """Serve one job as its coordinator until the job has finished.
 
-    address: the address to listen at.
+    address: the address at which to listen.
+    settings: the coordinator's settings.
     job: the name of the job.
     token_file: the file with the job's token.
     store_port: the port of the store for process groups; 0 for a free one.
     announce: a file in which to announce the coordinator's address, if any.
     http: the address at which to show the job, if any.
-    http_token_file: the file with the token for that address.
+    http_token_file: the file with the token for the address `http`.
+
     Raises ConfigError or ElasticError if the coordinator cannot start, or if another one has replaced it in the file
     `announce`.
     """
@@ -83,16 +85,16 @@ def run_coordinator(
 def status(address: str, token_file: Path | None) -> Status:
     """Ask the coordinator at an address for the status of its job.
 
-    Raises ConfigError for a bad address or token, and ElasticError if no coordinator answers or it refuses this
-    process.
+    Raises ConfigError if the address or token is invalid, and ElasticError if no coordinator answers or the coordinator
+    refuses this process.
     """
     return _asked(address, token_file, ask_status)
 
 
 def leave(address: str, node: str, token_file: Path | None) -> tuple[str, ...]:
-    """Tell the workers of a node to leave the job; return the workers that were told.
+    """Ask the workers of a node to leave the job. Return the workers that were asked.
 
-    Raises ConfigError for a name that no node can have, and otherwise the errors of `status`.
+    Raises ConfigError if no node can have this name, and otherwise raises as `status` does.
     """
     try:
         return _asked(address, token_file, lambda where, token: ask_to_leave(where, node, token))
@@ -140,7 +142,7 @@ def show_status(status: Status) -> None:
 
 
 def _state(status: Status) -> str:
-    """Return the state of the job in words."""
+    """Return a short description of the job's state."""
     if status.finished:
         return "finished"
     if status.generation == 0:
@@ -154,7 +156,7 @@ def _state(status: Status) -> str:
 
 
 def _members(status: Status) -> Table:
-    """Return a table with one row per member; columns that are empty for all members are left out."""
+    """Return a table with one row per member. Columns that are empty for all members are left out."""
     columns: dict[str, list[str]] = {
         "rank": ["" if one.rank is None else str(one.rank) for one in status.members],
         "member": [escape(one.member) for one in status.members],

@@ -26,6 +26,7 @@ _MARKS = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
 def report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
     """Print the report as text: first the machine, then any configuration, and the verdict last.
 
+    environment: the results of examining this machine.
     job: the report on a configuration, if any.
     rounding: whether the machine can run exact jobs, if that was examined.
     """
@@ -48,7 +49,10 @@ def report(environment: Environment, job: JobReport | None, rounding: ExactMachi
 
 
 def json_report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
-    """Print the report as one JSON object, whose keys docs/troubleshoot.md lists; arguments are as for `report`."""
+    """Print the report as one JSON object, whose keys are listed in docs/troubleshoot.md.
+
+    The arguments are the same as for `report`.
+    """
     said: dict[str, Any] = {
         "would_start": environment.is_well and (job is None or job.would_start),
         "environment": _rows(environment.checks),
@@ -122,7 +126,7 @@ def _print_job(console: Console, job: JobReport) -> None:
 
 
 def _print_long(console: Console, title: str, colour: str, rows: Iterable[tuple[Finding, Mapping[str, Any]]]) -> None:
-    """Print a title, and below it each key with its reason; print nothing if there are no keys."""
+    """Print a title, and below it each key with its reason. Prints nothing if there are no keys."""
     for place, (finding, key) in enumerate(rows):
         if place == 0:
             console.print(f"[{colour}]{title}[/]" if colour else title)

@@ -1,4 +1,4 @@
-"""Charts of the figures of a comparison, drawn by matplotlib, which the extra `demo` installs."""
+"""Charts of a comparison's figures, drawn with matplotlib, which the extra `demo` installs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ STYLE: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 10, "svg.font
 
 
 def phases(found: Mapping[str, Measure], name: str) -> str:
-    """Return an SVG chart with a bar of stacked phases for each way to carry out a change.
+    """Return an SVG chart with a bar of stacked phases for each way (method) to carry out a change.
 
-    The left half shows the whole bars; the right half, enlarged, the part from 0 to the longest live switch.
+    The left half shows the whole bars. The right half shows, enlarged, the part from 0 to the longest live switch.
 
     name: a prefix for identifiers, unique in the page.
     """
@@ -47,9 +47,9 @@ def phases(found: Mapping[str, Measure], name: str) -> str:
 
 
 def growth(found: Comparison, change: str, name: str) -> str:
-    """Return an SVG chart of the time for which training stands still, by model size, for one change.
+    """Return an SVG chart of the time for which training stops, by model size, for one change.
 
-    The chart has a line for each way to carry out the change.
+    The chart has a line for each way (method) to carry out the change.
 
     name: a prefix for identifiers, unique in the page.
     """
@@ -71,9 +71,9 @@ def growth(found: Comparison, change: str, name: str) -> str:
 
 
 def losses(found: Mapping[str, Measure], before: int, name: str) -> str:
-    """Return an SVG chart of the training loss before and after the change, with a curve for each way.
+    """Return an SVG chart of the training loss before and after the change, with a curve for each way (method).
 
-    before: the step after which the change came.
+    before: the last step before the change.
     name: a prefix for identifiers, unique in the page.
     """
     figure = Figure((9, 3.6), layout="constrained")
@@ -91,7 +91,7 @@ def losses(found: Mapping[str, Measure], before: int, name: str) -> str:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """Return a figure as an SVG element to embed in a page, without a prolog, whose identifiers begin with `name`."""
+    """Return a figure as an SVG element to embed in a page, without a prolog. Its identifiers begin with `name`."""
     text = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))

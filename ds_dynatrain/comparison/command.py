@@ -100,12 +100,13 @@ def measured(
     scratch: Path | None,
     out: Path,
 ) -> Comparison:
-    """Measure all combinations of sizes, changes and ways, and return the figures.
+    """Measure all combinations of sizes, changes and ways (methods), and return the figures.
 
-    Prints progress, and writes the figures so far to the folder `out` as JSON after each measurement.
+    Prints progress. After each measurement, writes the figures so far to the folder `out` as JSON.
 
     limit_seconds: the time limit of one launch.
     scratch: the folder for checkpoints; None for a temporary one.
+    out: the folder for the figures.
     """
     from ds_dynatrain.comparison.comparison import compare as compared
 

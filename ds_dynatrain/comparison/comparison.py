@@ -1,4 +1,4 @@
-"""Measurement of all combinations of model size, change and way, one after the other, in ranks that torchrun starts.
+"""Measurement of all combinations of model size, change and way, one after the other, in ranks started by torchrun.
 
 Each measure is computed from the notes that the ranks write. If this process stops waiting for a launch of ranks, it
 ends the launch.
@@ -34,7 +34,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "DS_LOG_LEVEL": "error",
 }
-"""Environment variables of the ranks; those that the user has set take precedence.
+"""Environment variables of the ranks. The user's own settings take precedence.
 
 Several ranks share the cores, and the comparison runs on the CPU.
 """
@@ -51,8 +51,9 @@ class LaunchError(DynatrainError):
 class Launched:
     """A finished launch of ranks.
 
-    at, end: when it began and ended, by the machine's clock.
-    notes: the notes of its ranks, by member.
+    at: the time at which the launch began, by the machine's clock.
+    end: the time at which the launch ended, by the machine's clock.
+    notes: the notes of the launch's ranks, keyed by member.
     """
 
     at: float
@@ -61,7 +62,7 @@ class Launched:
 
 
 def launch(task: Task, notes: Path, limit_seconds: float) -> Launched:
-    """Launch the ranks of a task, and return their notes. Raises LaunchError with the reason if the launch fails.
+    """Launch the ranks of a task, and return their notes. Raises LaunchError, with the reason, if the launch fails.
 
     notes: the folder for the notes, which must not exist yet.
     """
@@ -71,7 +72,7 @@ def launch(task: Task, notes: Path, limit_seconds: float) -> Launched:
 
 
 def _launched(module: Sequence[str], notes: Path, limit_seconds: float, what: str) -> Launched:
-    """Run a Python module that writes notes, and return them. Raises LaunchError with the reason if it fails.
+    """Run a Python module that writes notes, and return the notes. Raises LaunchError, with the reason, if it fails.
 
     module: the module's name and its arguments.
     notes: the folder for the notes.
@@ -103,7 +104,7 @@ def _launched(module: Sequence[str], notes: Path, limit_seconds: float, what: st
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launch and all processes of its session that are still running."""
+    """End a launch, and all processes of its session that are still running."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -117,7 +118,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 class Run:
     """The launches that carried out one change.
 
-    old, new: the launches before and after the change; the same object if the processes run on through the change.
+    old: the launch before the change.
+    new: the launch after the change; the same object as `old` if the processes keep running through the change.
     converter: the run of the converter in between, if any.
     """
 
@@ -133,7 +135,10 @@ class Run:
 
 
 def measure(run: Run) -> Measure:
-    """Compute the measure of a finished run. Raises KeyError with the name of a note that a rank did not write."""
+    """Return the measure of a finished run.
+
+    Raises KeyError, with the name of a note, if a rank did not write the note.
+    """
     first, last, task = run.old.notes[0], run.new.notes[0], run.task
     phases, total = _phases(run, first, last)
     phases["rest"] = total - sum(phases.values())
@@ -172,9 +177,10 @@ def measure(run: Run) -> Measure:
 
 
 def _phases(run: Run, first: Notes, last: Notes) -> tuple[dict[str, float], float]:
-    """Return the seconds of each phase, and the total seconds.
+    """Return a map from each phase to its seconds, and the total seconds.
 
-    first, last: the notes of rank 0 before and after the change.
+    first: the notes of rank 0 before the change.
+    last: the notes of rank 0 after the change.
     """
     new_step = last.stamps["end"] - last.stamps["resume"] - last.apart
     if run.old is run.new:
@@ -188,7 +194,7 @@ def _phases(run: Run, first: Notes, last: Notes) -> tuple[dict[str, float], floa
 
 
 def _ahead(rank: Notes) -> float:
-    """Return by how many seconds the request slowed down the steps between it and the change, all of them together."""
+    """Return the total number of seconds by which the request slowed down the steps from itself to the change."""
     plain, asked = _median_step(rank, WARM + 1, BEFORE - LEAD), range(BEFORE - LEAD + 1, BEFORE + 1)
     return max(0.0, sum(rank.steps[number].seconds - plain for number in asked))
 
@@ -215,9 +221,9 @@ def compare(
     scratch: Path | None,
     say: Callable[[str], None],
 ) -> Iterator[Comparison]:
-    """Measure every way to carry out every change at every size; after each, yield all measures so far.
+    """Measure every way (method) of carrying out every change at every size. After each, yield all measures so far.
 
-    If a launch fails, its measure contains the reason; other errors are raised.
+    If a launch fails, its measure contains the reason. Other errors are raised.
 
     command: the user's command, which is recorded.
     limit_seconds: the time limit of one launch.
@@ -235,7 +241,7 @@ def compare(
 
 
 def machine() -> str:
-    """Return a description of this machine: processor, cores, versions of the software, and present load."""
+    """Return a description of this machine: processor, cores, software versions, and current load."""
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), platform.machine())
     versions = f"torch {version('torch').partition('+')[0]}, DeepSpeed {version('deepspeed')}"

@@ -1,7 +1,7 @@
-"""A run of DeepSpeed's converter to its universal format that records the memory that it took.
+"""A run of DeepSpeed's converter to its universal format that records the converter's peak memory.
 
 Usage: python -m ds_dynatrain.comparison.converter FOLDER NOTES. FOLDER contains the checkpoint and receives its
-universal form; the measurements are written to NOTES.
+    universal form. The measurements are written to NOTES.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_dynatrain.comparison.notes import Notes
 def main(folder: Path, notes: Path) -> int:
     """Run the converter on the checkpoint in `folder`, write its peak memory to `notes`, and return its exit status.
 
-    `--inject_missing_state` is needed because a plain model's checkpoint lacks entries that the converter asks for.
+    `--inject_missing_state` is needed because a plain model's checkpoint lacks entries that the converter requires.
     """
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(folder / SAVED / "step"), "--output_folder", str(folder / UNIVERSAL)]

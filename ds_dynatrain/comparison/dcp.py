@@ -1,6 +1,6 @@
 """Ranks of plain torch: FSDP2 (fp32 shards, computing in bf16), saved and loaded by `torch.distributed.checkpoint`.
 
-FSDP2 always shards as ZeRO stage 3 does, so only the number of ranks changes here.
+FSDP2 always shards the way ZeRO stage 3 does, so only the number of ranks changes here.
 """
 
 from __future__ import annotations
@@ -47,13 +47,16 @@ class DcpTrainer(workload.Trainer):
         return loss
 
     def state(self) -> Iterator[Tensor]:
-        """Yield every weight (here the master itself) and its moments as whole tensors. All ranks must call this."""
+        """Yield every weight (which is its own master here) and its moments as whole tensors.
+
+        All ranks must call this.
+        """
         for parameter in self.model.parameters():
             for value in (parameter, *(self.optimizer.state[parameter][name] for name in MOMENTS)):
                 yield value.full_tensor()
 
     def _saved(self) -> dict[str, Any]:
-        """Return the state to save; its tensors are those of the model and the optimizer, not copies."""
+        """Return the state to save. Its tensors are those of the model and the optimizer, not copies."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "done": self.done}
 
@@ -63,7 +66,7 @@ class DcpTrainer(workload.Trainer):
         td.barrier()
 
     def load(self) -> None:
-        """Load the state that `save` wrote; the number of ranks may differ."""
+        """Load the state that `save` wrote. The number of ranks may differ."""
         state = self._saved()
         load(state, checkpoint_id=self.task.folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -1,4 +1,4 @@
-"""Definition of a comparison: models by size, changes of layout, and the ways to carry out a change."""
+"""Definition of a comparison: models by size, changes of layout, and the ways (methods) to carry out a change."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from ds_dynatrain.errors import ConfigError
 
 BATCH, LENGTH = 12, 16
-"""Number of samples in a global batch, with any number of ranks, and length of a sample in bytes of text."""
+"""Number of samples in a global batch, for any number of ranks, and length of a sample in bytes of text."""
 SHAPES: Mapping[str, tuple[int, int, int]] = {
     "tiny": (2, 64, 2),
     "8M": (6, 336, 6),
     "30M": (9, 512, 8),
     "125M": (10, 1024, 16),
 }
-"""The models by name: number of layers, width, number of attention heads."""
+"""The models: a map from name to number of layers, width and number of attention heads."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class ComparedChange:
 
     @staticmethod
     def parse(text: str) -> ComparedChange:
-        """Parse text such as "data=4,zero_stage=1:data=3,zero_stage=2". Raises ConfigError if it is no valid change."""
+        """Parse text such as "data=4,zero_stage=1:data=3,zero_stage=2".
+
+        Raises ConfigError if it is not a valid change.
+        """
         try:
             sides = []
             for part in text.split(":"):
@@ -62,7 +65,7 @@ class ComparedChange:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to carry out a change.
+    """A way (method) to carry out a change.
 
     name: a short name for options and files.
     title: the name that tables and charts show.
@@ -100,22 +103,22 @@ WAYS: Mapping[str, Way] = {
         Way("dcp", "FSDP2 and torch DCP, restart", "dcp", is_restarted=True),
     )
 }
-"""All ways by name, in the order in which they are shown."""
+"""The ways to carry out a change, keyed by name, in the order in which they are shown."""
 SAVED, UNIVERSAL = "saved", "universal"
-"""Folders, inside a task's folder, of DeepSpeed's own checkpoint and of its universal form."""
+"""Subfolders of a task's folder for DeepSpeed's own checkpoint and for its universal form."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's moments in torch and DeepSpeed."""
 YARD = "deepspeed"
 """The reference with which live switches are compared: DeepSpeed's universal checkpoint and a restart."""
 BEFORE, AFTER, LEAD = 8, 6, 2
-"""Number of steps before the change, number of steps after it, and how many steps ahead a live switch is requested."""
+"""Number of steps before the change, number of steps after it, and number of steps by which a request precedes it."""
 
 
 @dataclass(frozen=True)
 class Task:
     """The work of one launch of ranks.
 
-    part: "whole" if the same processes run before and after the change, else "old" or "new".
+    part: "whole" if the same processes run before and after the change, otherwise "old" or "new".
     folder: the folder for checkpoints.
     """
 

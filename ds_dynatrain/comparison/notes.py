@@ -1,4 +1,4 @@
-"""Measurements of one rank (phases, steps, digests, memory), and the files through which other processes read them."""
+"""One rank's measurements (phases, steps, digests, memory), and the files through which other processes read them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Step:
 class SwitchNote:
     """A switch as measured by one rank.
 
-    failed: why the switch failed, or an empty string.
+    failed: why the switch failed; "" if it did not.
     pause: seconds for which training paused.
-    wait: seconds for which the first step then waited for state that moves after the pause.
+    wait: seconds for which the first step afterwards waited for state that moves after the pause.
     certificate: seconds of the pause that the certificate took.
-    sent: bytes sent between members, all members together.
+    sent: total number of bytes sent between all members.
     """
 
     failed: str
@@ -52,13 +52,13 @@ class Notes:
     phases: duration of each phase in seconds.
     apart: seconds of the first step that only the measurement itself needed.
     waited: seconds for which the first step waited for phases of the switch.
-    steps: the steps in which the rank took part, by number.
+    steps: the steps in which the rank took part, keyed by number.
     switches: the switches in which the rank took part.
     digests: digests of the whole state "before" and "after" the change.
     peak: peak memory of the process in bytes.
     parameters: number of parameters of the model.
     resumed: number of steps done when training resumed after the change.
-    error: the error that ended the rank, or an empty string.
+    error: the error that ended the rank; "" if there was none.
     """
 
     stamps: dict[str, float] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Notes:
 
     @staticmethod
     def all_of(folder: Path) -> dict[int, Notes]:
-        """Read the notes that all members wrote to `folder`, and return them by member."""
+        """Read the notes that all members wrote to `folder`. Return them keyed by member."""
         files = {int(file.stem): file for file in folder.glob("*.json")}
         return {member: from_record(Notes, json.loads(files[member].read_text("utf-8"))) for member in sorted(files)}
 
@@ -89,19 +89,19 @@ class Notes:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the duration of this context as that of a phase."""
+        """Context manager that records the duration of its block as that of phase `name`."""
         begin = time.monotonic()
         yield
         self.phases[name] = time.monotonic() - begin
 
     def begin(self) -> None:
-        """Record that the change begins now, so that training stands still from here on."""
+        """Record that the change begins now, so that training stops from here on."""
         self.forget_memory()
         self.stamp("begin")
 
     @contextmanager
     def first_step(self) -> Iterator[None]:
-        """Record the start, end and peak memory of this context, which must be the first step after the change."""
+        """Context manager that records the start, end and peak memory of its block, the first step after the change."""
         self.stamp("resume")
         self.forget_memory()
         with self.phase("first step"):
@@ -110,11 +110,11 @@ class Notes:
         self.memory()
 
     def memory(self) -> None:
-        """Record this process's peak memory since `forget_memory` if it is higher than the recorded one."""
+        """Record this process's peak memory since `forget_memory`, if it exceeds the recorded peak."""
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         peaks = [1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
         self.peak = max([self.peak, *peaks])
 
     def forget_memory(self) -> None:
-        """Reset the kernel's peak memory of this process to its present memory."""
+        """Reset the kernel's peak memory of this process to its current memory."""
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

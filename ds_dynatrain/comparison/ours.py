@@ -29,15 +29,15 @@ PHASES = {
     "commit": "proof",
     "late": "move",
 }
-"""The comparison's phase to which each phase of a switch is added."""
+"""A map from each phase of a switch to the comparison's phase to which its time is added."""
 IN_STEP = ("late", "commit")
-"""Phases for which the first step waits in a switch that moves some state after the pause."""
+"""Phases for which the first step waits after a switch that moves some state after the pause."""
 
 
 class DynatrainTrainer(DeepSpeedTrainer):
     """A trainer with an engine of this package and a loader for its batches.
 
-    side: the layout to start in.
+    side: the initial layout.
     """
 
     def __init__(self, task: Task, notes: Notes, side: ComparedLayout) -> None:
@@ -54,7 +54,7 @@ class DynatrainTrainer(DeepSpeedTrainer):
         self._batches: Iterator[Any] = iter(self.engine.loader(self.samples, num_workers=0, shuffle=False))
 
     def step(self) -> bool:
-        """Train one micro-batch; return False if there is none because this member stays idle until the end."""
+        """Train one micro-batch. Return False if there is none because this member stays idle until the end."""
         batch = self.next()
         if batch is not None:
             self.train_batch(batch)
@@ -81,12 +81,12 @@ class DynatrainTrainer(DeepSpeedTrainer):
         self.engine.save(self.task.folder, TAG)
 
     def load(self) -> None:
-        """Load the state that `save` wrote; the layout may differ."""
+        """Load the state that `save` wrote. The layout may differ."""
         self.engine.load(self.task.folder, TAG)
 
 
 def run(task: Task, notes: Notes) -> None:
-    """Run the task, carrying out the change in the way that it names."""
+    """Run the task, carrying out the change in the way that the task names."""
     if task.way.is_restarted:
         side = task.change.source if task.part == "old" else task.change.target
         restarted(task, notes, partial(DynatrainTrainer, side=side))

@@ -44,7 +44,7 @@ def page(found: Comparison) -> str:
 
 
 def _best(found: Comparison) -> str:
-    """Return a sentence with the best ratios of all cases; an empty string if there are none."""
+    """Return a sentence with the best ratios of all cases; "" if there are none."""
     all_of = [each for case in found.cases() for each in ratios(found.of(*case))]
     if not all_of:
         return ""

@@ -17,31 +17,32 @@ PHASES = (
     *("drain", "plan", "move", "proof", "save", "convert"),
     *("start", "import", "initialize", "load", "first step", "rest"),
 )
-"""Phases in the order in which they are shown. "rest" is the time in no other phase, mostly waiting for other ranks."""
+"""Phases in the order in which they are shown. "rest" is time outside all others, mostly waiting for other ranks."""
 BAR = 100.0
 """The goal: the ratio (see `ratios`) that a live switch should reach."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One measurement of a layout change that was carried out in one way.
+    """One measurement of a layout change that was carried out in one way (by one method).
 
     Times are in seconds, as rank 0 sees them, and sizes are in bytes, unless stated otherwise.
 
     total: time from the end of the last old step to the end of the first new step.
     steady: median duration of the later steps in the new layout.
-    pause, certificate: a live switch's pause, and the part of it spent on the certificate; the largest values among the
-    members that continue. None if there was no switch.
+    pause: a live switch's pause, the largest value among the members that continue; None if there was no switch.
+    certificate: the time of the pause spent on the certificate, with the same rules as `pause`.
     wait: how long the first step waited for state that arrives after the pause; the largest value, as for `pause`.
-    ahead: by how much the request slowed down the steps between it and the change; None without a switch.
-    moved: bytes sent between members in the switch, all members together.
-    written: bytes of the checkpoint files.
+    ahead: total time by which the request slowed down the steps between it and the change; None without a switch.
+    moved: total number of bytes sent between all members in the switch.
+    written: size of the checkpoint files.
     peak: largest memory of any process.
     steps_lost: number of steps that have to be trained again.
-    samples_lost, samples_repeated: samples missing from the first new step, and samples in it that were trained before.
-    is_equal: whether all masters and moments are bit for bit as before.
-    losses: mean loss of each step, by step number.
-    reason: why the change failed, or an empty string.
+    samples_lost: number of samples missing from the first new step.
+    samples_repeated: number of samples in the first new step that were trained before.
+    is_equal: whether all masters and moments are bit for bit the same as before.
+    losses: mean loss of each step, keyed by step number.
+    reason: why the change failed; "" if it did not.
     """
 
     way: str
@@ -72,9 +73,9 @@ class Measure:
 
     @property
     def still(self) -> float:
-        """Seconds for which training stood still.
+        """Seconds for which training stopped.
 
-        For a switch this is the pause plus the wait; otherwise it is the total less one steady step.
+        For a switch this is the pause plus the wait. Otherwise it is the total less one steady step.
         """
         return self.total - self.steady if self.pause is None else self.pause + self.wait
 
@@ -86,6 +87,7 @@ class Comparison:
     machine: a description of the machine.
     command: the command that started the run.
     before: number of steps before the change.
+    measures: the measurements, in order.
     """
 
     machine: str
@@ -98,7 +100,7 @@ class Comparison:
         return list(dict.fromkeys((each.size, each.change) for each in self.measures))
 
     def of(self, size: str, change: str) -> dict[str, Measure]:
-        """Return the measures of one model size and one change, by name of the way, in the order of `WAYS`.
+        """Return the measures of one model size and one change, keyed by the name of the way, in the order of `WAYS`.
 
         If a way was measured several times, the successful measure whose total is closest to the median is returned.
         """
@@ -137,12 +139,12 @@ class Comparison:
 def ratios(found: Mapping[str, Measure]) -> list[tuple[Way, float, float]]:
     """Compare each live switch with the reference, DeepSpeed's universal checkpoint and a restart (`YARD`).
 
-    Returns (way, ratio with the certificate, ratio without it) for each live way that succeeded; an empty list if the
-    reference failed. A ratio is the time for which training stands still in the reference, divided by that of the live
-    switch. If state moves after the pause, the ratio without the certificate counts the pause alone, because the
-    certificate is then part of the first step's wait.
+    found: the measures of one case, keyed by the name of the way.
 
-    found: the measures of one case, by name of the way.
+    Returns (way, ratio with the certificate, ratio without it) for each live way that succeeded; [] if the reference
+    failed. A ratio is the time for which training stops in the reference, divided by that of the live switch. If state
+    moves after the pause, the ratio without the certificate counts only the pause, because the certificate is then part
+    of the first step's wait.
     """
     yard, said = found.get(YARD), []
     for name, each in found.items():

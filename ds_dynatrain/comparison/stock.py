@@ -16,7 +16,7 @@ from ds_dynatrain.comparison.notes import Notes
 
 
 class DeepSpeedTrainer(workload.Trainer):
-    """Base class of trainers with a DeepSpeed engine, either stock or of this package."""
+    """Base class of trainers with a DeepSpeed engine, either a stock engine or one of this package."""
 
     engine: Any
 
@@ -26,7 +26,7 @@ class DeepSpeedTrainer(workload.Trainer):
         return int(self.engine.global_steps)
 
     def train(self, tokens: Tensor) -> Tensor:
-        """Train a micro-batch, which is a whole step without gradient accumulation; return the loss."""
+        """Train a micro-batch, which is a whole step without gradient accumulation. Return the loss."""
         loss: Tensor = self.engine(tokens)
         self.engine.backward(loss)
         self.engine.step()

@@ -56,7 +56,7 @@ def of_case(found: Comparison, case: tuple[str, str], mark: str) -> str:
 
 
 def short(found: Comparison) -> str:
-    """Return one table for a README with a row for each way to carry out a change and a column for each case."""
+    """Return one table for a README, with a row for each way to carry out a change and a column for each case."""
     cases = {case: found.of(*case) for case in found.cases()}
     names = {each.way for each in found.measures}
     head = (f"{_title(size, measures)}, {change}" for (size, change), measures in cases.items())
@@ -69,7 +69,7 @@ def short(found: Comparison) -> str:
 
 
 def verdicts(measures: Mapping[str, Measure]) -> list[str]:
-    """Return a sentence for each live switch that states its ratios (see `ratios`), and whether they reach the goal."""
+    """Return, for each live switch, a sentence with its ratios (see `ratios`) and whether they reach the goal."""
     said = []
     for way, whole, apart in ratios(measures):
         first, second = "with the certificate", "without the certificate"
@@ -84,18 +84,18 @@ def verdicts(measures: Mapping[str, Measure]) -> list[str]:
 
 
 def parameters(measures: Mapping[str, Measure]) -> int:
-    """Return the number of parameters of the model that was measured; 0 if no measurement succeeded."""
+    """Return the number of parameters of the measured model; 0 if no measurement succeeded."""
     return max(each.parameters for each in measures.values())
 
 
 def _title(size: str, measures: Mapping[str, Measure]) -> str:
-    """Return a model's number of parameters in words; the name of its size if no measurement succeeded."""
+    """Return a description of a model's number of parameters, or its size's name if no measurement succeeded."""
     count = parameters(measures)
     return f"{count / 1e6:.1f}M parameters" if count else size
 
 
 def _table(head: Row, lines: Iterable[Row]) -> str:
-    """Return a Markdown table in which all columns but the first are aligned to the right."""
+    """Return a Markdown table in which all columns except the first are aligned to the right."""
     marks = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
 
@@ -103,7 +103,7 @@ def _table(head: Row, lines: Iterable[Row]) -> str:
 def _row(each: Measure, best: float) -> Row:
     """Return the table row of one measure.
 
-    best: the shortest time for which training stood still in a live switch; 0.0 if none succeeded.
+    best: the shortest time for which training stopped in a live switch; 0.0 if none succeeded.
     """
     way, still = WAYS[each.way], each.still
     if not each.is_done:

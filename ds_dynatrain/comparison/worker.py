@@ -1,6 +1,6 @@
 """One rank of a comparison: `python -m ds_dynatrain.comparison.worker FOLDER TASK`, started by torchrun.
 
-The phase "start" ends when `main` begins; nothing heavy is imported before that.
+The phase "start" ends when `main` begins. Nothing heavy is imported before that point.
 """
 
 from __future__ import annotations

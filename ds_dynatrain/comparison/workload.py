@@ -1,4 +1,4 @@
-"""The training job that all ways of changing a layout share: a GPT over bytes, its text, and the steps to train."""
+"""The training job that all methods of changing a layout share: a GPT over bytes, its text, and the training steps."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 class Trainer:
-    """Base class of the trainers, of which each framework has its own.
+    """Base class of the trainers. Each framework has its own trainer.
 
     done: number of optimizer steps taken.
     """
@@ -110,7 +110,7 @@ class Trainer:
         raise NotImplementedError
 
     def load(self) -> None:
-        """Load the state that `save` wrote; the number of ranks may differ."""
+        """Load the state that `save` wrote. The number of ranks may differ."""
         raise NotImplementedError
 
     def step(self) -> Any:
@@ -132,7 +132,7 @@ class Trainer:
         step.samples += numbers
 
     def digest(self, when: str) -> None:
-        """Record one digest of all state, which does not depend on how the state is sharded.
+        """Record one digest of all state. The digest does not depend on how the state is sharded.
 
         when: the name under which to record it, "before" or "after" the change.
         """
@@ -145,7 +145,7 @@ class Trainer:
 def restarted(task: Task, notes: Notes, kind: Callable[[Task, Notes], Trainer]) -> None:
     """Run one of the two jobs of a change with a restart: the old one saves and ends, the new one loads and continues.
 
-    kind: makes the trainer.
+    kind: function that makes the trainer.
     """
     if task.part == "old":
         trainer = kind(task, notes)
@@ -166,9 +166,9 @@ def restarted(task: Task, notes: Notes, kind: Callable[[Task, Notes], Trainer]) 
 
 
 def go_on(trainer: Trainer, first: Callable[[], Any]) -> None:
-    """Continue training after the change, and take the measurements of its first step.
+    """Continue training after the change, and take the measurements of the first step.
 
-    first: trains the first step, or the first micro-batch of it.
+    first: function that trains the first step, or the first micro-batch of it.
     """
     notes = trainer.notes
     notes.stamp("ready")
@@ -185,7 +185,7 @@ def go_on(trainer: Trainer, first: Callable[[], Any]) -> None:
 
 
 def config(stage: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: bf16, and torch's AdamW, because DeepSpeed's own needs a compiler.
+    """Return DeepSpeed's configuration: bf16, and torch's AdamW, because DeepSpeed's own AdamW needs a compiler.
 
     stage: the ZeRO stage.
     """

@@ -24,7 +24,10 @@ from ds_dynatrain.support.checks import is_low
 
 
 class Exact(Extension):
-    """The extension for `"exact": true` in the `dynatrain` block. steps: the value of `engine.exact`."""
+    """The extension for `"exact": true` in the `dynatrain` block.
+
+    steps: the value of `engine.exact`.
+    """
 
     name = "exact"
     has_leaves = True
@@ -58,7 +61,7 @@ class Exact(Extension):
         return exact_config(config)
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return the settings that decide how this process rounds."""
+        """Return the settings that determine how this process rounds."""
         return {f"dynatrain.exact: {name}": value for name, value in machine(is_low(config)).items()}
 
     def engine_class(self, kind: type[Any]) -> type[Any]:
@@ -70,7 +73,7 @@ class Exact(Extension):
         return LeafPipelineEngine if issubclass(kind, DynatrainPipelineEngine) else LeafEngine
 
     def check_layout(self, layout: Layout, batch: BatchSizes, has_stages: bool) -> None:
-        """Raise SwitchRefused if gradients would be added in another order with the layout's axes or ZeRO stage."""
+        """Raise SwitchRefused if the layout's axes or ZeRO stage would add gradients in a different order."""
         alike = Layout(data=layout.data, zero_stage=layout.zero_stage)
         if has_stages:
             alike = alike.replace(pipe=layout.pipe, boundaries=layout.boundaries)
@@ -87,12 +90,12 @@ class Exact(Extension):
         self.steps = ExactSteps(engine._parts, self._every_steps)
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Return a context that raises UnsupportedError if a forward pass of training changes a buffer."""
+        """Return a context manager that raises UnsupportedError if a forward pass of training changes a buffer."""
         module = self.engine.module
         return unchanged_buffers(module) if module.training else nullcontext()
 
     def after_forward(self, output: Any) -> None:
-        """Record the output of the forward pass if it is a loss, for the record of the step."""
+        """Keep the output of the forward pass for the record of the step, if the output is a loss."""
         self.steps.note_loss(output)
 
     def after_backward(self, loss: Any) -> None:
@@ -104,7 +107,7 @@ class Exact(Extension):
         self.steps.close_batch()
 
     def after_step(self) -> None:
-        """Reduce the losses, gradient norm and digests of the step over all ranks, and write them; a collective."""
+        """Reduce the losses, gradient norm and digests of the step over all ranks, and write them. A collective."""
         self.steps.finish_step()
 
     def on_batch_forgotten(self) -> None:

@@ -17,11 +17,11 @@ VALUES = 10_007
 
 @dataclass(frozen=True)
 class ExactMachine:
-    """The result of the checks of one machine.
+    """The result of checking one machine.
 
     checks: the checks, one for each printed line.
-    machine: the values that must be equal on all machines of a job.
-    bits: a hash of the results of a few kernels, which must also be equal on all machines; empty if none could be run.
+    machine: a map from the settings that must be equal on all machines of a job to their values.
+    bits: a hash of the results of a few kernels, which must also be equal on all machines; "" if none could be run.
     """
 
     checks: tuple[Check, ...]
@@ -30,14 +30,14 @@ class ExactMachine:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the failed checks; each of them rules out an exact job."""
+        """Names of the failed checks. Any failed check rules out an exact job."""
         return tuple(check.name for check in self.checks if check.is_well is False)
 
 
 def examine_exact(has_deepspeed: bool) -> ExactMachine:
-    """Check this process, and run a few kernels; takes about a second.
+    """Check this process, and run a few kernels. Takes about a second.
 
-    has_deepspeed: whether DeepSpeed is installed, with all names that this package relies on.
+    has_deepspeed: whether DeepSpeed is installed, with all names on which this package relies.
     """
     if not has_deepspeed:
         return ExactMachine((Check("kernels", "not run", False, "torch and DeepSpeed are needed, see above"),), {})
@@ -67,7 +67,7 @@ def _device() -> Iterator[Check]:
 def _settings(values: dict[str, str]) -> Iterator[Check]:
     """Yield a check for each setting that processes compare when a job starts.
 
-    It says whether the setting is well only if that can be judged on one machine.
+    A check reports whether the setting is right only if that can be judged on one machine.
     """
     import torch
 
@@ -88,7 +88,7 @@ def _settings(values: dict[str, str]) -> Iterator[Check]:
 
 
 def _sums() -> Iterator[Check]:
-    """Check that the compiled squares and digests equal those of numpy, since machines may use either."""
+    """Check that the compiled squares and digests equal those of numpy, because machines may use either."""
     import numpy as np
 
     from ds_dynatrain.exact.bits.squares import Grid, in_numpy, largest, largest_in_numpy, square_sums

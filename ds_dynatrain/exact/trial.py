@@ -1,8 +1,8 @@
 """A trial of a few kernels on this machine: do their bits depend on where the operands lie in memory?
 
-It also returns a hash of the bits. Operands are made from whole numbers, so they are the same everywhere. They begin at
-several offsets from an aligned address, like the parts of flat buffers, whose offsets depend on the ZeRO stage and the
-world.
+The trial also returns a hash of the bits. Operands are made from whole numbers, so they are the same everywhere. They
+begin at several offsets from an aligned address, like the parts of flat buffers, whose offsets depend on the ZeRO stage
+and the world.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 PLACES = (0, 1, 3, 8)
-"""Offsets of the operands from an address that torch has aligned, in elements."""
+"""Offsets, in elements, of the operands from an address that torch has aligned."""
 SHAPES = ((3, 24, 96), (16, 64, 64), (5, 33, 7))
 """Rows, input features and output features of linear layers.
 
@@ -42,7 +42,7 @@ def try_kernels(
 ) -> Trial:
     """Run each kernel with its operands at all offsets of `PLACES`.
 
-    kernels: the kernels by name; None for those of a transformer and its optimizer.
+    kernels: the kernels, keyed by name; None for those of a transformer and its optimizer.
     device: the device on which they run.
     """
     hashed, moving = hashlib.blake2b(digest_size=8), []

@@ -1,11 +1,11 @@
 """The support table: what works in a job that switches; what is refused, when, why, and what to do about it.
 
-The rows are data and need neither torch nor DeepSpeed; `adapters/deepspeed/support_checks.py` applies them to live
+The rows are data and need neither torch nor DeepSpeed. `adapters/deepspeed/support_checks.py` applies them to live
 objects. When the verdict on a feature changes, its row changes. `docs/support.md` is made from the rows (`markdown`).
 
 | file | contents |
 |---|---|
-| `row` `keys` `usage` | a row; the rows of the configuration's keys; those of what users do around the configuration |
+| `row` `keys` `usage` | a row; the rows of the configuration's keys; the rows of uses outside the configuration |
 | `checks` | conditions of rows on more than one key, or on the layout |
 | `walk` | all rows, and a configuration against them |
 | `axes` | rules on the combinations of axes and stages, of `docs/dev/feasibility.md` |

@@ -1,4 +1,4 @@
-"""Sizes of the axes, and ZeRO stages with them, that DeepSpeed can train, as rules on the features of a model.
+"""Rules, based on a model's features, for the axis sizes and ZeRO stages with which DeepSpeed can train it.
 
 The rules come from trying every combination on DeepSpeed itself (`tools/feasibility.py`, whose table is in
 `docs/dev/feasibility.md`). Sizes that do not fit one particular model (its heads, experts, layers) are not covered
@@ -18,8 +18,10 @@ from ds_dynatrain.space.layout import RANK_ORDER, STAGES, Layout
 from ds_dynatrain.support.row import Refusal
 
 PIPELINE, EXPERTS, NATIVE_EXPERTS, ULYSSES = "pipeline", "AutoEP", "deepspeed.moe", "Ulysses"
-"""Features of a model: a PipelineModule, experts distributed by AutoEP, layers of `deepspeed.moe`, and attention over
-sequence ranks."""
+"""Features of a model: a PipelineModule, experts distributed by AutoEP, layers of `deepspeed.moe`, and Ulysses.
+
+Ulysses is attention over sequence ranks.
+"""
 
 Features = frozenset[str]
 
@@ -34,8 +36,11 @@ AXES: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "sequence": ((ULYSSES,), "it has no DistributedAttention layer, and no mpu for sequence parallelism was given"),
 }
-"""Axis -> (features of which a model needs at least one to use the axis, error text for a model without them). Every
-model can use the data axis, and AutoTP decides which can use the tensor axis."""
+"""A map from axis to (features, error text).
+
+A model needs at least one of the features to use the axis; the error text is for a model without them. Every model can
+use the data axis, and AutoTP determines which models can use the tensor axis.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Rule:
 
     The rule applies if the model has all `features`, all `axes` are above 1, all axes in `without` have size 1, and the
     stage is in `stages`.
+
     why: the reason for the refusal.
     """
 
@@ -85,8 +91,9 @@ RULES: tuple[Rule, ...] = (
 def refusal(features: Features, layout: Layout, processes: int) -> Refusal | None:
     """Return why a model with these features cannot be trained in a layout, and the nearest valid layouts.
 
-    Return None if it can be trained.
-    processes: the most ranks available.
+    Returns None if the model can be trained.
+
+    processes: the maximum number of ranks available.
     """
     why = _why(features, layout)
     if why is None:
@@ -96,13 +103,16 @@ def refusal(features: Features, layout: Layout, processes: int) -> Refusal | Non
 
 
 def nearest(features: Features, layout: Layout, processes: int) -> list[Layout]:
-    """Return up to two valid layouts closest to a refused one, with as many ranks if there are enough processes."""
+    """Return up to two valid layouts closest to a refused one, with the same number of ranks if processes suffice."""
     valid = [other for other in _layouts(min(layout.world_size, processes)) if _why(features, other) is None]
     return sorted(valid, key=lambda other: _distance(layout, other))[:2]
 
 
 def smaller(layout: Layout, ranks: int, most_data: int | None = None) -> Layout:
-    """Return the layout closest to one that is too large, with at most `ranks` ranks and a data axis up to `most_data`.
+    """Return the layout closest to one that is too large.
+
+    ranks: the maximum number of ranks.
+    most_data: the maximum size of the data axis; None for `ranks`.
 
     The ZeRO stage is unchanged, and every axis except data has the requested size or a divisor of it.
     """
@@ -149,7 +159,7 @@ def _divisors(number: int) -> Iterable[int]:
 
 
 def _distance(wanted: Layout, other: Layout) -> tuple[float, ...]:
-    """Return a sort key that is smaller for nearer layouts: first how many sizes differ, then by how much.
+    """Return a sort key that is smaller for nearer layouts: first by how many sizes differ, then by how much.
 
     An additional axis that was not requested counts three times.
     """

@@ -12,7 +12,7 @@ from ds_dynatrain.support.row import Refusal, Target
 
 
 def needs_compiler(config: Mapping[str, Any]) -> Refusal | None:
-    """Refuse DeepSpeed's own Adam and AdamW (without `torch_adam`) where it cannot be compiled when the job starts."""
+    """Refuse DeepSpeed's own Adam and AdamW (without `torch_adam`) if they cannot be compiled when the job starts."""
     if _at(config, "optimizer.params.torch_adam") or offloads(config):
         return None
     has_ninja = shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None
@@ -27,7 +27,7 @@ def needs_compiler(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def norm_needs_stage_1_or_2(target: Target) -> Refusal | None:
-    """Refuse `compute_grad_norm` false in stages 0 and 3: DeepSpeed leaves the norm out in stages 1 and 2 alone."""
+    """Refuse `compute_grad_norm` false in stages 0 and 3, because DeepSpeed skips the norm only in stages 1 and 2."""
     if target.layout.zero_stage in (1, 2):
         return None
     nearest = target.layout.replace(zero_stage=1 if target.layout.zero_stage == 0 else 2)
@@ -35,8 +35,10 @@ def norm_needs_stage_1_or_2(target: Target) -> Refusal | None:
 
 
 def unmanaged_overlap(target: Target) -> Refusal | None:
-    """Refuse overlap_comm below stage 2 with unmanaged accumulation; DeepSpeed itself checks only the stage of the
-    start."""
+    """Refuse overlap_comm below stage 2 with unmanaged accumulation.
+
+    DeepSpeed itself checks only the initial stage.
+    """
     if target.layout.zero_stage > 1 or not _at(target.config, "zero_optimization.overlap_comm"):
         return None
     return Refusal(
@@ -47,11 +49,11 @@ def unmanaged_overlap(target: Target) -> Refusal | None:
 
 HALF = ("fp16", "float16", "half", "torch.float16")
 BRAIN = ("bf16", "bfloat16", "torch.bfloat16")
-"""DeepSpeed's names of the two 16-bit types; every other name counts as fp32 here."""
+"""DeepSpeed's names of the two 16-bit types. Every other name counts as fp32 here."""
 
 
 def accumulates_in_fp32(config: Mapping[str, Any]) -> Refusal | None:
-    """Refuse gradients that are accumulated in a type other than fp32 or that of the weights."""
+    """Refuse gradients that are accumulated in a type that is neither fp32 nor that of the weights."""
     gradient = _gradient_type(config)
     if gradient in ("fp32", _weight_type(config)):
         return None
@@ -60,7 +62,7 @@ def accumulates_in_fp32(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def accumulation_at_stage_0(target: Target) -> Refusal | None:
-    """Refuse gradients of another type than the weights at stage 0, where DeepSpeed has no optimizer for them."""
+    """Refuse gradients of a different type from the weights at stage 0, where DeepSpeed has no optimizer for them."""
     weight, gradient = _weight_type(target.config), _gradient_type(target.config)
     if target.layout.zero_stage or weight == gradient:
         return None
@@ -69,8 +71,9 @@ def accumulation_at_stage_0(target: Target) -> Refusal | None:
 
 
 def autocast_at_stage_3(target: Target) -> Refusal | None:
-    """Refuse autocast at stage 3 with persistent parameters, which ZeRO-3 gathers in the low type at first use, and in
-    fp32 after each step.
+    """Refuse autocast at stage 3 with persistent parameters.
+
+    ZeRO-3 gathers them in the low-precision type at their first use, and in fp32 after each step.
     """
     zero = target.config.get("zero_optimization") or {}
     names = ("stage3_param_persistence_threshold", "param_persistence_threshold")
@@ -97,7 +100,7 @@ def is_low(config: Mapping[str, Any]) -> bool:
 
 
 def gradients_apart(config: Mapping[str, Any]) -> str:
-    """Return the key that gives gradients another type than the weights have; "" if there is none."""
+    """Return the key that gives gradients a different type from the weights; "" if there is none."""
     keys, weight = ("data_types.grad_accum_dtype", "communication_data_type"), _weight_type(config)
     named = {key: _at(config, key) for key in keys}
     return next((key for key, held in named.items() if held not in (None, "auto") and _type_name(held) != weight), "")
@@ -111,7 +114,7 @@ def _type_name(named: object) -> str:
 
 
 def needs_offload(config: Mapping[str, Any]) -> Refusal | None:
-    """Refuse Lion without optimizer offload: only DeepSpeedCPULion's states are known."""
+    """Refuse Lion without optimizer offload, because only DeepSpeedCPULion's states are known."""
     if offloads(config):
         return None
     return Refusal(
@@ -126,7 +129,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
-    """Refuse DeepSpeed's own pinned memory: DeepSpeed frees it with the optimizer, while a switch keeps the buffers."""
+    """Refuse DeepSpeed's own pinned memory, because DeepSpeed frees it with the optimizer, but a switch keeps it."""
     blocks = [_at(config, f"zero_optimization.{name}") or {} for name in ("offload_optimizer", "offload_param")]
     pins = any(block.get("device") == "cpu" and block.get("pin_memory", True) for block in blocks)
     if not pins or os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() != "native":
@@ -139,7 +142,7 @@ def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def scales_gradients(target: Target) -> Refusal | None:
-    """Refuse scaled gradients where stages 2 and 3 of DeepSpeed 0.19.8 handle them wrongly.
+    """Refuse scaled gradients in cases that stages 2 and 3 of DeepSpeed 0.19.8 handle wrongly.
 
     The keys are `prescale_gradients` and `gradient_predivide_factor`.
     """
@@ -160,7 +163,7 @@ def scales_gradients(target: Target) -> Refusal | None:
 
 
 def times_stages(target: Target) -> Refusal | None:
-    """Refuse pipelines whose passes are timed: DeepSpeed 0.19.8 starts a timer twice on every stage but the last."""
+    """Refuse pipelines whose passes are timed. DeepSpeed 0.19.8 starts a timer twice on every stage except the last."""
     if target.layout.pipe == 1:
         return None
     return Refusal(
@@ -171,7 +174,7 @@ def times_stages(target: Target) -> Refusal | None:
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; None if the key, or a section of it, is missing."""
+    """Return the value of a dotted key; None if the key or one of its sections is missing."""
     found: Any = config
     for name in key.split("."):
         found = (found or {}).get(name)

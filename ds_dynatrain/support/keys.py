@@ -501,4 +501,4 @@ CONFIG_TABLES: Mapping[str, tuple[Row, ...]] = {
     "checkpoints": CHECKPOINTS,
     "removed": REMOVED,
 }
-"""The rows of DeepSpeed's configuration keys, by the name of their table in the docs."""
+"""The rows of DeepSpeed's configuration keys, keyed by the name of their table in the docs."""

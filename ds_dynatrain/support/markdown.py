@@ -1,8 +1,8 @@
-"""The support table as Markdown, and pages of the docs with their tables brought up to date.
+"""The support table as Markdown, and pages of the docs with up-to-date tables.
 
     python -m ds_dynatrain.support.markdown docs/support.md docs/gpu.md docs/fit.md README.md
 
-rewrites the tables between a page's `<!-- table: NAME ... -->` and `<!-- end -->` marks and leaves the rest alone.
+rewrites the tables between a page's `<!-- table: NAME ... -->` and `<!-- end -->` marks, and leaves the rest alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MARKED = re.compile(r"<!-- table: (?P<names>[\w ]+) -->\n.*?<!-- end -->", re.D
 PROOFS = {"proved": proved.table, "gpus": proved.status}
 """Tables of where the package has run: the full one of docs/gpu.md, and the short answer on several pages."""
 MOST_KEYS = 12
-"""The most keys in a cell of a table."""
+"""Maximum number of keys in a cell of a table."""
 
 
 def markdown(*names: str) -> str:
-    """Return the rows of these tables as one table, where rows that say the same share a line.
+    """Return the rows of these tables as one table. Rows with the same note share a line.
 
     Keys without a note, and lists of keys that are too long for a cell, follow as paragraphs.
     """
@@ -48,7 +48,8 @@ def markdown(*names: str) -> str:
 def filled(pages: Sequence[str]) -> list[str]:
     """Return pages with all their tables rewritten.
 
-    Raise ConfigError if any page has tables of the support table and the pages together do not have each of them once.
+    Raises ConfigError if any page has tables of the support table, unless the pages together have each table exactly
+    once.
     """
     marked = [name for page in pages for found in _MARKED.finditer(page) for name in found["names"].split()]
     there = [name for name in marked if name not in PROOFS]
@@ -66,7 +67,7 @@ def _anew(found: re.Match[str]) -> str:
 
 
 def note(row: Row) -> str:
-    """Return the reason or note of a row, what to do, and which values are accepted all the same."""
+    """Return the reason or note of a row, what to do, and which values are still accepted."""
     why = "" if row.why == NOT_TRIED else row.why
     instead = "" if row.instead == REMOVE else row.instead
     said = "; ".join(part for part in (why, instead) if part)
@@ -80,7 +81,10 @@ def note(row: Row) -> str:
 
 
 def _names(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the keys of one line. A key is without its section (`.stage`) if the key before is of the same section."""
+    """Yield the keys of one line.
+
+    A key is shown without its section (`.stage`) if the previous key has the same one.
+    """
     before = ""
     for row in rows:
         section, _, name = row.key.rpartition(".")

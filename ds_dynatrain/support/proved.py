@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 CPU = "cpu"
 TEST_DEVICE = "test device"
-"""A device of the tests (`tests/device`): host memory that torch takes for a device's. Tests on it show where memory
-lies and where to wait, but nothing about speed, drivers or communicators."""
+"""A device of the tests (`tests/device`): host memory that torch treats as a device's memory.
+
+Tests on it show where memory lies and where to wait, but nothing about speed, drivers or communicators.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ PARTS: Mapping[str, str] = {
     "loops": "loops of Hugging Face and Lightning",
     "elastic": "nodes that come and go",
 }
-"""Parts of the package that touch a device -> their names."""
+"""A map from each part of the package that touches a device to its name."""
 
 _H200, _TORCH, _DAY = "1 × H200", "torch 2.11.0+cu130", "2026-11-26"
 _ON_H200 = {
@@ -63,13 +65,16 @@ _ON_H200 = {
         for part in ("checkpoints", "offload", "tensor", "expert", "compile", "fused", "engines")
     },
 }
-"""Part -> the command that ran there. Four ranks shared the card, so collectives used gloo, and moves CUDA IPC."""
+"""A map from each part to the command that ran on the H200.
+
+Four ranks shared the card, so collectives used gloo, and moves used CUDA IPC.
+"""
 
 HARDWARE: Mapping[tuple[str, str], Proof] = {
     **{("cuda", part): Proof(_H200, _DAY, _TORCH, command) for part, command in _ON_H200.items()},
     ("cuda", "pipe"): Proof("1 × H100", "2026-11-27", _TORCH, "python tools/gpu_check.py --only 'core pipe'"),
 }
-"""(accelerator, part) -> the run. A pair that is missing never ran."""
+"""A map from (accelerator, part) to the run. A pair that is missing never ran."""
 
 _CORE = "tests/device/core/test_core.py"
 _AXES = "tests/device/core/test_axes.py"
@@ -93,7 +98,7 @@ ON_TEST_DEVICE: Mapping[str, str] = {
     "loops": "tests/device/test_loops.py",
     "elastic": "tests/device/test_elastic.py",
 }
-"""Part -> its test on the test device."""
+"""A map from each part to its test on the test device."""
 
 
 def standing(accelerator: str, part: str) -> str:
@@ -110,7 +115,7 @@ def unproved(accelerator: str, parts: Iterable[str]) -> tuple[str, ...]:
 
 
 def warning(accelerator: str, parts: Iterable[str]) -> str:
-    """Return the warning to log before the first switch of a job; empty if everything that the job uses was proved."""
+    """Return the warning to log before a job's first switch; "" if everything that the job uses has run on hardware."""
     if accelerator == CPU or not (never := unproved(accelerator, parts)):
         return ""
     named = [f"{PARTS[part]} ({standing(accelerator, part)})" for part in never]
@@ -121,7 +126,7 @@ def warning(accelerator: str, parts: Iterable[str]) -> str:
 
 
 def status() -> str:
-    """Return the answer to "does it run on GPUs" as Markdown; all pages that answer this question include it."""
+    """Return the answer to "does it run on GPUs" as Markdown. All pages that answer this question include it."""
     proofs = [proof for (accelerator, _), proof in HARDWARE.items() if accelerator == "cuda"]
     cards = sorted({proof.where for proof in proofs})
     is_several = any("1 ×" not in where for where in cards)
@@ -139,7 +144,7 @@ def status() -> str:
 
 
 def table() -> str:
-    """Return all parts as a table in Markdown."""
+    """Return a Markdown table of all parts."""
     lines = ["| part | on CUDA | on other accelerators |", "|---|---|---|"]
     lines += [f"| {name} | {standing('cuda', part)} | {standing('other', part)} |" for part, name in PARTS.items()]
     return "\n".join(lines)

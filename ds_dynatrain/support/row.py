@@ -1,4 +1,4 @@
-"""Rows of the support table, each of which gives a verdict on a key of DeepSpeed's configuration or on a usage."""
+"""Rows of the support table. Each row gives a verdict on a key of DeepSpeed's configuration or on a usage."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Target:
     """The layout in which a job is to start or to which it is to switch, and the properties that checks need.
 
     config: the user's whole configuration.
+    layout: the layout to check.
     present: the layout before the switch; None at the start.
     optimizer: the class of the basic optimizer, if known.
     """
@@ -59,14 +60,16 @@ class Row:
     """One line of the table.
 
     key: a dotted key (`zero_optimization.stage`), or the name of a usage.
+    verdict: whether the feature works.
     why: the note, or the reason for the refusal.
     instead: what to do instead.
-    values: the values that the row is about, if a key has several rows; empty for all others.
+    values: the values that the row is about, if a key has several rows; () for all other values.
     off: values that turn the feature off.
     switch: for a section, the key in it that turns it on, and the value of that key that leaves it off.
     below: whether the row also covers all keys below its own.
     proof: the test that shows that the feature works, with real ranks.
-    at_start, at_layout: further conditions, called if the key is given and not off.
+    at_start: a further condition at the start, called if the key is given and not off.
+    at_layout: a further condition on the layout, called if the key is given and not off.
     """
 
     key: str
@@ -91,7 +94,7 @@ class Row:
         return False
 
     def is_about(self, value: object) -> bool:
-        """Return whether the row is about `value`; text is compared without regard to case."""
+        """Return whether the row is about `value`. Text is compared without regard to case."""
         return any(_same(value, other) or _text(value) == _text(other) != "" for other in self.values)
 
     def error(self, subject: str = "") -> UnsupportedError:
@@ -102,7 +105,7 @@ class Row:
         return UnsupportedError(f"{subject or self.key}: {self.why}; {self.instead}")
 
     def refused(self, subject: str = "") -> SwitchRefused:
-        """Return the exception for a refusal of a switch; the arguments are as in `error`."""
+        """Return the exception for a refusal of a switch. The arguments are the same as in `error`."""
         return SwitchRefused(f"{subject or self.key}: {self.why}", self.instead)
 
 
@@ -118,7 +121,7 @@ def works(section: str, keys: str, why: str = "", proof: str = "", **more: Any) 
 
 
 def refused(section: str, keys: str, why: str = NOT_TRIED, instead: str = REMOVE, **more: Any) -> tuple[Row, ...]:
-    """Return rows of keys of a section that are refused when the engine is built; arguments as in `works`."""
+    """Return rows for keys that are refused when the engine is built. The arguments are the same as in `works`."""
     return tuple(Row(_path(section, key), Verdict.AT_START, why, instead, **more) for key in keys.split())
 
 
@@ -127,7 +130,7 @@ def _path(section: str, key: str) -> str:
 
 
 def _same(value: object, other: object) -> bool:
-    """Return whether two values are equal; 1 does not equal True here, nor 0 False."""
+    """Return whether two values are equal. 1 does not equal True here, nor 0 False."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 

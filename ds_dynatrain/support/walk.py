@@ -16,7 +16,7 @@ from ds_dynatrain.support.usage import USAGE
 
 _ROWS = tuple(chain.from_iterable(CONFIG_TABLES.values()))
 CONFIG_ROWS = {row.key: tuple(other for other in _ROWS if other.key == row.key) for row in _ROWS}
-"""The rows of each key of DeepSpeed's configuration."""
+"""A map from each key of DeepSpeed's configuration to its rows."""
 _USAGE = {row.key: row for row in USAGE}
 
 AUTO = "auto"
@@ -24,12 +24,12 @@ SECTIONS_WITHOUT_AUTO = frozenset(
     {"zero_optimization", "bf16", "bfloat16", "fp16", "tensorboard", "wandb", "csv_monitor", "comet", "compile"}
     | {"hybrid_engine", "tensor_parallel", "weight_quantization", "comms_logger", "timers"}
 )
-"""Sections in which DeepSpeed takes "auto" for a key that was left out."""
+"""Sections in which DeepSpeed takes "auto" to mean that a key was left out."""
 _AUTO_REFUSAL = Refusal("'auto' is filled in by Hugging Face's Trainer only", "give a value, or leave the key out")
 
 
 def all_tables() -> dict[str, tuple[Row, ...]]:
-    """Return every row, of extensions too, under the name that the docs use for its table."""
+    """Return every row, including those of extensions, keyed by the docs' name of its table."""
     return {**CONFIG_TABLES, "usage": USAGE, **extension.rows()}
 
 
@@ -55,7 +55,7 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """The key, followed by its value if that is a number or a text."""
+        """The key, followed by its value if that is a number or a string."""
         plain = isinstance(self.value, str | int | float) and not isinstance(self.value, bool)
         return f"{self.key} = {self.value!r}" if plain and self.row is not None else self.key
 
@@ -68,13 +68,15 @@ class Finding:
 
 
 def examine(config: Mapping[str, Any]) -> list[Finding]:
-    """Return the table's findings on every key of a configuration (without its `dynatrain` block), in the order of the
-    keys."""
+    """Return the table's finding on every key of a configuration, in the order of the keys.
+
+    config: the configuration without its `dynatrain` block.
+    """
     return [finding for key, value in config.items() for finding in _look(str(key), value, config)]
 
 
 def refuse_config(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for the first key that is not supported, with the reason and the way out."""
+    """Raise UnsupportedError for the first key that is not supported, with the reason and an alternative."""
     for finding in examine(config):
         if finding.refusal is not None:
             raise UnsupportedError(f"{finding.subject}: {finding.refusal.why}; {finding.refusal.instead}")
@@ -91,8 +93,9 @@ def refuse_layout(target: Target) -> None:
 
 
 def row_of(key: str, value: object = None) -> Row | None:
-    """Return the row of a dotted key: the one about `value`, else the key's own, else that of a section that covers the
-    key.
+    """Return the row of a dotted key.
+
+    It is the row about `value`, otherwise the key's own row, otherwise the row of a section that covers the key.
     """
     rows = CONFIG_ROWS.get(key, ())
     for row in (*(row for row in rows if row.is_about(value)), *(row for row in rows if not row.values)):

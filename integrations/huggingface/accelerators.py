@@ -1,4 +1,4 @@
-"""Arguments of an Accelerator in the terms of a job whose world changes, and the refusals of those that cannot be."""
+"""Arguments of an Accelerator, translated to a job whose world changes, and refusals of unsupported arguments."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ GIVEN = (
 
 
 def refuse_given(accelerator: Any) -> None:
-    """Raise ConfigError without a `dynatrain` block, and UnsupportedError for the first argument that cannot follow the
-    world."""
+    """Raise UnsupportedError for the first argument that cannot follow the world.
+
+    Raises ConfigError if there is no `dynatrain` block.
+    """
     plugin = accelerator.deepspeed_plugin
     if plugin is None or BLOCK not in plugin.deepspeed_config:
         lacks = "no DeepSpeed plug-in" if plugin is None else f"no {BLOCK!r} block in its configuration"
@@ -65,7 +67,7 @@ def refuse_given(accelerator: Any) -> None:
 
 
 def refuse_parts(given: tuple[Any, ...], has_engine: bool) -> None:
-    """Raise UnsupportedError for objects that are prepared apart from those they belong to."""
+    """Raise UnsupportedError for objects that are prepared separately from the objects to which they belong."""
     kinds = {kind: any(isinstance(each, kind) for each in given) for kind in (nn.Module, Optimizer)}
     has_optimizer = kinds[Optimizer] or any(type(each).__name__ == "DummyOptim" for each in given)
     if has_engine and kinds[nn.Module]:
@@ -87,24 +89,27 @@ def refuse_parts(given: tuple[Any, ...], has_engine: bool) -> None:
 
 
 def config_of(accelerator: Any) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, as Accelerate has filled it in."""
+    """Return DeepSpeed's configuration, in the form that Accelerate has filled in."""
     found: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
     return found
 
 
 def layout_of(accelerator: Any) -> dict[str, Any]:
-    """Return the layout of the start, as far as it is given."""
+    """Return the settings of the initial layout that are given."""
     block = {} if accelerator.deepspeed_plugin is None else config_of(accelerator).get(BLOCK, {})
     found: dict[str, Any] = block.get("layout") or {}
     return found
 
 
 def settle_sizes(accelerator: Any, batch_size: int | None) -> float:
-    """Fill in the sizes of a batch, as Accelerate does but from the training DataLoader alone; return the processes in
-    a global batch.
+    """Fill in the batch sizes the way Accelerate does, but only from the training DataLoader.
 
-    batch_size: that DataLoader's, None if there is none yet. ConfigError if the two disagree, and where nodes come and
-    go and `train_batch_size` is no number.
+    batch_size: the training DataLoader's batch size; None if there is no such DataLoader yet.
+
+    Returns the number of processes in a global batch.
+
+    Raises ConfigError if the DataLoader and the configuration disagree, or if nodes may join and leave and
+    `train_batch_size` is not a number.
     """
     config = config_of(accelerator)
     accelerator.deepspeed_plugin.fill_match(
@@ -140,7 +145,10 @@ def _accumulation(accelerator: Any) -> int:
 
 
 def whole(processes: float) -> int:
-    """Return the processes for which a schedule is stepped; ConfigError if the sizes make no whole number of them."""
+    """Return the number of processes for which a schedule is stepped.
+
+    Raises ConfigError if the sizes do not give a whole number.
+    """
     if processes != int(processes):
         raise ConfigError(
             f"train_batch_size is {processes:.2f} times a DataLoader's batch and its accumulation steps, and "

@@ -1,4 +1,4 @@
-"""Callbacks: one that keeps a Trainer's counts equal to the engine's, and one for users, which asks for switches."""
+"""Callbacks: one that keeps a Trainer's counts equal to the engine's, and one with which users request switches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ds_dynatrain.errors import ConfigError
 
 
 class SwitchCallback(TrainerCallback):
-    """Callback that asks for layouts at given optimizer steps of the job: `SwitchCallback({1000: {"data": 4}})`.
+    """Callback that requests layouts at given optimizer steps of the job: `SwitchCallback({1000: {"data": 4}})`.
 
-    schedule: the arguments of `engine.switch`, by the number of steps. SwitchRefused is raised by `trainer.train()`, on
-    all processes alike.
+    schedule: a map from a number of steps to the arguments of `engine.switch`.
+
+    SwitchRefused is raised by `trainer.train()`, on all processes alike.
     """
 
     def __init__(self, schedule: Mapping[int, Mapping[str, Any]]) -> None:
@@ -25,11 +26,11 @@ class SwitchCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Ask for the layout of step 0, or of the step from which the job goes on."""
+        """Request the layout of step 0, or of the step from which the job continues."""
         self._ask(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Ask for the layout of this step; it takes effect before the next one."""
+        """Request the layout of this step. It takes effect before the next step."""
         self._ask(state)
 
     def _ask(self, state: TrainerState) -> None:
@@ -43,7 +44,7 @@ class SwitchCallback(TrainerCallback):
 
 
 class Following(TrainerCallback):
-    """Callback that comes before all others, and corrects the values that they read."""
+    """Callback that runs before all others, and corrects the values that they read."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -56,8 +57,10 @@ class Following(TrainerCallback):
         self._trainer.progress.forget_losses()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Set steps and epochs to the job's: a newcomer starts in the middle, and a discarded global batch is no
-        step."""
+        """Set the Trainer's steps and epochs to those of the job.
+
+        They may differ because a new member starts in the middle, and because a discarded global batch is not a step.
+        """
         trainer = self._trainer
         trainer.end_window()
         state.global_step = int(trainer.deepspeed.global_steps)

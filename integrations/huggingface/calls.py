@@ -1,7 +1,7 @@
-"""Replacement of `deepspeed.initialize`, wherever a library calls it with a `dynatrain` block.
+"""Replacement of `deepspeed.initialize` for libraries that call it with a `dynatrain` block.
 
-Accelerate, and with it Trainer and TRL, look `deepspeed.initialize` up when they need it, so replacing one attribute
-reaches all. A configuration without the block gets DeepSpeed's own.
+Accelerate, and with it Trainer and TRL, looks up `deepspeed.initialize` when it is needed, so replacing one attribute
+reaches all of them. A configuration without the block gets DeepSpeed's own function.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _IS_OURS = "is_of_dynatrain"
 
 
 def install() -> None:
-    """Replace `deepspeed.initialize` and `deepspeed.comm.init_distributed` by ours; a second call does nothing.
+    """Replace `deepspeed.initialize` and `deepspeed.comm.init_distributed` with ours. A second call does nothing.
 
-    Where members come and go, building the first model that is cut as it is built also brings the process into the job.
+    If members may join and leave, building the first model that is partitioned while it is built also brings the
+    process into the job.
     """
     join_at_zero_init()
     for place, name, ours in ((deepspeed, "initialize", _initialize), (deepspeed.comm, "init_distributed", _join)):
@@ -44,8 +45,10 @@ def _around(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[...
 
 
 def _join(stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Join the job, or wait beside it while it runs, in a process of an elastic launch; in others call DeepSpeed's
-    own."""
+    """Join the job, or wait beside it while it runs, in a process of an elastic launch.
+
+    Other processes call DeepSpeed's own function.
+    """
     if worker_place() is None:
         return stock(*arguments, **named)
     with replaced(deepspeed.comm, "init_distributed", stock):
@@ -66,8 +69,10 @@ def _initialize(stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any
 
 
 def _for_inference(model: nn.Module, config: dict[str, Any]) -> tuple[nn.Module, None, None, None]:
-    """Return a model that is not trained, such as DPO's reference, whole on each member, so that no change concerns
-    it."""
+    """Return a model that is not trained, such as DPO's reference, whole on each member.
+
+    No change of the world thus concerns it.
+    """
     if config.get("zero_optimization", {}).get("stage") == 3:
         raise UnsupportedError(
             f"a {type(model).__name__} that is not trained, at ZeRO stage 3: its shards would stay in the world of the "

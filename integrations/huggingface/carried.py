@@ -12,23 +12,26 @@ from transformers.trainer_callback import ExportableState
 from ds_dynatrain.integrations.huggingface.schedules import restore_schedule, schedule_of
 
 PROGRESS = "trainer"
-"""Name of the progress among the engine's objects."""
+"""Name under which the progress is registered with the engine."""
 _OWN = ("is_local_process_zero", "is_world_process_zero")
-"""Fields of `TrainerState` that each process has for itself."""
+"""Fields of `TrainerState` that are separate for each process."""
 
 _OF_JOB = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "stateful_callbacks"),
     *("best_metric", "best_global_step", "best_model_checkpoint"),
 )
-"""Fields of `TrainerState` that are restored; the rest follows from the arguments, which may differ when a job goes on,
-for example by more steps."""
+"""Fields of `TrainerState` that are restored.
+
+The other fields follow from the arguments, which may differ when a job continues, for example by having more steps.
+"""
 
 
 class TrainerProgress:
-    """`TrainerState` with the states of callbacks, the losses not logged yet, and a schedule that is not the engine's.
+    """State of a Trainer that its checkpoints hold.
 
-    Everything that a trainer decides by, such as the best checkpoint and the patience of early stopping, comes from
-    rank 0 on a member that starts to work.
+    It consists of `TrainerState`, the states of callbacks, the losses not logged yet, and any schedule that is not the
+    engine's. When a member starts to work, everything on which a trainer bases decisions, such as the best checkpoint
+    and the patience of early stopping, comes from rank 0.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -36,7 +39,7 @@ class TrainerProgress:
         self._losses: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values, except in the state of a scheduler, which is its own."""
+        """Return the state as plain values. A scheduler's own state may also contain other values."""
         trainer = self._trainer
         state = {name: value for name, value in dataclasses.asdict(trainer.state).items() if name not in _OWN}
         state["stateful_callbacks"] = callback_states(trainer)
@@ -61,21 +64,21 @@ class TrainerProgress:
             self._trainer._globalstep_last_logged = self._losses["logged_at"]
 
     def forget_losses(self) -> None:
-        """Drop the restored losses once they are in place: from now on the trainer counts."""
+        """Drop the restored losses once they are in place. From now on, the trainer counts."""
         self._losses = None
 
 
 def callback_states(trainer: Any) -> dict[str, Any]:
-    """Return the present states of a trainer's callbacks and of its control, in the form of `TrainerState`."""
+    """Return the current states of a trainer's callbacks and of its control, in the form of `TrainerState`."""
     listed = [each for each in (*trainer.callback_handler.callbacks, trainer.control) if _has_state(each)]
     found: dict[str, Any] = TrainerState(stateful_callbacks=listed).stateful_callbacks
     return found
 
 
 def restore_callbacks(trainer: Any, states: dict[str, Any]) -> None:
-    """Set the attributes in `states` on callbacks, in order where there are several of one class; their arguments stay.
+    """Set the attributes in `states` on callbacks. Callbacks of one class are matched in order; their arguments stay.
 
-    The control of the loop is left alone: a step sets its flags anew.
+    The control of the loop is left alone, because a step sets its flags anew.
     """
     rest = {name: list(held) if isinstance(held, list) else [held] for name, held in states.items()}
     for callback in filter(_has_state, trainer.callback_handler.callbacks):

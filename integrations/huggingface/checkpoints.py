@@ -1,7 +1,7 @@
-"""Folders `checkpoint-N`: which are complete, what they hold, and how one is read and written.
+"""Folders `checkpoint-N`: which are complete, what they hold, and how they are read and written.
 
-A folder of ours is a checkpoint of `engine.save`, whose tag is the folder's name, with Trainer's files added. A stock
-Trainer's folder has DeepSpeed's folder in it. Both are read in any world and layout.
+One of our folders is a checkpoint of `engine.save`, whose tag is the folder's name, with Trainer's files added. A stock
+Trainer's folder contains DeepSpeed's folder. Both are read in any world and layout.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["STATE", "check", "complete", "is_ours", "keep_fallback", "newest", "
 
 
 def _is_stock(folder: Path) -> bool:
-    """Return whether a stock Trainer has written the folder completely: the state of the Trainer comes last."""
+    """Return whether a stock Trainer has written the folder completely. Such a Trainer writes its own state last."""
     return (folder / STATE).is_file() and any(folder.glob("global_step*"))
 
 
 def newest(output_dir: str, fallback: Path | None) -> str:
     """Return the folder of the newest complete checkpoint, among those in `output_dir` and those saved on SIGTERM.
 
-    ValueError, as Trainer's own, if there is none.
+    Raises ValueError, as Trainer does, if there is none.
     """
     found: dict[Path, int] = {}
     for folder in Path(output_dir).glob("checkpoint-*"):
@@ -50,7 +50,7 @@ def newest(output_dir: str, fallback: Path | None) -> str:
 
 
 def check(folder: str) -> None:
-    """Raise CheckpointError for a folder that is no complete checkpoint."""
+    """Raise CheckpointError if a folder is not a complete checkpoint."""
     path = Path(folder)
     if is_ours(path) or _is_stock(path):
         return
@@ -64,7 +64,8 @@ def check(folder: str) -> None:
 def complete(folder: str) -> None:
     """Write Trainer's state beside a checkpoint that was saved without it, as on SIGTERM.
 
-    The first process to come writes it; all would write the same, and the file is replaced atomically.
+    The first process to arrive writes the state. All processes would write the same, and the file is replaced
+    atomically.
     """
     path = Path(folder) / STATE
     if is_ours(folder) and not path.is_file():
@@ -75,7 +76,7 @@ def complete(folder: str) -> None:
 
 
 def _carried(folder: Path) -> dict[str, Any]:
-    """Return the state of `TrainerProgress` in a checkpoint; CheckpointError if no Trainer's job saved it."""
+    """Return the state of `TrainerProgress` in a checkpoint. Raises CheckpointError if no Trainer's job saved it."""
     said = Saved.open(folder).of_rank(0).get("rest", {}).get("objects", {}).get(PROGRESS)
     if said is None:
         raise CheckpointError(f"{folder} is not of a Trainer's job: it has no steps and no log; load its weights alone")
@@ -88,8 +89,10 @@ def _step(folder: Path) -> int:
 
 
 def keep_fallback(fallback: Path | None, output_dir: str, step: int) -> None:
-    """Rename the checkpoint that SIGTERM saved of this step to `checkpoint-N`, unless there is one; called by rank 0
-    alone."""
+    """Rename the checkpoint of this step that was saved on SIGTERM to `checkpoint-N`, unless that exists.
+
+    Called only by rank 0.
+    """
     target = Path(output_dir) / f"checkpoint-{step}"
     if fallback is None or not fallback.is_dir() or target.exists():
         return
@@ -102,11 +105,11 @@ def keep_fallback(fallback: Path | None, output_dir: str, step: int) -> None:
 
 
 def resume(trainer: Any, engine: Any, folder: str) -> None:
-    """Go on from a checkpoint; a newcomer has the job's state already, and loads nothing.
+    """Continue from a checkpoint. A new member already has the job's state, and loads nothing.
 
-    A stock Trainer's with adapters has no frozen weights, which stay as the base model has them. ConfigError for one
-    that was saved with another global batch, or whose epochs have another number of steps: steps would not mean the
-    same samples.
+    A stock Trainer's checkpoint with adapters has no frozen weights, which stay as the base model has them. Raises
+    ConfigError if the checkpoint was saved with another global batch, or if its epochs have a different number of
+    steps, because steps would then not mean the same samples.
     """
     path = Path(folder)
     ours = is_ours(path)

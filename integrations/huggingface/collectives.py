@@ -1,4 +1,4 @@
-"""Collectives that Accelerate's loops call, for ranks that come late and worlds that are lost."""
+"""Collectives that Accelerate's loops call, adapted to ranks that arrive late and worlds that are lost."""
 
 from __future__ import annotations
 
@@ -16,39 +16,47 @@ T = TypeVar("T")
 class Collectives(Below):
     """Mix-in over `accelerate.Accelerator` whose collectives cover the working ranks.
 
-    If a process comes late and the others are elsewhere, or the world is lost during the call, the result is this
+    If a process comes late and the others have moved on, or if the world is lost during the call, the result is this
     process's own part.
     """
 
     engine: Any
-    """The engine of ds_dynatrain; None before it is made."""
+    """The ds_dynatrain engine; None before it is made."""
 
     def _together(self, name: str, call: Callable[[], T], alone: T) -> T:
-        """Run a collective of the working ranks; return `alone` if they are elsewhere, or the world is lost during the
-        call."""
+        """Run a collective of the working ranks.
+
+        Returns `alone` if the other ranks have moved on, or if the world is lost during the call.
+        """
         engine = self.engine
         if engine is None:
             return call()
         return alone if engine.idle else engine._parts.loaders.together(name, call, lambda: alone)
 
     def gather(self, tensor: Any) -> Any:
-        """Gather a tensor as Accelerate does; this process's own tensor if the world is lost meanwhile."""
+        """Gather a tensor the way Accelerate does. Returns this process's own tensor if the world is lost meanwhile."""
         return self._together("a gather", lambda: super(Collectives, self).gather(tensor), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather for metrics as Accelerate does; this process's own data if the world is lost meanwhile."""
+        """Gather for metrics the way Accelerate does.
+
+        Returns this process's own data if the world is lost meanwhile.
+        """
         gather = super().gather_for_metrics
         return self._together("a gather for metrics", lambda: gather(input_data, use_gather_object), input_data)
 
     def reduce(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """Reduce a tensor as Accelerate does; this process's own tensor if the world is lost meanwhile."""
+        """Reduce a tensor the way Accelerate does. Returns this process's own tensor if the world is lost meanwhile."""
         return self._together("a reduce", lambda: super(Collectives, self).reduce(tensor, *arguments, **named), tensor)
 
     def pad_across_processes(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """Pad a tensor as Accelerate does; this process's own tensor, unpadded, if the world is lost meanwhile."""
+        """Pad a tensor the way Accelerate does.
+
+        Returns this process's own tensor, unpadded, if the world is lost meanwhile.
+        """
         pad = super().pad_across_processes
         return self._together("a pad across processes", lambda: pad(tensor, *arguments, **named), tensor)
 
     def wait_for_everyone(self) -> None:
-        """Wait, as Accelerate does, for the working processes."""
+        """Wait for the working processes, the way Accelerate does."""
         self._together("a wait for everyone", super().wait_for_everyone, None)

@@ -1,4 +1,4 @@
-"""Replacements of the DataLoaders that an Accelerator prepares: one that trains, and those that evaluate."""
+"""Replacements for the DataLoaders that an Accelerator prepares: one that trains, and those that evaluate."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.integrations.shared.batches import refuse_other_epochs
 
 MOST_SET = 2**32 - 1
-"""The largest seed that `set_seed` takes; a larger one was drawn at random, and a run that goes on would not have
-it."""
+"""The largest seed that `set_seed` takes.
+
+A larger one was drawn at random, and a run that continues would not have it.
+"""
 
 
 def is_in_order(loader: DataLoader[Any]) -> bool:
@@ -24,7 +26,7 @@ def is_in_order(loader: DataLoader[Any]) -> bool:
 
 
 class _Prepared:
-    """A replacement that passes unknown attributes on to the torch DataLoader it is made from."""
+    """A replacement that passes unknown attributes on to the torch DataLoader from which it is made."""
 
     def __init__(self, accelerator: Any, loader: DataLoader[Any]) -> None:
         self._accelerator, self._torch = accelerator, loader
@@ -35,18 +37,18 @@ class _Prepared:
         return getattr(self._torch, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the order of an epoch follows from the job's position here."""
+        """Do nothing, because the order of an epoch follows from the job's position here."""
 
 
 class TrainingBatches(_Prepared):
-    """This rank's micro-batches, one by one; the last one of a global batch sets `sync_gradients`.
+    """Loader of this rank's micro-batches, one by one. The last one of a global batch sets `sync_gradients`.
 
-    A change of the world takes effect between two global batches. The loader reads from the engine once there is one,
+    A change of the world takes effect between two global batches. The loader reads from the engine once there is one;
     see `bind`.
     """
 
     remainder = 0
-    """Samples with which the last batch is padded: none."""
+    """Number of samples with which the last batch is padded, which is always 0."""
 
     def __init__(self, accelerator: Any, loader: DataLoader[Any]) -> None:
         super().__init__(accelerator, loader)
@@ -56,7 +58,7 @@ class TrainingBatches(_Prepared):
 
     @property
     def loader(self) -> TrainLoader:
-        """The engine's loader; ConfigError before there is an engine."""
+        """The engine's loader. Raises ConfigError before there is an engine."""
         if self._ours is None:
             raise ConfigError(
                 "the training DataLoader has no engine yet: prepare the model and its optimizer before the loop"
@@ -65,11 +67,11 @@ class TrainingBatches(_Prepared):
 
     @property
     def samples(self) -> int:
-        """Number of this rank's own samples in the newest micro-batch; 0 for one that repeats another rank's sample."""
+        """Number of this rank's own samples in the newest micro-batch; 0 if it repeats another rank's sample."""
         return self.loader.samples
 
     def bind(self, engine: Any) -> None:
-        """Read from `engine`; ConfigError if processes would deal in different orders."""
+        """Read from `engine`. Raises ConfigError if processes would use different orders of samples."""
         seed = None if is_in_order(self._torch) else self._seed(engine._parts.job.job_seed)
         if engine.generation == 1 and not engine.idle:
             seeds = set(gather_object([seed]))
@@ -82,8 +84,12 @@ class TrainingBatches(_Prepared):
         self._ours = cast("TrainLoader", engine.loader(self._torch, seed=seed, reshuffle=reshuffle, name="accelerate"))
 
     def _seed(self, of_job: int) -> int:
-        """Return the seed of the samples' order: epoch k has the permutation of seed + k, as Accelerate's seedable
-        sampler has it. of_job: rank 0's seed at the start."""
+        """Return the seed for the order of samples.
+
+        Epoch k has the permutation of seed + k, as with Accelerate's seedable sampler.
+
+        of_job: the job's seed, which comes from rank 0 at the start.
+        """
         settings = self._accelerator.dataloader_config
         generator = getattr(self._torch.sampler, "generator", None)
         if settings.data_seed is not None:
@@ -93,17 +99,17 @@ class TrainingBatches(_Prepared):
         return of_job if of_job <= MOST_SET else 0
 
     def refuse_other_epochs(self, saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a stock checkpoint with other epochs; see the function of this name."""
+        """Raise ConfigError for a stock checkpoint whose epochs differ; see the function of this name."""
         refuse_other_epochs(self._torch, saved)
 
     def go_to(self, steps: int) -> None:
-        """Move the position to after `steps` optimizer steps of the job."""
+        """Move to the position after `steps` optimizer steps of the job."""
         epoch, step = divmod(steps, self.loader.order.steps)
         state = self.loader.state_dict()
         self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
 
     def note_backward(self) -> None:
-        """Note that a backward pass begins; DataError if further micro-batches were drawn before it."""
+        """Record that a backward pass begins. Raises DataError if further micro-batches were fetched before it."""
         drawn, self._drawn = self._drawn, 0
         if drawn > 1:
             raise DataError(
@@ -112,7 +118,7 @@ class TrainingBatches(_Prepared):
             )
 
     def __len__(self) -> int:
-        """Return the number of micro-batches in an epoch on this rank in the present world."""
+        """Return the number of micro-batches in an epoch on this rank in the current world."""
         if self._ours is not None:
             return len(self._ours)
         return math.ceil(len(self._torch) / int(self._accelerator.num_processes))
@@ -135,9 +141,10 @@ class TrainingBatches(_Prepared):
 
 
 class EvaluationBatches(_Prepared):
-    """Evaluation loader that makes Accelerate's own anew for each pass, cut for the world of that moment.
+    """Evaluation loader that makes a new loader of Accelerate for each pass, cut for the world at that time.
 
-    make: makes it from torch's DataLoader for the present world. begins: returns whether a pass has batches here.
+    make: function that makes Accelerate's loader for the current world from torch's DataLoader.
+    begins: function that returns whether a pass has batches on this process.
     """
 
     def __init__(
@@ -152,11 +159,11 @@ class EvaluationBatches(_Prepared):
         self.name, self._make, self._begins = name, make, begins
 
     def stock(self) -> Any:
-        """Return Accelerate's loader for the present world."""
+        """Return Accelerate's loader for the current world."""
         return self._make(self._torch)
 
     def __len__(self) -> int:
-        """Return the number of batches on this rank in the present world."""
+        """Return the number of batches on this rank in the current world."""
         return len(self.stock())
 
     def __iter__(self) -> Iterator[Any]:
@@ -164,7 +171,7 @@ class EvaluationBatches(_Prepared):
 
 
 def placed(batch: Any, accelerator: Any) -> Any:
-    """Return a batch on the accelerator's device, moved as Accelerate does."""
+    """Return a batch on the accelerator's device, moved the way Accelerate does."""
     if not accelerator.device_placement:
         return batch
     return send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)

@@ -31,4 +31,4 @@ LOOPS = {
     "accelerate.state.GradientState": "_add_dataloader _remove_dataloader active_dataloader",
     "accelerate.utils": "MODEL_NAME gather_object send_to_device",
 }
-"""Further names for loops of Accelerate's."""
+"""Further names, needed for loops of Accelerate."""

@@ -1,4 +1,4 @@
-"""Updates, after each change, of the numbers that Accelerate reads from the world once."""
+"""Updates, after each change, of the numbers that Accelerate reads only once from the world."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from accelerate.state import AcceleratorState, PartialState
 
 
 def refresh_ranks() -> None:
-    """Set the number of ranks and this one's, from which `num_processes`, `args.world_size` and samplers are
-    derived."""
+    """Set the number of ranks and this process's rank in Accelerate's state.
+
+    `num_processes`, `args.world_size` and samplers are derived from them.
+    """
     numbers = {"num_processes": td.get_world_size(), "process_index": td.get_rank()}
     for state in (PartialState, AcceleratorState):
         state._shared_state.update(numbers)
@@ -19,7 +21,7 @@ def refresh_ranks() -> None:
 def refresh_stage(accelerator: Any, stage: int, *configurations: Any) -> None:
     """Set the ZeRO stage in all copies of the configuration, and in the values derived from them.
 
-    configurations: further objects of `HfDeepSpeedConfig`.
+    configurations: further `HfDeepSpeedConfig` objects.
     """
     plugin = accelerator.deepspeed_plugin
     asked = getattr(plugin, "dschf", None)  # by transformers, whether parameters are partitioned

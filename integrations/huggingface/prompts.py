@@ -1,8 +1,8 @@
-"""Trainers of TRL that answer prompts (GRPO, RLOO), over a world that changes.
+"""TRL trainers that answer prompts (GRPO, RLOO), over a world that changes.
 
 A global batch of completions is one generation batch. Its prompts follow from the epoch and the step alone, so every
-rank knows those of all ranks: rank r of W answers rows [r n, (r + 1) n) with n = train_batch_size / W, and the rewards
-that TRL gathers in the order of ranks lie prompt by prompt.
+rank knows the prompts of all ranks: rank r of W answers rows [r n, (r + 1) n) with n = train_batch_size / W. The
+rewards, which TRL gathers in the order of ranks, thus lie prompt by prompt.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ else:
 """The trainer's class that the mix-in extends."""
 
 DIVIDED_LOSSES = ("cispo", "dapo", "vespo")
-"""Losses that TRL divides by the tokens of all ranks; it means the others over each micro-batch."""
+"""Losses that TRL divides by the tokens of all ranks. TRL takes the mean of other losses over each micro-batch."""
 PROMPTED = "_generate_and_score_completions"
-"""Method by which a trainer is known to generate completions."""
+"""Method whose presence shows that a trainer generates completions."""
 Row = Mapping[str, Any]
 
 
@@ -51,7 +51,7 @@ class EqualShares(Extension):
 
 
 class Places(torch.utils.data.Dataset[int]):
-    """The places of an epoch's completions, each of which is its own sample."""
+    """A data set of the positions of an epoch's completions. Each position is its own sample."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -64,19 +64,22 @@ class Places(torch.utils.data.Dataset[int]):
 
 
 class PromptMixin(Below):
-    """Mix-in between `ElasticMixin` and a trainer of TRL that generates completions and has rewards for them."""
+    """Mix-in between `ElasticMixin` and a TRL trainer that generates completions and has rewards for them."""
 
     _orders: dict[int, list[int]]
     """Rows of the data set in the order of an epoch's completions, by epoch."""
     _completions: tuple[tuple[int, int], dict[str, Any] | None] = ((-1, 0), None)
     """(number of the generation batch, generation of the world) and this rank's completions."""
     _due: Iterator[dict[str, Any]]
-    """Completions of the open global batch's micro-batches that are not trained yet."""
+    """Completions of the open global batch's micro-batches that have not been trained yet."""
     _measured: dict[str, int]
     """Number of values of each metric before the open global batch."""
 
     def begin(self, given: Sequence[Any]) -> None:
-        """Check and settle the arguments; called before the trainer's constructor. given: its arguments."""
+        """Check and settle the arguments. Called before the trainer's constructor.
+
+        given: the constructor's arguments.
+        """
         args: Any = arguments_in(given)
         refuse_generations(args)
         super().begin(given)
@@ -98,20 +101,20 @@ class PromptMixin(Below):
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> GlobalBatches:
-        """Return the loader of global batches of places."""
+        """Return a loader of global batches of positions."""
         loader = DataLoader(Places(len(self._order(0))), batch_size=self._train_batch_size, collate_fn=list)
         self.global_batches = GlobalBatches(loader, self._settings.global_batch, "trainer")
         return self.global_batches
 
     def _order(self, epoch: int) -> list[int]:
-        """Return the rows of the data set in the order of an epoch's completions, as TRL's sampler gives them."""
+        """Return the data set's rows in the order of an epoch's completions, as given by TRL's sampler."""
         if epoch not in self._orders:
             sampler: Any = self._get_train_sampler(self.train_dataset)
             self._orders = {each: list(sampler) for each in range(epoch + 1)}
         return self._orders[epoch]
 
     def _prompts(self, window: Window) -> list[Row]:
-        """Return the rows of the data set that this rank answers in a global batch."""
+        """Return the data set's rows that this rank answers in a global batch."""
         size, mine = self._settings.global_batch, sum(one.samples for one in window)
         epoch, step = divmod(self.state.global_step, len(self.global_batches))
         first = step * size + self.accelerator.process_index * mine
@@ -120,13 +123,13 @@ class PromptMixin(Below):
     # ---- a global batch ----------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *arguments: Any) -> tuple[list[Window], None]:
-        """Return one global batch, as one item; TRL divides its losses by itself."""
+        """Return one global batch, as one item. TRL divides its losses by itself."""
         windows, _ = super().get_batch_samples(*arguments)
         self._is_by_tokens = getattr(self, "loss_type", "") in DIVIDED_LOSSES
         return windows, None
 
     def training_step(self, model: Any, inputs: Window, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Generate and score this rank's completions if that is due, and train each micro-batch of them."""
+        """Generate and score this rank's completions if that is due, and train each of their micro-batches."""
         self._measured = {name: len(values) for name, values in self._metrics["train"].items()}
         number = self.state.global_step // self.num_iterations, self.engine.generation
         known, held = self._completions
@@ -148,7 +151,7 @@ class PromptMixin(Below):
         return found
 
     def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
-        """Return the completions of the next micro-batch, or those of a batch of evaluation."""
+        """Return the completions of the next micro-batch, or those of an evaluation batch."""
         found: dict[str, Any] = next(self._due) if self.model.training else super()._prepare_inputs(inputs)
         return found
 
@@ -160,18 +163,18 @@ class PromptMixin(Below):
         return found
 
     def end_window(self) -> None:
-        """Forget the metrics of a global batch that is discarded; called after the step."""
+        """Forget the metrics of a discarded global batch. Called after the step."""
         super().end_window()
         for name, values in self._metrics["train"].items() if self.engine.is_discarded else ():
             del values[self._measured.get(name, 0) :]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does; the metrics of a step that is repeated after a death are left out of the next row."""
+        """Log the way TRL does. Metrics of a step that is repeated after a death are left out of the next row."""
         super().log(logs, start_time)
         self._metrics["train" if self.model.training else "eval"].clear()
 
     def _together(self, name: str, call: Any, alone: Any) -> Any:
-        """Run collectives of the working ranks; return what `alone` returns if the world is lost during the call."""
+        """Run collectives of the working ranks. Returns the result of `alone` if the world is lost during the call."""
         return self.engine._parts.loaders.together(name, call, alone)
 
 
@@ -189,7 +192,7 @@ def _rows(value: Any, begin: int, end: int) -> Any:
 
 
 def refuse_generations(args: Any) -> None:
-    """Raise UnsupportedError for settings of a generation that cannot follow the world, by name."""
+    """Raise UnsupportedError, naming the setting, for generation settings that cannot follow the world."""
     if args.steps_per_generation != args.gradient_accumulation_steps:
         raise UnsupportedError(
             f"steps_per_generation={args.steps_per_generation} beside gradient_accumulation_steps="

@@ -1,5 +1,7 @@
-"""Refusals of Trainer features that cannot follow a world, each by name and with a way out, before anything is
-built."""
+"""Refusals of Trainer features that cannot follow a world, made before anything is built.
+
+Each names the feature and an alternative.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ ARGUMENTS = (
 )
 
 TRAINERS = ("DistillationTrainer", "OnlineDPOTrainer", "GKDTrainer", "PPOTrainer")
-"""Trainers of TRL that deal prompts to the ranks of the start, and gather answers over them."""
+"""TRL trainers that assign prompts to the initial ranks, and gather answers over these ranks."""
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
@@ -92,7 +94,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 
 def refuse_trainer(kind: type[Any]) -> None:
-    """Raise UnsupportedError for a trainer that deals samples by itself."""
+    """Raise UnsupportedError for a trainer that assigns samples by itself."""
     named = [each.__name__ for each in kind.__mro__ if each.__name__ in TRAINERS]
     if named:
         raise UnsupportedError(
@@ -102,10 +104,10 @@ def refuse_trainer(kind: type[Any]) -> None:
 
 
 def refuse_loader(loader: object, batch_size: int) -> None:
-    """Raise UnsupportedError if `get_train_dataloader` returns no DataLoader, ConfigError if its batches have another
-    size.
+    """Raise UnsupportedError if `get_train_dataloader` does not return a DataLoader.
 
-    Custom samplers and batch samplers are refused when the engine takes the DataLoader apart.
+    Raises ConfigError if the DataLoader's batches have another size. Custom samplers and batch samplers are refused
+    when the engine takes the DataLoader apart.
     """
     if not isinstance(loader, DataLoader):
         raise UnsupportedError(
@@ -122,7 +124,7 @@ def refuse_loader(loader: object, batch_size: int) -> None:
 
 
 def refuse_second_training(engine: Any) -> None:
-    """Raise UnsupportedError if not all processes of the launch come to a second call of `train`."""
+    """Raise UnsupportedError if not all processes of the launch will make a second call of `train`."""
     if worker_place() is not None:
         raise UnsupportedError(
             "a second trainer.train() in an elastic launch: a node that joins would begin with the first one; train in "

@@ -1,4 +1,4 @@
-"""Updates, after each change, of what a Trainer remembers of the world besides Accelerate's numbers."""
+"""Updates, after each change, of what a Trainer remembers about the world besides Accelerate's numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from ds_dynatrain.integrations.huggingface.numbers import refresh_ranks, refresh
 
 
 def refresh_trainer(trainer: Any) -> None:
-    """Update a trainer over a working engine: ranks, stage, the reporting process, and evaluation loaders, which are
-    cut by ranks."""
+    """Update a trainer over a working engine: ranks, stage, the reporting process, and evaluation loaders.
+
+    Evaluation loaders are made anew, because they are cut by ranks.
+    """
     refresh_ranks()
     refresh_stage(trainer.accelerator, trainer.deepspeed.layout.zero_stage, trainer.args.hf_deepspeed_config)
     state = trainer.state
@@ -23,7 +25,7 @@ def refresh_trainer(trainer: Any) -> None:
 
 
 def _begin_to_report(trainer: Any) -> None:
-    """Start the progress bar on a process that has become rank 0; other reporters start when they are first called."""
+    """Start the progress bar on a process that has become rank 0. Other reporters start when they are first called."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback) and callback.training_bar is None:
             callback.on_train_begin(trainer.args, trainer.state, trainer.control)

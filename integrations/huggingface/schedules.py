@@ -1,4 +1,4 @@
-"""Learning rate schedules that are not the engine's: carried, and kept steady in a world that changes."""
+"""Learning-rate schedules that are not the engine's: carried to new members, and steady in a world that changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ else:
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any] | None:
-    """Return the state of a schedule; None if it is the engine's, which carries its own."""
+    """Return the state of a schedule; None if the schedule is the engine's, which carries its own state."""
     if scheduler is None or isinstance(scheduler, DeepSpeedSchedulerWrapper):
         return None
     state: dict[str, Any] = scheduler.state_dict()
@@ -30,10 +30,13 @@ def restore_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> N
 
 
 class SteadyScheduler(AcceleratedScheduler):
-    """A schedule of Accelerate's, stepped for a fixed number of processes instead of the present one.
+    """A schedule of Accelerate, stepped for a fixed number of processes instead of the current number.
 
-    So it means the same in every world. stock: the schedule that Accelerate has made. processes: as many as make a
-    global batch of one DataLoader batch each. engine: of ds_dynatrain.
+    The schedule thus means the same in every world.
+
+    stock: the schedule that Accelerate has made.
+    processes: the number of processes for which one DataLoader batch each makes a global batch.
+    engine: the ds_dynatrain engine.
     """
 
     def __init__(self, stock: AcceleratedScheduler, processes: int, engine: Any) -> None:
@@ -41,7 +44,7 @@ class SteadyScheduler(AcceleratedScheduler):
         self._processes, self._engine = processes, engine
 
     def step(self, *arguments: Any, **named: Any) -> None:
-        """Step the schedule after an optimizer step, unless that was skipped or discarded."""
+        """Step the schedule after an optimizer step, unless that step was skipped or discarded."""
         if self._engine.is_discarded:
             return
         if not self.step_with_optimizer:
@@ -55,13 +58,13 @@ class SteadyScheduler(AcceleratedScheduler):
 
 
 class CarriedSchedule:
-    """A `SteadyScheduler` in the form of the engine's carried objects."""
+    """A `SteadyScheduler` in the form in which the engine carries objects."""
 
     def __init__(self, steady: SteadyScheduler) -> None:
         self._scheduler = steady.scheduler
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values, except for what the scheduler's own state holds."""
+        """Return the state as plain values. The scheduler's own state may also contain other values."""
         return schedule_of(self._scheduler) or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

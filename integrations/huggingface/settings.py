@@ -1,4 +1,4 @@
-"""Settings of a Trainer's arguments and its DeepSpeed configuration, in the terms of a job whose world changes."""
+"""Settings from a Trainer's arguments and its DeepSpeed configuration, translated to a job whose world changes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.integrations.shared.refusal import BLOCK
 
 _SETTLED = "_dynatrain_global_batch"
-"""Attribute of a settled configuration with the global batch, because its arguments no longer have the given
-accumulation."""
+"""Attribute of a settled configuration that holds the global batch size.
+
+It is needed because the arguments no longer have the given accumulation.
+"""
 _OF_ONE_WORLD = ("train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a job. global_batch: samples of an optimizer step, in every world. fallback: where SIGTERM saves, if
-    it does."""
+    """Settings of a job.
+
+    global_batch: number of samples in an optimizer step, in every world.
+    fallback: the folder in which SIGTERM saves; None if it does not save.
+    """
 
     global_batch: int
     fallback: Path | None
@@ -38,8 +43,8 @@ def has_block(args: object) -> bool:
 def settle(args: TrainingArguments) -> Settings:
     """Set the arguments, and all copies of the configuration, so that a batch of the loader is a whole optimizer step.
 
-    ConfigError where nodes come and go and `train_batch_size` is no number: before the job exists, each kind of node
-    would compute another one.
+    Raises ConfigError if nodes may join and leave and `train_batch_size` is not a number: before the job exists, each
+    kind of node would compute a different one.
     """
     held, plugin = args.hf_deepspeed_config, args.deepspeed_plugin
     if plugin is None:
@@ -75,8 +80,10 @@ def _global_batch(args: TrainingArguments) -> int:
 
 
 def arguments_in(given: Iterable[Any]) -> TrainingArguments:
-    """Return the TrainingArguments among a trainer's arguments; ConfigError if their configuration has no `dynatrain`
-    block."""
+    """Return the TrainingArguments among a trainer's arguments.
+
+    Raises ConfigError if their configuration has no `dynatrain` block.
+    """
     args = next((each for each in given if isinstance(each, TrainingArguments)), None)
     if args is None or not has_block(args):
         lacks = (

@@ -1,6 +1,6 @@
-"""`save_state` and `load_state` of an Accelerator by the engine's checkpoints.
+"""An Accelerator's `save_state` and `load_state`, based on the engine's checkpoints.
 
-For a checkpoint of `engine.save`, the further files that Accelerate has beside its own checkpoints are not needed.
+A checkpoint of `engine.save` does not need the further files that Accelerate writes beside its own checkpoints.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class Checkpoints(Below):
     """Mix-in over `accelerate.Accelerator` whose checkpoints have one format for every world."""
 
     engine: Any
-    """The engine of ds_dynatrain; None before it is made."""
+    """The ds_dynatrain engine; None before it is made."""
     _training: TrainingBatches | None
     _has_loaded = False
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **named: Any) -> Any:
-        """Save as Accelerate does, in one format for every world. A failed save is an error in the log of all
-        processes."""
+        """Save the way Accelerate does, in one format for every world.
+
+        A failed save is an error in the log of all processes.
+        """
         if named:
             raise UnsupportedError(
                 f"save_state({', '.join(named)}): these are DeepSpeed's, and this checkpoint is of ds_dynatrain; "
@@ -55,8 +57,10 @@ class Checkpoints(Below):
                 return None
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **named: Any) -> None:
-        """Load as Accelerate does, in any world and layout, Accelerate's own checkpoints too; later newcomers get the
-        loaded state."""
+        """Load the way Accelerate does, in any world and layout. Accelerate's own checkpoints are read too.
+
+        Members that start to work later get the loaded state.
+        """
         self._has_loaded = True
         engine = self._working("load_state")
         if engine is None:
@@ -67,7 +71,7 @@ class Checkpoints(Below):
             self._training.go_to(engine.global_steps)
 
     def _working(self, call: str) -> Any:
-        """Return the engine, or None if it is idle; ConfigError before there is one."""
+        """Return the engine, or None if it is idle. Raises ConfigError before there is an engine."""
         if self.engine is None:
             raise ConfigError(f"accelerator.{call}: there is no engine yet; prepare the model and its optimizer first")
         return None if self.engine.idle else self.engine
@@ -84,8 +88,10 @@ class Checkpoints(Below):
                 self._training.refuse_other_epochs((client or {}).get("ds_config", {}))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Skip batches of evaluation loaders as Accelerate does; the training loader is already where `load_state` has
-        moved it."""
+        """Skip batches of evaluation loaders the way Accelerate does.
+
+        The training loader is already at the position to which `load_state` has moved it.
+        """
         if isinstance(dataloader, EvaluationBatches):
             return super().skip_first_batches(dataloader.stock(), num_batches)
         if not self._has_loaded and num_batches:
@@ -97,15 +103,19 @@ class Checkpoints(Below):
 
 
 def nothing(output_dir: Any, *arguments: Any, **named: Any) -> Any:
-    """Save nothing; replaces `save_accelerator_state`, since schedules, streams and positions are in the checkpoint
-    already."""
+    """Save nothing.
+
+    Replaces `save_accelerator_state`, because schedules, streams and positions are in the checkpoint.
+    """
     return output_dir
 
 
 @contextmanager
 def without_ours() -> Iterator[list[Path]]:
-    """Let Accelerate, in the block, read further files beside its own checkpoints only; the list collects those
-    folders."""
+    """Context manager in which Accelerate reads further files only beside its own checkpoints.
+
+    Yields a list that collects the folders of these checkpoints.
+    """
     stock, read = accelerate.accelerator, list[Path]()
     load_rest, load_object = stock.load_accelerator_state, stock.load_custom_state
 

@@ -1,4 +1,4 @@
-"""Methods of a Trainer that know about the world, mixed into any class of trainers."""
+"""Methods of a Trainer that know about the world, mixed into any trainer class."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ else:
 
 
 class ElasticMixin(Below):
-    """Mix-in over a class of `transformers.Trainer`: `class Mine(ElasticMixin, Trainer)`, which is what `elastic`
-    makes."""
+    """Mix-in over a class of `transformers.Trainer`: `class Mine(ElasticMixin, Trainer)`.
+
+    `elastic` makes such classes.
+    """
 
     global_batches: GlobalBatches
     progress: TrainerProgress
@@ -42,9 +44,9 @@ class ElasticMixin(Below):
     _is_by_tokens = False
     """Whether the window's losses are divided by the tokens of all ranks."""
     _seed: int | None = None
-    """Seed of the order of samples, from the first `train` on."""
+    """Seed for the order of samples; None before the first call of `train`."""
     _schedule: dict[str, Any] | None = None
-    """State of the schedule before the window."""
+    """State of the schedule before the window (one global batch)."""
     _reported: dict[tuple[str, ...], int]
     """The last reported step for each set of names in a log row."""
 
@@ -54,33 +56,36 @@ class ElasticMixin(Below):
         self.finish()
 
     def begin(self, given: Sequence[Any]) -> None:
-        """Check and settle the arguments; called before Trainer's constructor. given: its arguments."""
+        """Check and settle the arguments. Called before Trainer's constructor.
+
+        given: the constructor's arguments.
+        """
         args = settings.arguments_in(given)
         refusals.refuse_trainer(type(self))
         refusals.refuse_arguments(args)
         self._settings = settings.settle(args)
 
     def finish(self) -> None:
-        """Check the data set and add the `Following` callback; called after Trainer's constructor."""
+        """Check the data set and add the `Following` callback. Called after Trainer's constructor."""
         refusals.refuse_data(self.train_dataset)
         self.callback_handler.callbacks.insert(0, Following(self))
 
     @property
     def engine(self) -> Any:
-        """The engine of ds_dynatrain, during training and after it; None before."""
+        """The ds_dynatrain engine, during training and afterwards; None before training."""
         return self.deepspeed
 
     # ---- the batches -------------------------------------------------------------------------------------------------
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples of an optimizer step, the same in every world."""
+        """Return the number of samples in an optimizer step, which is the same in every world."""
         return self._settings.global_batch
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of global batches, over Trainer's DataLoader or that of a subclass.
 
-        The DataLoader is taken before Accelerate cuts it for the present world. ConfigError if its batches differ from
-        `per_device_train_batch_size`, UnsupportedError if it is no DataLoader.
+        The DataLoader is taken before Accelerate cuts it for the current world. Raises ConfigError if its batches
+        differ from `per_device_train_batch_size`, and UnsupportedError if it is not a DataLoader.
         """
         with replaced(self.accelerator, "prepare", lambda *given, **_: given[0] if len(given) == 1 else given):
             loader: Any = super().get_train_dataloader()
@@ -93,7 +98,7 @@ class ElasticMixin(Below):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Window], num_batches: int, device: torch.device
     ) -> tuple[list[Window], torch.Tensor | int | None]:
-        """Return one global batch, as one item, and its tokens over all ranks if this trainer counts them."""
+        """Return one global batch, as one item, and its number of tokens over all ranks if this trainer counts them."""
         try:
             window = next(epoch_iterator, None)
         except SystemExit:
@@ -111,7 +116,7 @@ class ElasticMixin(Below):
         return [window], count
 
     def training_step(self, model: Any, inputs: Window, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Train each micro-batch of a global batch as Trainer does; return the loss of this rank's part."""
+        """Train each micro-batch of a global batch the way Trainer does. Return the loss of this rank's part."""
         total = torch.zeros((), device=self.args.device)
         self.current_gradient_accumulation_steps = len(inputs)
         for one in inputs:
@@ -123,11 +128,11 @@ class ElasticMixin(Below):
         return torch.zeros_like(total) if model.is_discarded else total
 
     def floating_point_ops(self, inputs: Window) -> int:
-        """Return the floating point operations of all micro-batches."""
+        """Return the number of floating-point operations of all micro-batches."""
         return sum(super(ElasticMixin, self).floating_point_ops(one.data) for one in inputs)
 
     def _track_num_input_tokens(self, inputs: Window) -> None:
-        """Count the tokens of all micro-batches; a borrowed one has none, but takes part in the collective."""
+        """Count the tokens of all micro-batches. A borrowed one counts none, but takes part in the collective."""
         try:
             for one in inputs:
                 super()._track_num_input_tokens(_without_samples(one.data) if one.is_borrowed else one.data)
@@ -139,7 +144,7 @@ class ElasticMixin(Below):
     # ---- the world ---------------------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """Make the engine as Trainer does, and then restore a checkpoint or take over what a newcomer has to know."""
+        """Make the engine the way Trainer does, then restore a checkpoint or take over the job's state."""
         engine, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
         self._reported = {}
@@ -157,23 +162,23 @@ class ElasticMixin(Below):
         return engine, loader
 
     def _see_change(self, change: Change) -> None:
-        """Refresh the trainer; called before a batch is drawn in another world, or in one with another stage."""
+        """Refresh the trainer. Called before a batch is fetched in another world or ZeRO stage."""
         if not change.after.idle:
             refresh_trainer(self)
 
     def _begin_window(self) -> None:
-        """Keep the state of the schedule; called when a global batch was drawn."""
+        """Keep the state of the schedule. Called when a global batch has been fetched."""
         self._schedule = schedule_of(self.lr_scheduler)
 
     def end_window(self) -> None:
-        """Restore the schedule if the step of the global batch was discarded; called after the step."""
+        """Restore the schedule if the step of the global batch was discarded. Called after the step."""
         if self.engine.is_discarded and self._schedule is not None:
             restore_schedule(self.lr_scheduler, self.optimizer, self._schedule)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
-        """Log, save and evaluate as Trainer does, except for a discarded global batch, or if the world ends meanwhile.
+        """Log, save and evaluate the way Trainer does, unless the batch is discarded or the world ends meanwhile.
 
-        A checkpoint that cannot be saved is an error in the log of all processes, and training goes on.
+        If a checkpoint cannot be saved, an error is logged on all processes, and training continues.
         """
         if self.engine.is_discarded:
             return
@@ -190,7 +195,10 @@ class ElasticMixin(Below):
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as Trainer does, but only once for a step that is repeated after a death; the history has both rows."""
+        """Log the way Trainer does, but only once for a step that is repeated after a death.
+
+        The history has both rows.
+        """
         kind, step = tuple(sorted(logs)), int(self.state.global_step)
         if step > self._reported.get(kind, -1):
             self._reported[kind] = step
@@ -199,7 +207,7 @@ class ElasticMixin(Below):
             self.state.log_history.append({**logs, "epoch": self.state.epoch, "step": step})
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Evaluate as Trainer does; only processes that start the job evaluate for `eval_on_start`."""
+        """Evaluate the way Trainer does. Only processes that start the job evaluate for `eval_on_start`."""
         is_at_start = skip_scheduler
         if is_at_start and (self.engine.idle or self.engine.is_newcomer):
             return {}
@@ -209,8 +217,11 @@ class ElasticMixin(Below):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any) -> Any:
-        """Train as Trainer does. resume_from_checkpoint=True: from the newest complete checkpoint of `output_dir`, or
-        one saved on SIGTERM."""
+        """Train the way Trainer does.
+
+        resume_from_checkpoint: True continues from the newest complete checkpoint in `output_dir`, or from one saved on
+            SIGTERM.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.newest(self._get_output_dir(None), self._settings.fallback)
         elif isinstance(resume_from_checkpoint, str):
@@ -222,9 +233,9 @@ class ElasticMixin(Below):
         return super().train(resume_from_checkpoint, *arguments, **named)
 
     def _let_engine_go(self) -> None:
-        """End the engine of an earlier call of `train`: this call makes a new one from the present weights.
+        """End the engine of an earlier call of `train`. This call makes a new one from the current weights.
 
-        UnsupportedError if not all processes come here again: idle ones end with the first call.
+        Raises UnsupportedError if not all processes reach this point again, because idle ones end with the first call.
         """
         refusals.refuse_second_training(self.engine)
         self.accelerator.free_memory()
@@ -233,7 +244,7 @@ class ElasticMixin(Below):
         self.model_wrapped = self.model
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
-        """Begin as Trainer does, but skip no batches: the loader moves to its position by itself."""
+        """Begin the way Trainer does, but skip no batches, because the loader moves to its position by itself."""
         epochs, _ = super()._init_training_state(*arguments, **named)
         return epochs, 0
 
@@ -245,8 +256,10 @@ class ElasticMixin(Below):
         super()._save_checkpoint(model, trial)
 
     def _load_best_model(self) -> None:
-        """Load the best model as Trainer does, also from our checkpoints: weights go back, and the progress of the
-        training stays."""
+        """Load the best model the way Trainer does, also from our checkpoints.
+
+        The weights are restored, but the progress of the training stays.
+        """
         folder = self.state.best_model_checkpoint
         if not checkpoints.is_ours(folder):
             super()._load_best_model()
@@ -257,17 +270,19 @@ class ElasticMixin(Below):
         self.progress.load_state_dict(said)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the schedule of transformers' own where stock Trainer looks for it; the checkpoint has all other state
-        already."""
+        """Write a schedule of transformers to the place where a stock Trainer looks for it.
+
+        The checkpoint already has all other state.
+        """
         schedule = schedule_of(self.lr_scheduler)
         if self.args.should_save and schedule is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: random streams are in the checkpoint already."""
+        """Do nothing, because random streams are already in the checkpoint."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load a stock Trainer's random streams, where there is a file for this rank; ours came with the state."""
+        """Load a stock Trainer's random streams, if there is a file for this rank. Ours were loaded with the state."""
         if checkpoint is not None and not checkpoints.is_ours(checkpoint):
             super()._load_rng_state(checkpoint)
 

@@ -2,11 +2,11 @@
 
     import ds_dynatrain.integrations.lightning  # registers the name
 
-`strategy` is Lightning's DeepSpeedStrategy over our engine, with its view of the world, of data and of models. `steps`
-trains the micro-batches of a global batch with a user's `training_step`. `carried` is the state that a process takes
-over when it begins to work, and that a checkpoint holds; `checkpoints` writes and reads checkpoints. `settings` reads
-the DeepSpeed configuration, `refusals` lists what cannot be, `callbacks` asks for switches. Private names of
-Lightning's are in `names`, checked at import.
+`strategy` is Lightning's DeepSpeedStrategy over our engine, with its own view of the world, of data and of models.
+`steps` trains the micro-batches of a global batch with a user's `training_step`. `carried` is the state that a process
+takes over when it begins to work, and that a checkpoint holds. `checkpoints` writes and reads checkpoints. `settings`
+reads the DeepSpeed configuration, `refusals` lists unsupported features, and `callbacks` requests switches. Private
+names of Lightning are listed in `names` and checked at import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Callback for users, which asks for switches."""
+"""Callback with which users request switches."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from ds_dynatrain.integrations.lightning.strategy import DynatrainStrategy
 
 
 class SwitchCallback(Callback):
-    """Callback that asks for layouts at given optimizer steps of the job: `SwitchCallback({1000: {"data": 4}})`.
+    """Callback that requests layouts at given optimizer steps of the job: `SwitchCallback({1000: {"data": 4}})`.
 
-    schedule: the arguments of `engine.switch`, by the number of steps. SwitchRefused is raised by `trainer.fit()`, on
-    all processes alike.
+    schedule: a map from a number of steps to the arguments of `engine.switch`.
+
+    SwitchRefused is raised by `trainer.fit()`, on all processes alike.
     """
 
     def __init__(self, schedule: Mapping[int, Mapping[str, Any]]) -> None:
         self.schedule = {int(step): dict(sizes) for step, sizes in schedule.items()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Ask for the layout of step 0, or of the step from which the job goes on."""
+        """Request the layout of step 0, or of the step from which the job continues."""
         self._ask(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ask for the layout of this step; it takes effect before the next one, after this step's validation and
-        save."""
+        """Request the layout of this step.
+
+        It takes effect before the next step, after this step's validation and save.
+        """
         self._ask(trainer)
 
     def _ask(self, trainer: Any) -> None:

@@ -1,5 +1,7 @@
-"""State of a Trainer that a process takes over when it begins to work, and that a checkpoint holds: plain values and
-tensors."""
+"""State of a Trainer that a process takes over when it begins to work, and that a checkpoint holds.
+
+It consists of plain values and tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from lightning.pytorch.trainer import call
 from ds_dynatrain.errors import CheckpointError
 
 PROGRESS = "lightning"
-"""Name of the progress among the engine's objects."""
+"""Name under which the progress is registered with the engine."""
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 class TrainerProgress:
-    """Counts of the loops, states of callbacks, schedules of the learning rate, and the newest logged metrics.
+    """Counts of the loops, states of callbacks, learning-rate schedules, and the newest logged metrics.
 
-    saving: Lightning's own checkpoint, while one is saved.
+    saving: Lightning's own checkpoint, while one is being saved.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -29,7 +31,7 @@ class TrainerProgress:
         self._is_loading, self._loaded = False, dict[str, Any]()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and tensors, as far as callbacks and schedulers have such."""
+        """Return the state as plain values and tensors. States of callbacks and schedulers may contain other values."""
         trainer = self._trainer
         return {
             "loops": trainer.fit_loop.state_dict(),
@@ -41,7 +43,7 @@ class TrainerProgress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state in the middle of the loops; while a checkpoint is loaded, keep it for Lightning instead."""
+        """Restore a state in the middle of the loops. While a checkpoint is loaded, keep it for Lightning instead."""
         if self._is_loading:
             self._loaded = state
             return
@@ -58,10 +60,10 @@ class TrainerProgress:
         trainer.should_stop = state["should_stop"]
 
     def loaded(self, load: Any) -> dict[str, Any]:
-        """Return the state that Lightning has to restore from the checkpoint that `load` reads. One saved on SIGTERM
-        has no checkpoint of Lightning's, which is put together from the parts.
+        """Return the state that Lightning has to restore from the checkpoint that `load` reads.
 
-        CheckpointError for a checkpoint of another framework's job.
+        A checkpoint saved on SIGTERM does not contain a checkpoint of Lightning, which is put together from the parts.
+        Raises CheckpointError if the checkpoint belongs to another framework's job.
         """
         self._is_loading = True
         try:

@@ -1,5 +1,7 @@
-"""Lightning's checkpoints written by the engine, in one format for every world. Those of its DeepSpeed strategy are
-read."""
+"""Lightning's checkpoints, written by the engine in one format for every world.
+
+Checkpoints of Lightning's own DeepSpeed strategy are read too.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ else:
 
 _IN_THE_ENGINE = ("state_dict", "optimizer_states")
 _TAG = "checkpoint"
-"""Name of our folder inside the one that Lightning names, as in Lightning's own checkpoints."""
+"""Name of our folder inside the folder that Lightning names, as in Lightning's own checkpoints."""
 _OPTIONAL = "hyper_parameters", "datamodule_hyper_parameters"
 _COUNTED = "epoch_loop.batch_progress"
 
 
 class Nothing(dict[str, Any]):
-    """Checkpoint of an idle process: it restores nothing, and takes all state over when it begins to work."""
+    """Checkpoint of an idle process.
+
+    It restores nothing, because the process takes over all state when it begins to work.
+    """
 
     def __init__(self) -> None:
         super().__init__({"pytorch-lightning_version": lightning.pytorch.__version__})
@@ -40,7 +45,7 @@ class Nothing(dict[str, Any]):
 
 
 class Checkpoints(Below):
-    """Mix-in over Lightning's DeepSpeedStrategy that saves and loads by the engine."""
+    """Mix-in over Lightning's DeepSpeedStrategy that saves and loads with the engine."""
 
     engine: Any
     _progress: TrainerProgress
@@ -48,19 +53,20 @@ class Checkpoints(Below):
     trust_pickle: bool
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: the engine saves the weights."""
+        """Return nothing, because the engine saves the weights."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: the engine saves the optimizer's state."""
+        """Return nothing, because the engine saves the optimizer's state."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save all state, with what Lightning, callbacks and hooks have put into `checkpoint`, into the folder
-        `filepath`.
+        """Save all state into the folder `filepath`.
 
-        CheckpointError, on all processes alike, if the checkpoint cannot be saved. ConfigError for values that are not
-        plain.
+        checkpoint: the values from Lightning, callbacks and hooks, which are saved too.
+
+        Raises CheckpointError, on all processes alike, if the checkpoint cannot be saved. Raises ConfigError for values
+        that are not plain.
         """
         if storage_options is not None:
             raise TypeError("trainer.save_checkpoint(storage_options=...): no CheckpointIO is used here; leave it out")
@@ -76,7 +82,7 @@ class Checkpoints(Below):
             self._progress.saving = None
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Go on from a folder, in any world and layout: one of ours, or of Lightning's DeepSpeed strategy."""
+        """Continue from a folder, in any world and layout: one of ours, or one of Lightning's DeepSpeed strategy."""
         if self.engine.idle:
             return Nothing()
         folder = _local(self.broadcast(checkpoint_path))
@@ -92,8 +98,10 @@ class Checkpoints(Below):
         return self._loaded_of_stock(folder)
 
     def _loaded_of_stock(self, folder: Path) -> dict[str, Any]:
-        """Load a checkpoint of Lightning's DeepSpeed strategy, which counts micro-batches of the world that saved
-        it."""
+        """Load a checkpoint of Lightning's DeepSpeed strategy.
+
+        Such a checkpoint counts micro-batches of the world that saved it.
+        """
         strict = self.lightning_module.strict_loading
         _, found = self.engine.load_checkpoint(
             str(folder), _TAG, load_module_strict=strict, trust_pickle=self.trust_pickle
@@ -114,7 +122,7 @@ class Checkpoints(Below):
 
 
 def _local(path: Any) -> Path:
-    """Return a path; UnsupportedError if it is not in a file system."""
+    """Return a path. Raises UnsupportedError if it is not in a file system."""
     if "://" in str(path):
         raise UnsupportedError(
             f"checkpoints at {str(path)!r}: they are written into a folder that all processes see; give a path in a "
@@ -124,9 +132,9 @@ def _local(path: Any) -> Path:
 
 
 def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the values to save: hyper-parameters that are not plain values are left out, with a warning.
+    """Return the values to save. Hyper-parameters that are not plain values are left out, with a warning.
 
-    ConfigError, naming it, for any other value that is not plain.
+    Raises ConfigError, naming the value, for any other value that is not plain.
     """
     found = dict(checkpoint)
     for table in (name for name in _OPTIONAL if isinstance(found.get(name), dict)):

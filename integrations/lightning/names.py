@@ -1,4 +1,4 @@
-"""Names of Lightning's that are not public API, and on which this integration relies."""
+"""Names of Lightning that are not public API, and on which this integration relies."""
 
 from __future__ import annotations
 

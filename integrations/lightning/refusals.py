@@ -1,4 +1,4 @@
-"""Refusals of Lightning Trainer features that cannot follow a world, each by name and with a way out."""
+"""Refusals of Lightning Trainer features that cannot follow a world. Each names the feature and an alternative."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def refuse_trainer(trainer: Any) -> None:
 
 
 def refuse_loader(loader: object, has_one: bool) -> None:
-    """Raise UnsupportedError for a second training loader; DataError for samples that cannot be dealt again."""
+    """Raise UnsupportedError for a second training loader, and DataError if its samples cannot be assigned again."""
     if has_one:
         raise UnsupportedError(
             "several training DataLoaders: a global batch is of one; join the data sets "
@@ -170,10 +170,12 @@ def refuse_loader(loader: object, has_one: bool) -> None:
 
 
 def refuse_other_epochs(training: GlobalBatches, batch: int, saved: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a stock checkpoint of a job whose epochs are no whole number of this job's steps.
+    """Raise ConfigError for a stock checkpoint whose job's epochs are not a whole number of this job's steps.
 
-    Lightning's sampler pads the data set to equal parts for all ranks, and its windows of accumulation go on in the
-    next epoch. saved: the DeepSpeed configuration of the checkpoint, which has the same global batch.
+    saved: the DeepSpeed configuration of the checkpoint, which has the same global batch size.
+
+    Lightning's sampler pads the data set to equal parts for all ranks, and its accumulation windows continue in the
+    next epoch.
     """
     micro, accumulation = saved.get("train_micro_batch_size_per_gpu"), saved.get("gradient_accumulation_steps", 1)
     if not (isinstance(micro, int) and isinstance(accumulation, int)):

@@ -1,4 +1,4 @@
-"""Settings that Lightning takes from a DeepSpeed configuration, in the terms of a job whose world changes."""
+"""Settings that Lightning takes from a DeepSpeed configuration, translated to a job whose world changes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ _GLOBAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of batches. global_batch: samples of an optimizer step, in every world. micro_batch: the most in a forward
-    pass."""
+    """Sizes of batches.
+
+    global_batch: number of samples in an optimizer step, in every world.
+    micro_batch: maximum number of samples in a forward pass.
+    """
 
     global_batch: int
     micro_batch: int
 
 
 def with_block(config: Mapping[str, Any], is_given: bool) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed configuration with a `dynatrain` block. is_given: whether it is the user's;
-    ConfigError then if it has no block."""
+    """Return a copy of a DeepSpeed configuration with a `dynatrain` block.
+
+    is_given: whether the configuration is the user's.
+
+    Raises ConfigError if the user's configuration has no block.
+    """
     found = copy.deepcopy(dict(config))
     if is_given and BLOCK not in found:
         raise ConfigError(
@@ -36,7 +43,7 @@ def with_block(config: Mapping[str, Any], is_given: bool) -> dict[str, Any]:
 
 
 def layout_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout of the start, as far as it is given."""
+    """Return the settings of the initial layout that are given."""
     found: dict[str, Any] = config[BLOCK].get("layout") or {}
     return found
 
@@ -47,10 +54,13 @@ def saves_on_sigterm(config: Mapping[str, Any]) -> bool:
 
 
 def sizes_of(config: Mapping[str, Any], batch_size: int, accumulation: int, processes: int) -> Sizes:
-    """Return the sizes of a job. batch_size: the training DataLoader's. processes: number of processes that were
-    started.
+    """Return the batch sizes of a job.
 
-    ConfigError if the DataLoader and the configuration disagree.
+    batch_size: the training DataLoader's batch size.
+    accumulation: the number of accumulation steps in Lightning's settings.
+    processes: number of processes that were started.
+
+    Raises ConfigError if the DataLoader and the configuration disagree.
     """
     micro = _number(config, _MICRO)
     if micro not in (None, batch_size):
@@ -63,14 +73,16 @@ def sizes_of(config: Mapping[str, Any], batch_size: int, accumulation: int, proc
 
 
 def for_engine(config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Return the configuration from which an engine is made: accumulation follows from the world."""
+    """Return the configuration from which an engine is made. It has no accumulation, which follows from the world."""
     rest = {name: value for name, value in config.items() if name != "gradient_accumulation_steps"}
     return {**rest, _GLOBAL: sizes.global_batch, _MICRO: sizes.micro_batch}
 
 
 def for_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration by which a model is cut as it is built: without sizes of one world, since all processes
-    take part."""
+    """Return the configuration with which a model is partitioned while it is built.
+
+    It has no sizes of one world, because all processes take part.
+    """
     of_world = (_GLOBAL, _MICRO, "gradient_accumulation_steps", BLOCK)
     return {**{name: value for name, value in config.items() if name not in of_world}, _MICRO: 1}
 

@@ -20,10 +20,10 @@ else:
 
 
 class Window:
-    """One batch in Lightning's eyes: this rank's micro-batches of one global batch.
+    """One batch from Lightning's point of view: this rank's micro-batches of one global batch.
 
-    It iterates over the results of the data set and `collate_fn` for each micro-batch. Lightning does not look into
-    batches of an unknown kind.
+    Iterating over it gives, for each micro-batch, the result of the data set and `collate_fn`. Lightning does not look
+    into batches of an unknown kind.
     """
 
     def __init__(self, parts: tuple[MicroBatch, ...]) -> None:
@@ -37,7 +37,7 @@ class Window:
 
 
 class WindowOptimization(Below):
-    """Replacement of Lightning's `automatic_optimization`: an item of its loop is an optimizer step."""
+    """Replacement of Lightning's `automatic_optimization`, in which an item of the loop is an optimizer step."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -46,13 +46,14 @@ class WindowOptimization(Below):
 
     @property
     def samples(self) -> int:
-        """Number of this rank's own samples in the present micro-batch; 0 for one that repeats another rank's
-        sample."""
+        """Number of this rank's own samples in the current micro-batch; 0 if it repeats another rank's sample."""
         return 0 if self._one is None else self._one.samples
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        """Train each micro-batch as Lightning does; return the output of the last one, with the mean loss of this
-        rank's samples."""
+        """Train each micro-batch the way Lightning does.
+
+        Returns the output of the last micro-batch, with the mean loss of this rank's samples.
+        """
         trainer, window = self.trainer, kwargs["batch"]
         found: dict[str, Any] = {}
         total, samples = 0.0, 0
@@ -73,21 +74,21 @@ class WindowOptimization(Below):
         return {**found, "loss": total / samples} if samples else found
 
     def _placed(self, data: Any) -> Any:
-        """Return a micro-batch as `training_step` gets it."""
+        """Return a micro-batch in the form in which `training_step` receives it."""
         trainer = self.trainer
         data = trainer.precision_plugin.convert_input(data)
         data = trainer.lightning_module._on_before_batch_transfer(data, dataloader_idx=0)
         return call._call_strategy_hook(trainer, "batch_to_device", data, dataloader_idx=0)
 
     def _announce(self, data: Any) -> None:
-        """Tell `self.log` the present micro-batch, from which it takes the batch size."""
+        """Tell `self.log` the current micro-batch, from which it takes the batch size."""
         trainer = self.trainer
         if not self._is_first:
             trainer._logger_connector.on_batch_start(data)
         trainer._results.batch, trainer._results.batch_size = data, None
 
     def _logged_apart(self) -> Any:
-        """Return a block in which logged values are dropped."""
+        """Return a context manager in which logged values are dropped."""
         return replaced(self.trainer.fit_loop.epoch_loop, "_results", _ResultCollection(training=True))
 
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Any:
@@ -95,7 +96,7 @@ class WindowOptimization(Below):
         return super()._make_zero_grad_fn(batch_idx, optimizer) if self._is_first else None
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
-        """Step as Lightning does at the end of a global batch; before it, call the hook alone."""
+        """Step the way Lightning does at the end of a global batch. Before the end, only call the hook."""
         if self._one is None or self._one.is_last:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return

@@ -31,21 +31,22 @@ else:
 
 
 class Windows(GlobalBatches):
-    """Training loader that Lightning iterates over; its items are `Window`s."""
+    """Training loader over which Lightning iterates. Its items are `Window`s."""
 
     def __iter__(self) -> Iterator[Any]:
         return (Window(parts) for parts in super().__iter__())
 
 
 class DynatrainStrategy(Checkpoints, Below):
-    """Lightning's DeepSpeedStrategy, with its arguments, over our engine. config: DeepSpeed's, with a `dynatrain`
-    block.
+    """Lightning's DeepSpeedStrategy, with its arguments, over our engine.
 
-    Without `config` it has Lightning's default, stage 2, over all processes. trust_pickle: whether to run code in
-    checkpoints of Lightning's own strategy that hold more than tensors and plain values.
+    config: DeepSpeed's configuration, with a `dynatrain` block; by default Lightning's own, stage 2, over all
+        processes.
+    trust_pickle: whether to run code in checkpoints of Lightning's own strategy that hold more than tensors and plain
+        values.
 
-    ConfigError for a configuration without the block, UnsupportedError for features that cannot follow the world, by
-    name.
+    Raises ConfigError if the configuration has no block, and UnsupportedError, naming the feature, for features that
+    cannot follow the world.
     """
 
     strategy_name = "dynatrain"
@@ -64,13 +65,15 @@ class DynatrainStrategy(Checkpoints, Below):
 
     @property
     def engine(self) -> Any:
-        """The engine of ds_dynatrain, from the start of `trainer.fit` on; None before."""
+        """The ds_dynatrain engine, from the start of `trainer.fit` on; None before that."""
         return self._engine
 
     @property
     def samples(self) -> int:
-        """Number of this rank's own samples in the micro-batch of `training_step`; 0 for one that repeats another
-        rank's sample."""
+        """Number of this rank's own samples in the micro-batch of `training_step`.
+
+        It is 0 if the micro-batch repeats another rank's sample.
+        """
         return 0 if self._steps is None else self._steps.samples
 
     # ---- the world ---------------------------------------------------------------------------------------------------
@@ -81,42 +84,41 @@ class DynatrainStrategy(Checkpoints, Below):
 
     @property
     def world_size(self) -> int:
-        """Size of the present world; before the engine is made, the number of started processes."""
+        """Size of the current world or, before the engine is made, the number of started processes."""
         if self._engine is None:
             return int(super().world_size)
         return 1 if self._is_idle else td.get_world_size()
 
     @property
     def global_rank(self) -> int:
-        """Rank in the present world; -1 on an idle process."""
+        """Rank in the current world; -1 on an idle process."""
         return int(super().global_rank if self._engine is None else self._engine.rank)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Arguments of the sampler that gives each rank its samples of an evaluation."""
+        """Arguments of the sampler that gives each rank its evaluation samples."""
         return {"num_replicas": self.world_size, "rank": max(self.global_rank, 0)}
 
     def _see_change(self, change: Change) -> None:
-        """Refresh who logs and who evaluates what; called before a batch is drawn in another world, or in one with
-        another stage."""
+        """Refresh who logs and who evaluates what. Called before a batch is fetched in another world or ZeRO stage."""
         self.set_world_ranks()
         self.lightning_module.trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
 
     def barrier(self, *arguments: Any, **named: Any) -> None:
-        """Wait for the working processes, as Lightning does; an idle process does not wait."""
+        """Wait for the working processes, the way Lightning does. An idle process does not wait."""
         if not self._is_idle:
             super().barrier(*arguments, **named)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast among the working processes, as Lightning does; an idle process gets its own object back."""
+        """Broadcast among the working processes, the way Lightning does. An idle process gets its own object back."""
         return obj if self._is_idle else super().broadcast(obj, src)
 
     def reduce(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """Reduce over the working processes, as Lightning does; an idle process gets its own tensor back."""
+        """Reduce over the working processes, the way Lightning does. An idle process gets its own tensor back."""
         return tensor if self._is_idle else super().reduce(tensor, *arguments, **named)
 
     def all_gather(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """Gather from the working processes, as Lightning does; an idle process gets its own tensor back."""
+        """Gather from the working processes, the way Lightning does. An idle process gets its own tensor back."""
         return tensor if self._is_idle else super().all_gather(tensor, *arguments, **named)
 
     @classmethod
@@ -127,15 +129,17 @@ class DynatrainStrategy(Checkpoints, Below):
     # ---- the start ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Set up as Lightning does, on CPUs too. UnsupportedError, by name, for features that cannot follow the
-        world."""
+        """Set up the environment the way Lightning does, on CPUs too.
+
+        Raises UnsupportedError, naming the feature, for features that cannot follow the world.
+        """
         trainer = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
             refusals.refuse_trainer(trainer)
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
-        """Set up process groups as Lightning does, on CPUs too."""
+        """Set up process groups the way Lightning does, on CPUs too."""
         if self.root_device.type != "cpu":
             _validate_device_index_selection(self.parallel_devices)
         reset_seed()
@@ -145,7 +149,10 @@ class DynatrainStrategy(Checkpoints, Below):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Surround `configure_model` as Lightning does: at ZeRO 3 parameters are cut as they are made."""
+        """Context manager around `configure_model`, as in Lightning.
+
+        At ZeRO 3, it partitions parameters as they are made.
+        """
         self._init_config_if_needed()
         config = settings.for_model(self.config)
         with deepspeed.zero.Init(
@@ -154,9 +161,9 @@ class DynatrainStrategy(Checkpoints, Below):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine as Lightning does. After `trainer.fit`, use the present engine for evaluations.
+        """Make the engine the way Lightning does. After `trainer.fit`, use the current engine for evaluations.
 
-        UnsupportedError for a second `fit`, and for an evaluation without one.
+        Raises UnsupportedError for a second `fit`, and for an evaluation without a previous `fit`.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             self._evaluate_with_engine(trainer)
@@ -191,7 +198,10 @@ class DynatrainStrategy(Checkpoints, Below):
         self.model = self._engine
 
     def _settled(self) -> settings.Sizes:
-        """Return the sizes of batches, from the training DataLoader, which is requested now if it was not before."""
+        """Return the batch sizes from the training DataLoader.
+
+        Requests the DataLoader now if that has not happened yet.
+        """
         if self._sizes is None:
             self.lightning_module.trainer.fit_loop.setup_data()
         if self._sizes is None:
@@ -203,7 +213,7 @@ class DynatrainStrategy(Checkpoints, Below):
         return self._settled().micro_batch
 
     def _init_optimizers(self) -> tuple[Any, Any]:
-        """Make optimizers as Lightning does, but keep the schedule from the engine: it stays Lightning's."""
+        """Make optimizers the way Lightning does, but keep the schedule away from the engine. It stays Lightning's."""
         optimizer, self._schedule = super()._init_optimizers()
         return optimizer, None
 
@@ -223,20 +233,25 @@ class DynatrainStrategy(Checkpoints, Below):
         return self._engine, forwarder
 
     def _initialize_deepspeed_train(self, model: Any) -> None:
-        """Make the engine as Lightning does, which adopts its schedule; one from `configure_optimizers` replaces it."""
+        """Make the engine the way Lightning does.
+
+        Lightning adopts the engine's schedule; a schedule from `configure_optimizers` replaces it.
+        """
         super()._initialize_deepspeed_train(model)
         if self._schedule is not None:
             self.lr_scheduler_configs = [self._schedule]
 
     def on_train_start(self) -> None:
-        """Leave SIGTERM to the engine if that saves on it: Lightning's handler would broadcast at any line of the
-        script."""
+        """Leave SIGTERM to the engine if the engine saves on it.
+
+        Lightning's handler would broadcast at any point of the script.
+        """
         connector = self.lightning_module.trainer._signal_connector
         if settings.saves_on_sigterm(self.config) and signal.SIGTERM in connector._original_handlers:
             connector._register_signal(signal.SIGTERM, connector._original_handlers[signal.SIGTERM])
 
     def teardown(self) -> None:
-        """Tear down all but the engine, which stays for evaluations until the script ends."""
+        """Tear down everything except the engine, which stays for evaluations until the script ends."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -244,7 +259,7 @@ class DynatrainStrategy(Checkpoints, Below):
     # ---- the batches -------------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return the training DataLoader as a loader of global batches; others as they are."""
+        """Return the training DataLoader as a loader of global batches. Return other DataLoaders unchanged."""
         trainer = self.lightning_module.trainer
         if trainer.state.stage != RunningStage.TRAINING:
             return dataloader
@@ -256,13 +271,15 @@ class DynatrainStrategy(Checkpoints, Below):
         return self._training
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch as Lightning does, but leave a global batch, whose micro-batches are moved when their turn
-        comes."""
+        """Move a batch the way Lightning does, but leave a global batch where it is.
+
+        A global batch's micro-batches are moved one by one, when each is trained.
+        """
         return batch if isinstance(batch, Window) else super().batch_to_device(batch, device, dataloader_idx)
 
 
 def _leave_windows(module: Any) -> None:
-    """Skip Lightning's hook before the transfer for global batches: it is called for each micro-batch later."""
+    """Skip Lightning's hook before the transfer for global batches. It is called for each micro-batch later."""
     stock = module._on_before_batch_transfer
 
     def hook(batch: Any, dataloader_idx: int = 0) -> Any:

@@ -1,5 +1,5 @@
-"""Code shared by the integrations of several frameworks, which knows none of them.
+"""Code shared by the integrations of several frameworks. It knows none of them.
 
-`batches` is the loader whose item is a whole global batch, `folders` writes checkpoints in place of a framework's own,
-`refusal` is a feature that cannot be, `names` checks a framework's private names at import.
+`batches` has the loader whose item is a whole global batch, `folders` writes checkpoints in place of a framework's own,
+`refusal` describes an unsupported feature, and `names` checks a framework's private names at import.
 """

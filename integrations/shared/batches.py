@@ -1,6 +1,6 @@
-"""The loader that a framework iterates over: an item is this rank's part of a whole global batch.
+"""The loader over which a framework iterates: an item is this rank's part of a whole global batch.
 
-So accumulation is 1 for the framework, and its length, its steps and its epochs are the same in every world.
+Accumulation is thus 1 for the framework, and the loader's length, steps and epochs are the same in every world.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ Window = tuple[MicroBatch, ...]
 
 
 class GlobalBatches:
-    """Loader of global batches, which reads from the engine once there is one, see `bind`.
+    """Loader of global batches, which reads from the engine once there is one; see `bind`.
 
-    loader: of torch, over the data set; its samplers and collate function are used. global_batch: samples of a step.
-    name: unique among the engine's loaders. seed: epoch k has the permutation of `seed` + k; by default, that of the
-    sampler.
+    loader: a torch DataLoader over the data set. Its samplers and collate function are used.
+    global_batch: number of samples in a step.
+    name: a name that is unique among the engine's loaders.
+    seed: epoch k has the permutation of `seed` + k; by default, the sampler's seed is used.
     """
 
     def __init__(self, loader: DataLoader[Any], global_batch: int, name: str, seed: int | None = None) -> None:
@@ -32,7 +33,7 @@ class GlobalBatches:
 
     @property
     def dataset(self) -> Any:
-        """The data set whose samples are dealt."""
+        """The data set whose samples are assigned to ranks."""
         return self._torch.dataset
 
     @property
@@ -41,26 +42,27 @@ class GlobalBatches:
         return bool(self._torch.drop_last)
 
     def refuse_other_epochs(self, saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a stock checkpoint with other epochs; see the function of this name."""
+        """Raise ConfigError for a stock checkpoint whose epochs differ; see the function of this name."""
         refuse_other_epochs(self._torch, saved)
 
     @property
     def loader(self) -> TrainLoader:
-        """The engine's loader; ConfigError before there is an engine."""
+        """The engine's loader. Raises ConfigError before there is an engine."""
         if self._ours is None:
             raise ConfigError("the training loader has no engine yet; iterate over it while it trains alone")
         return self._ours
 
     def bind(self, engine: Any, drawn: Callable[[], None] | None = None, reshuffle: bool | None = None) -> None:
-        """Read from `engine`. drawn: called when a global batch was drawn, in the world that will train it.
+        """Read from `engine`.
 
-        reshuffle: another order each epoch; by default, what the sampler does.
+        drawn: function called when a global batch has been fetched, in the world that will train it.
+        reshuffle: whether each epoch has a different order; by default, this follows the sampler.
         """
         made = engine.loader(self._torch, seed=self._seed, reshuffle=reshuffle, name=self._name)
         self._ours, self._drawn = cast("TrainLoader", made), drawn or self._drawn
 
     def go_to(self, steps: int) -> None:
-        """Move the position to after `steps` optimizer steps of the job."""
+        """Move to the position after `steps` optimizer steps of the job."""
         epoch, step = divmod(steps, len(self))
         state = self.loader.state_dict()
         self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
@@ -76,11 +78,12 @@ class GlobalBatches:
 
 
 def refuse_other_epochs(loader: DataLoader[Any], saved: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a stock checkpoint whose epochs have another number of steps than this job's.
+    """Raise ConfigError for a stock checkpoint whose epochs differ from this job's in their number of steps.
 
-    With `drop_last` a stock framework leaves out samples that fill no micro-batch on all ranks, and its last step may
-    have fewer micro-batches than others; here samples that fill no global batch are left out. saved: the DeepSpeed
-    configuration of the checkpoint.
+    saved: the DeepSpeed configuration of the checkpoint.
+
+    With `drop_last`, a stock framework leaves out samples that do not fill a micro-batch on all ranks, and its last
+    step may have fewer micro-batches than others. Here, samples that do not fill a global batch are left out.
     """
     batch, accumulation = saved.get("train_batch_size"), saved.get("gradient_accumulation_steps", 1)
     if not (loader.drop_last and isinstance(batch, int) and isinstance(accumulation, int)):

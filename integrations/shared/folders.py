@@ -11,12 +11,12 @@ from ds_dynatrain.checkpoint import record
 
 
 def is_ours(folder: str | Path) -> bool:
-    """Return whether a folder is a checkpoint of `engine.save`, which is complete or not there at all."""
+    """Return whether a folder is a checkpoint of `engine.save`. Such a checkpoint is either complete or absent."""
     return (Path(folder) / record.RECORD).is_file()
 
 
 def save(engine: Any, folder: str | Path) -> None:
-    """Save all state into this folder, replacing one that an earlier run has left; a collective."""
+    """Save all state into this folder, replacing one left by an earlier run. A collective."""
     folder = Path(folder)
     earlier = folder.with_name(f".{folder.name}.{os.getpid()}")
     if engine.rank == 0 and folder.exists():  # it names the folder, when all have come to save

@@ -10,8 +10,10 @@ from ds_dynatrain.errors import ConfigError
 
 
 def check(wanted: Mapping[str, str], library: str, extra: str) -> None:
-    """Raise ConfigError with the missing names, and the extra of this package that installs versions which have
-    them."""
+    """Raise ConfigError if names are missing.
+
+    The error lists the missing names, and the extra of this package that installs versions which have them.
+    """
     missing = [f"{place}.{name}" for place, names in wanted.items() for name in names.split() if not _has(place, name)]
     if missing:
         version = getattr(importlib.import_module(library), "__version__", "?")

@@ -1,4 +1,4 @@
-"""Refusals of features that cannot follow the world, each with a way out."""
+"""Refusals of features that cannot follow the world. Each names an alternative."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ AXES = ("pipe", "tensor", "expert", "sequence")
 
 
 class Refusal(NamedTuple):
-    """A feature that is refused. is_wanted: returns whether a framework's settings ask for it."""
+    """A feature that is refused.
+
+    name: the name of the feature.
+    is_wanted: function that returns whether a framework's settings request the feature.
+    why: the reason for the refusal.
+    instead: what to do instead.
+    """
 
     name: str
     is_wanted: Callable[[Any], bool]
@@ -23,7 +29,7 @@ class Refusal(NamedTuple):
 
 
 def refuse(refusals: Iterable[Refusal], given: Any) -> None:
-    """Raise UnsupportedError for the first refused feature that the settings ask for."""
+    """Raise UnsupportedError for the first refused feature that the settings request."""
     for refusal in refusals:
         if refusal.is_wanted(given):
             raise UnsupportedError(f"{refusal.name}: {refusal.why}; {refusal.instead}")

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: how it is started, and what a live switch detaches from it and attaches again. Start with `host`.
+"""DeepSpeed's engine: starting it, and detaching and attaching its parts in a live switch. Start with `host`.
 
 Imports all other adapters.
 """

@@ -1,10 +1,10 @@
-"""DeepSpeed's curriculum as an order of samples: it assigns them to global batches, the same in every world.
+"""DeepSpeed's curriculum as an order of samples that is the same in every world.
 
-DeepSpeed's sampler draws a global batch on rank 0, from a random stream that its `state_dict` does not hold, and sends
-the batch to the other ranks. Here every working member draws for itself, beginning with the seed of the configuration.
-So a global batch depends on its number alone, and a position in the data is a number, as in any other order. Each
-process that trains must therefore be able to read the index files. It keeps its own clusters in a folder under
-`data_cluster_path` until it ends.
+DeepSpeed's sampler draws each global batch on rank 0, from a random stream that its `state_dict` does not hold, and
+sends the batch to the other ranks. Here every working member draws all batches itself, starting from the configured
+seed. A global batch thus depends only on its number, and a position in the data is a number, as in any other order.
+Each training process must therefore be able to read the index files. Each process also keeps its own clusters in a
+folder under `data_cluster_path`, and deletes the folder when the process ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ds_dynatrain.data import EpochOrder
 from ds_dynatrain.errors import DataError
 
 KEPT = 256
-"""Number of drawn global batches that are kept, because loader workers read ahead and a switch goes back."""
+"""Number of drawn global batches to keep, because loader workers read ahead and a switch may go back."""
 
 Schedule = Mapping[str, Callable[[int], Any]]
 
@@ -48,7 +48,7 @@ class CurriculumOrder(EpochOrder):
 
     @property
     def steps(self) -> int:
-        """Number of global batches in one pass: those of all `num_epochs`, plus one, as DeepSpeed counts."""
+        """Number of global batches in one pass: the batches of all `num_epochs` plus one, as counted by DeepSpeed."""
         return self.length * int(self.block["data_sampling"]["num_epochs"]) // self.train_batch_size + 1
 
     def __len__(self) -> int:
@@ -70,11 +70,11 @@ class CurriculumOrder(EpochOrder):
             yield self._draw(epoch * self.steps + number)[0]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return difficulties and counts as they were when global batch `step` was drawn, under DeepSpeed's names."""
+        """Return the difficulties and counts from when global batch `step` was drawn, keyed by DeepSpeed's names."""
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings, without paths, that must be equal for a saved position to mean the same samples."""
+        """Return the settings that must match for a saved position to mean the same samples. Paths are left out."""
         where = ("data_cluster_path", "index_to_sample_path", "index_to_metric_path")
         text = json.dumps(_without(self.block, where), sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -86,12 +86,12 @@ class CurriculumOrder(EpochOrder):
         }
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Set the functions from a step to a difficulty, one for each metric, that the schedule type `custom` uses."""
+        """Set the functions that the schedule type `custom` uses: a map from each metric to a function of the step."""
         self.schedule = dict(schedule)
         self._sampler = None
 
     def _draw(self, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the sample indices of a global batch, and the state for DeepSpeed's post-processing function."""
+        """Return a global batch's sample indices, and the state for DeepSpeed's post-processing function."""
         if number not in self._kept:
             if self._sampler is None or number < self._next:
                 self._start()
@@ -100,7 +100,7 @@ class CurriculumOrder(EpochOrder):
         return self._kept[number]
 
     def _start(self) -> None:
-        """Start a new sampler, with the arguments of rank 0 in a world of one, and an empty folder for its clusters."""
+        """Start a new sampler with the arguments of rank 0 in a world of one, and an empty folder for its clusters."""
         block = copy.deepcopy(self.block)
         curriculum = block["data_sampling"]["curriculum_learning"]
         above = Path(curriculum["data_cluster_path"])

@@ -38,7 +38,10 @@ from ds_dynatrain.space.leaves import MicroStep
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """State of a host before a reshape, from which `undo_reshape` restores it. names: the names of the parameters."""
+    """State of a host before a reshape, from which `undo_reshape` restores the host.
+
+    names: the map from each parameter to its name.
+    """
 
     shape: Shape
     children: Children
@@ -53,22 +56,22 @@ class Host:
     A leaf is a micro-batch that holds the same samples in every world.
 
     engine: DeepSpeed's engine (`host_engine.HostEngine`).
-    layout: the layout that is attached to the module, or was attached last.
-    global_batch_size: number of samples per optimizer step, even where DeepSpeed's three batch sizes cannot express it.
-    attaches: whether the engine is built with a ZeRO optimizer. An idle member's engine is not; it holds only names and
-        shapes of parameters.
-    whole: whether the parameters are whole when the engine is built; if not, `attach_first` is called once their values
+    layout: the layout that is attached to the module, or the last one that was.
+    global_batch_size: number of samples per optimizer step, even if DeepSpeed's three batch sizes cannot express it.
+    attaches: whether the engine is built with a ZeRO optimizer. An idle member's engine has none; it holds only the
+        parameters' names and shapes.
+    whole: whether the parameters are whole when the engine is built. If not, `attach_first` is called once their values
         have arrived.
     shape: the pipe, expert and tensor sizes of the module's children, and this member's index on these axes.
-    slot_weight: weight of the loss of the micro-batch that was assigned last.
-    slot_is_borrowed: whether that micro-batch repeats another rank's sample.
-    loss_is_divided: whether the loss of that micro-batch needs no weight.
-    window_tokens: number of tokens of the open accumulation window on this rank; None if no counts were given.
-    without_gradient: trainable parameters that got no gradient on this rank in the last window.
-    is_weighted: whether the loss of the running backward pass is weighted already, so that its gradients are not.
+    slot_weight: weight of the loss of the last micro-batch assigned.
+    slot_is_borrowed: whether the last micro-batch repeats another rank's sample.
+    loss_is_divided: whether the loss of the last micro-batch needs no weight.
+    window_tokens: number of tokens in the open accumulation window on this rank; None if no counts were given.
+    without_gradient: names of the trainable parameters that got no gradient on this rank in the last window.
+    is_weighted: whether the loss of the running backward pass is already weighted, so that its gradients must not be.
     is_own_optimizer: whether DeepSpeed builds the optimizer from the configuration.
     in_leaves: whether micro-batches are leaves.
-    micro_step: which rank trains which leaf at present; None between two global batches.
+    micro_step: the current assignment of leaves to ranks; None between two global batches.
     """
 
     engine: Any
@@ -88,9 +91,9 @@ class Host:
     in_leaves: bool = False
     micro_step: MicroStep | None = None
     model_map: ModelMap = field(init=False)
-    """The tensors in their local shapes, and the parameters of this rank."""
+    """The tensors in their local shapes, and this rank's parameters."""
     present_config: tuple[dict[str, Any], Any] = field(init=False)
-    """DeepSpeed's present configuration: a pair of the dictionary and its parsed form."""
+    """DeepSpeed's current configuration: the dictionary and its parsed form."""
     compilations: CompileWatch = field(init=False)
     gradients: GradientWatch = field(init=False)
     gathers: GatherWatch = field(init=False)
@@ -100,13 +103,13 @@ class Host:
 
     @property
     def module(self) -> nn.Module:
-        """The model of this rank."""
+        """The model on this rank."""
         module: nn.Module = self.engine.module
         return module
 
     @property
     def optimizer(self) -> Any:
-        """DeepSpeed's present optimizer object; a switch replaces it."""
+        """DeepSpeed's current optimizer object; a switch replaces it."""
         return self.engine.optimizer
 
     @property
@@ -117,7 +120,7 @@ class Host:
     # ---- its parameters and state ------------------------------------------------------------------------------------
 
     def look(self, basic: torch.optim.Optimizer) -> None:
-        """Record the parameters and optimizer groups that the engine is built with, before ZeRO replaces them."""
+        """Record the parameters and optimizer groups with which the engine is built, before ZeRO replaces them."""
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         self.gradients = GradientWatch(self.model_map)
         self.gathers = GatherWatch(self.model_map.parameters)
@@ -126,7 +129,7 @@ class Host:
         self._scaling = scaler.first_state(self.engine)
 
     def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
-        """Attach the first ZeRO optimizer, and initialize its state as DeepSpeed's constructors do."""
+        """Attach the first ZeRO optimizer, and initialize its state the way DeepSpeed's constructors do."""
         for parameter in self.model_map.parameters:
             parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
         self.attach(layout, world, config, buffers, Scalars())
@@ -134,33 +137,33 @@ class Host:
             self.optimizer.initialize_optimizer_states()  # takes a step on zeros, which counts and decays masters
 
     def curriculum_order(self, length: int) -> CurriculumOrder | None:
-        """Return the order of the configuration's curriculum over `length` samples; None without a curriculum."""
+        """Return the configured curriculum's order over `length` samples; None if no curriculum is configured."""
         block = self.engine.data_efficiency_config()
         on = block["data_sampling"]["curriculum_learning"]["enabled"]
         return CurriculumOrder(length, self.global_batch_size, block) if on else None
 
     @property
     def ends_window_by_hand(self) -> bool:
-        """Whether the user, and not DeepSpeed's count, makes the next `step` end the accumulation window.
+        """Whether the user, rather than DeepSpeed's count, decides that the next `step` ends the accumulation window.
 
-        The user does so by `set_gradient_accumulation_boundary(True)`, or by setting `managed_gradient_accumulation` to
-        false (in DeepSpeed 0.18 it is always true).
+        The user does so by calling `set_gradient_accumulation_boundary(True)`, or by setting
+        `managed_gradient_accumulation` to false (in DeepSpeed 0.18 it is always true).
         """
         managed = getattr(type(self.engine), "managed_gradient_accumulation", None)
         return bool(self.engine._is_gradient_accumulation_boundary) or not (managed is None or managed(self.engine))
 
     def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of each pipeline stage's layers; () for a model that is not divided into stages."""
+        """Return the names of each pipeline stage's layers; () if the model is not divided into stages."""
         return ()
 
     @property
     def compiled_modules(self) -> list[str]:
-        """Names of the modules that are compiled; equal on all members."""
+        """Names of the compiled modules; equal on all members."""
         return compiled_in_place(self.module)
 
     @property
     def forward_passes(self) -> int | None:
-        """Number of forward passes so far, if DeepSpeed seeds layers by this number; None if it does not."""
+        """Number of forward passes so far, if DeepSpeed seeds layers with this number; otherwise None."""
         return None
 
     @forward_passes.setter
@@ -168,7 +171,7 @@ class Host:
         """Set the number of forward passes to continue from."""
 
     def scaling_state(self) -> scaler.State:
-        """Return the loss scale and its related fields, including fields that the present optimizer does not have."""
+        """Return the loss scale and its related fields, including fields that the current optimizer does not have."""
         state = dict(self._scaling)
         for holder, names in scaler.places(self.optimizer):
             for key, name in names.items():
@@ -177,7 +180,7 @@ class Host:
         return state
 
     def take_scaling(self, state: scaler.State) -> None:
-        """Set the fields of a `scaling_state`; those that the present optimizer lacks are kept for a later layout."""
+        """Set the fields of a `scaling_state`. Fields that the current optimizer lacks are kept for a later layout."""
         self._scaling = dict(state)
         for holder, names in scaler.places(self.optimizer):
             for key, name in names.items():
@@ -185,33 +188,33 @@ class Host:
                     setattr(holder, name, state[key])
 
     def take_grad_norm(self, norm: float | None) -> None:
-        """Set the gradient norm of the last step, as a tensor, on a member that did not take that step."""
+        """Set the last step's gradient norm, as a tensor, on a member that did not take that step."""
         self.engine._global_grad_norm = None if norm is None else torch.tensor(norm, device=self.engine.device)
         self._pass_grad_norm_on()
 
     def _pass_grad_norm_on(self) -> None:
-        """Set the norm of the last step on a new optimizer, if that optimizer reports norms."""
+        """Copy the last step's gradient norm to a new optimizer, if that optimizer reports norms."""
         if hasattr(self.optimizer, "_global_grad_norm") and self.engine._global_grad_norm is not None:
             self.optimizer._global_grad_norm = self.engine._global_grad_norm
 
     @property
     def element_types(self) -> ElementTypes:
-        """Element type of each state, as the model and the configuration determine it; the same in every layout."""
+        """Element type of each state, determined by the model and the configuration; the same in every layout."""
         weight = self.model_map.dtype
         moments = moment_types(self.basic_optimizer, weight)
         return ElementTypes(weight=weight, gradient=self.engine.get_data_types()[1], moments=moments)
 
     def memory(self, kinds: tuple[str, ...], layout: Layout) -> dict[str, Memory]:
-        """Return the element type and the memory of the buffers of each state kind under a layout."""
+        """Return a map from each state kind to the element type and memory of its buffers under a layout."""
         types, memory = self.element_types, dict[str, Memory]()
         for kind in kinds:
             memory[kind] = Memory(types.of(kind), place_of(self.engine._config, kind, layout.zero_stage))
         return memory
 
     def state_buffers(self) -> tuple[Buffers, Scalars]:
-        """Return the live flat buffers of this rank, and the optimizer's scalars.
+        """Return this rank's live flat buffers, and the optimizer's scalars.
 
-        Waits until an accelerator has finished all queued work on every stream.
+        First waits until an accelerator has finished all work queued on every stream.
         """
         synchronize()
         return stage_of(self.optimizer).describe(self.engine, self.model_map)
@@ -219,8 +222,8 @@ class Host:
     def detach(self) -> None:
         """Remove the ZeRO optimizer from the module.
 
-        Its buffers live as long as a caller holds them. Parameters keep no gradient; they keep their data in stages 0
-        to 2, and are empty after stage 3.
+        The optimizer's buffers live as long as a caller holds them. Parameters keep no gradient. They keep their data
+        in stages 0 to 2, and are empty after stage 3.
         """
         old, stage = self.optimizer, stage_of(self.optimizer)
         if hasattr(old, "destroy"):
@@ -234,17 +237,22 @@ class Host:
             old.__dict__.clear()  # reference cycles hold it: free its memory without the collector
 
     def make_children(self, layout: Layout, rank: int) -> Made | None:
-        """Build the children that `reshape` will need, ahead of time, in any thread; None if they will not change."""
+        """Build ahead of time the children that `reshape` will need; None if they will not change.
+
+        May run in any thread.
+        """
         return None if Shape.of(layout, rank) == self.shape else self.shaper.make(layout, rank)
 
     def reshape(
         self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor], made: Made | None = None
     ) -> Replaced | None:
-        """Give the module the children of `rank` under `layout`. Return what `undo_reshape` needs; None if unchanged.
+        """Give the module the children of `rank` under `layout`.
+
+        Return what `undo_reshape` needs; None if nothing changed.
 
         The world of `layout` must be installed, and no optimizer may be attached.
 
-        tensors: the local tensors of that rank.
+        tensors: the local tensors of `rank`.
         made: the result of `make_children`, if it was called.
         """
         shape = Shape.of(layout, rank)
@@ -271,7 +279,7 @@ class Host:
         self.engine.param_names = before.names
 
     def _take(self, shape: Shape, model: ModelMap) -> None:
-        """Use the parameters of this model map from now on, also in the basic optimizer."""
+        """Use the parameters of this model map from now on, in the basic optimizer as well."""
         self.shape = shape
         self.engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         for group, parameters in zip(self.basic_optimizer.param_groups, model.groups, strict=True):
@@ -293,7 +301,7 @@ class Host:
                 forget_traces()
 
     def leave_world(self) -> None:
-        """Release data and process groups, but keep names and objects, as an idle member has them."""
+        """Release data and process groups, but keep the names and objects that an idle member has."""
         self.leave_shape()
         self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
         self.engine.global_rank = -1
@@ -307,7 +315,7 @@ class Host:
     ) -> None:
         """Build a ZeRO optimizer of `layout` on the module, with `buffers` as its memory.
 
-        No message is sent and no memory allocated. `world` must be installed, and the old layout must be detached. An
+        Sends no message and allocates no memory. `world` must be installed, and the old layout must be detached. An
         optimizer that accumulates gradients or offloads keeps the zero-filled tensors that it makes, because they are
         its gradient buffers.
         """
@@ -351,17 +359,20 @@ class Host:
         self.shaper.enter(engine, layout)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of an open accumulation window, wherever the present optimizer keeps them."""
+        """Drop the gradients of an open accumulation window, wherever the current optimizer keeps them."""
         for parameter in self.model_map.parameters:
             parameter.grad = None
         self.optimizer.zero_grad()
         self.gradients.missing()
 
     def optimizer_made(self) -> None:
-        """Act on a new optimizer that DeepSpeed has built, before its first step; a hook for subclasses."""
+        """Act on an optimizer that DeepSpeed has just built, before its first step. A hook for subclasses."""
 
     def break_off(self) -> None:
-        """Clean up after an error has ended a DeepSpeed call: a timer that still runs could not be started again."""
+        """Clean up after an error has ended a DeepSpeed call.
+
+        Stops running timers, which could not be started again otherwise.
+        """
         for timer in self.engine.timers.get_timers().values():
             if timer.started_:
                 timer.stop()
@@ -374,7 +385,7 @@ class Host:
         self.gradients = GradientWatch(model)
 
     def settle_parameters(self) -> None:
-        """Partition stage 3's parameters again (an evaluation may have left some gathered)."""
+        """Partition stage 3's parameters again, because an evaluation may have left some gathered."""
         if int(self.engine.zero_optimization_stage()) == 3:
             self.optimizer.parameter_offload.partition_all_parameters()
 
@@ -387,15 +398,15 @@ class Host:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Update the fields that DeepSpeed leaves unchanged after its optimizer step. Called after each step."""
+        """Update the fields that DeepSpeed's optimizer step leaves unchanged. Called after each step."""
         if not hasattr(self.optimizer, "_global_grad_norm"):  # torch's own optimizer at stage 0 computes no norm
             self.engine._global_grad_norm = None
         self.window_tokens = None
         self.without_gradient = self.gradients.missing()
 
     def leave_shape(self) -> None:
-        """Release the process groups of the world that the model's layers hold."""
+        """Release the world's process groups that the model's layers hold."""
         self.shaper.leave(self.engine)
 
     def put_in_place(self) -> None:
-        """Set DeepSpeed's process-wide state, except for groups, to that of this engine; a hook for subclasses."""
+        """Set DeepSpeed's process-wide state, except for groups, to that of this engine. A hook for subclasses."""

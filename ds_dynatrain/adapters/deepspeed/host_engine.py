@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with the few changes that a live switch needs; every private method that is overridden is here."""
+"""DeepSpeed's engine with the few changes that a live switch needs. All overridden private methods are here."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from ds_dynatrain.support import usage
 
 COMPILE_BACKEND: str = get_accelerator().get_compile_backend()
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""The empty mapping that DeepSpeed's calls have as a default in their signatures."""
+"""The empty mapping that is the default argument in the signatures of DeepSpeed's methods."""
 
 
 class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
-    """A DeepSpeed engine whose `Host` can detach its optimizer and attach one of another layout."""
+    """A DeepSpeed engine whose `Host` can detach its optimizer and attach one for another layout."""
 
     _HOST: ClassVar[type[Host]] = Host
     optimizer: Any
     _host: Host
-    """State beside the engine, set before DeepSpeed's constructor runs."""
+    """State kept beside the engine; set before DeepSpeed's constructor runs."""
 
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
-        """Configure experts as DeepSpeed does; with AutoEP, only return the record of the shaper's replacements.
+        """Configure experts the way DeepSpeed does; with AutoEP, only return the record of the shaper's replacements.
 
-        The shaper has already replaced the layers with experts.
+        With AutoEP, the shaper has already replaced layers with experts.
         """
         if self._host.shaper.autoep:
             return self._host.shaper.autoep.take_replaced()
         return super()._configure_expert_parallel(model, collect_sources)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        """Configure the model as DeepSpeed does, after pointing layers with experts at the existing groups."""
+        """Configure the model the way DeepSpeed does, after making layers with experts use the existing groups."""
         ask_for_present_groups(model)
         super()._configure_distributed_model(model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Record the user's optimizer groups before ZeRO replaces them; on an idle member, build no ZeRO optimizer."""
+        """Record the user's optimizer groups before ZeRO replaces them. On an idle member, build no ZeRO optimizer."""
         self._host.is_own_optimizer = client_optimizer is None
         if client_optimizer is None and self.has_moe_layers:
             model_parameters = configure_moe_param_groups(model_parameters)
@@ -83,25 +83,25 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.basic_optimizer = self.optimizer = basic
 
     def _broadcast_model(self) -> None:
-        """Broadcast the model as DeepSpeed does, unless its parameters arrive later, with equal values on all ranks."""
+        """Broadcast the model the way DeepSpeed does, unless parameter values arrive later, equal on all ranks."""
         if self._host.whole:
             super()._broadcast_model()
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
-        """Return whether an offloaded optimizer must be DeepSpeed's own class.
+        """Return whether an offloaded optimizer must be of DeepSpeed's own class.
 
-        Returns False for an optimizer that we build from the configuration, which is treated like one of the user's.
+        Returns False for an optimizer that we build from the configuration, which is treated like a user's optimizer.
         """
         return not self._host.is_own_optimizer and bool(super().zero_force_ds_cpu_optimizer())
 
     def _configure_random_ltd_scheduler(self, configs: dict[str, Any]) -> Any:
-        """Make DeepSpeed's random-LTD scheduler, counting the tokens of a global batch."""
+        """Make DeepSpeed's random-LTD scheduler, which counts the tokens of a global batch."""
         return super()._configure_random_ltd_scheduler(
             {**configs, RANDOM_LTD_GLOBAL_BATCH_SIZE: self._host.global_batch_size}
         )
 
     def random_ltd_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's block for random-LTD, with two batch sizes that its constructor adds at the start only."""
+        """Return DeepSpeed's block for random-LTD, with two batch sizes that its constructor adds only at the start."""
         block: dict[str, Any] = super().random_ltd_config()
         block.setdefault(RANDOM_LTD_GLOBAL_BATCH_SIZE, self.train_batch_size())
         block.setdefault(RANDOM_LTD_MICRO_BATCH_SIZE, self.train_micro_batch_size_per_gpu())
@@ -117,10 +117,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> Any:
-        """Load as DeepSpeed does; at stage 0, also set the masters to weights loaded without the optimizer's states.
+        """Load the way DeepSpeed does.
 
-        DeepSpeed does so in its other stages only. At stage 0 it leaves the old masters, with which the next step would
-        overwrite the loaded weights.
+        At stage 0, also refresh the masters after weights are loaded without optimizer states.
+
+        DeepSpeed itself does so only in its other stages. At stage 0 it keeps the old masters, and the next step would
+        overwrite the loaded weights with them.
         """
         which = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         found = super().load_checkpoint(load_dir, tag, *which)
@@ -132,11 +134,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | None = None
     ) -> torch.Tensor:
-        """Run DeepSpeed's `backward`, with the loss weighted by the samples that the loader dealt to this micro-batch.
+        """Run DeepSpeed's `backward`, with the loss weighted by the number of samples that the loader assigned here.
 
-        tokens: the number of tokens that `loss` is the mean over; the window's gradient is then the mean over all of
-        its tokens, in every world. Give it for every micro-batch of a window or for none; DataError for a loss that is
-        divided already.
+        tokens: the number of tokens over which `loss` is the mean. The window's gradient is then the mean over all
+            tokens of the window, in every world. Give `tokens` for every micro-batch of a window, or for none.
+
+        Raises DataError if `tokens` is given for a loss that is already divided.
         """
         if tokens is not None and self._host.loss_is_divided:
             raise DataError(
@@ -161,14 +164,14 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._host.slot_weight = self._host.slot_weight if tokens is None else 1.0
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Weight the gradient of a plain `loss.backward()`, which does not pass through `backward`, as well."""
+        """Weight the gradient of a plain `loss.backward()` too, because such a call bypasses `backward`."""
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
         if scaled is None or scaled is grad or self._host.is_weighted or self._host.loss_weight == 1.0:
             return scaled
         return scaled * self._host.loss_weight
 
     def clip_fp32_gradients(self) -> None:
-        """Clip gradients at ZeRO stage 0, by a norm of our own with several expert ranks.
+        """Clip gradients at ZeRO stage 0. With several expert ranks, use a norm of our own.
 
         DeepSpeed's norm would depend on the expert size.
         """
@@ -178,7 +181,10 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             super().clip_fp32_gradients()
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Take DeepSpeed's optimizer step; divide gradients by tokens if the window was weighted by them."""
+        """Take DeepSpeed's optimizer step.
+
+        If the window was weighted by tokens, divide its gradients by their number.
+        """
         counted = all_counted(self.module, self._host.layout)
         with scaler.divided_by_tokens(self, self._host.window_tokens, self._token_slots), self._norm_said(), counted:
             super()._take_model_step(*arguments)
@@ -186,18 +192,18 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def _token_slots(self) -> int:
-        """Divisor that DeepSpeed has applied to the gradient of a window that is weighted by tokens."""
+        """Divisor that DeepSpeed has already applied to the gradient of a window weighted by tokens."""
         return int(self.dp_world_size * self.gradient_accumulation_steps())
 
     def _norm_said(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the optimizer's step reports the true norm of its gradients."""
+        """Return a context manager within which the optimizer's step reports the true norm of its gradients."""
         return scaler.true_norm(self)
 
     def _configure_zero(self, basic: torch.optim.Optimizer) -> None:
-        """Build DeepSpeed's ZeRO optimizer around the basic optimizer, whose parameters are recorded already.
+        """Build DeepSpeed's ZeRO optimizer around the basic optimizer, whose parameters are already recorded.
 
-        If no expert is trained any more, build it as for a model without experts, because DeepSpeed otherwise requires
-        a group of experts.
+        If no expert is trained any longer, build the optimizer as for a model without experts, because DeepSpeed would
+        require a group of experts.
         """
         trained = any(group.get("moe") for group in basic.param_groups)
         with replaced(self, "has_moe_layers", self.has_moe_layers and trained):

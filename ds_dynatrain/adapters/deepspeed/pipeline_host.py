@@ -1,15 +1,15 @@
-"""DeepSpeed's pipeline engine with the changes of `host_engine`: it repeats its constructor's work for other stages.
+"""DeepSpeed's pipeline engine with the changes of `host_engine`; it can also take over other stages.
 
 A column is one data index: one rank of each stage. DeepSpeed runs one schedule in each column. Columns meet only in the
-last instructions of their schedules, where gradients and losses are added up, so each column may have a schedule of its
-own length. Only the divisor of these sums has to change: it is the mean number of micro-batches of a column instead of
+last instructions of their schedules, which add up gradients and losses, so each column may have a schedule of its own
+length. Only the divisor of these sums must change: it is the mean number of micro-batches per column instead of
 `gradient_accumulation_steps()`, which is the number of the longest column.
 
 Layers before the first trained one have no backward pass, and no gradient is sent to them. DeepSpeed's engine by itself
 expects a gradient on every stage: its inputs require a gradient, and its outputs wait for one.
 
-The frozen layers follow from the parameters that are registered as trained, which every member knows for the whole
-model. So two stages agree without a message on whether one waits for a gradient and the other one sends it.
+The frozen layers follow from the parameters that are registered as trained, and every member knows these for the whole
+model. Two stages thus agree without a message on whether the first waits for a gradient and the second sends one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ds_dynatrain.space import Columns, Layout, LogicalTensor
 def frozen_layers(prefixes: Sequence[str], trained: Collection[str]) -> int:
     """Return the number of layers before the first trained one, or the number of all layers if none is trained.
 
-    prefixes: the prefix of each layer's parameter names, see `PipelineTemplate.prefixes`.
+    prefixes: the prefix of each layer's parameter names; see `PipelineTemplate.prefixes`.
     trained: names of the parameters that require a gradient.
 
     A tied layer counts as trained wherever it occurs.
@@ -58,10 +58,12 @@ def frozen_layers(prefixes: Sequence[str], trained: Collection[str]) -> int:
 
 
 def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
-    """Return the instructions that a stage skips because the first `frozen` layers of the model are not trained.
+    """Return the instructions that a stage skips because the model's first `frozen` layers are not trained.
 
-    start, stop: the stage's layers are `start` to `stop` - 1. Two neighbouring stages share a boundary, so one skips
-    exactly the receives whose sends the other skips.
+    start: number of the stage's first layer.
+    stop: number of the layer after the stage's last one.
+
+    Two neighbouring stages share a boundary, so one stage skips exactly the receives whose sends the other skips.
     """
     ends_within = (BackwardPass, RecvGrad) if stop <= frozen else ()
     return (*ends_within, SendGrad) if start <= frozen else ends_within
@@ -69,7 +71,7 @@ def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A DeepSpeed schedule with some of its instructions left out."""
+    """A DeepSpeed schedule without some of its instructions."""
 
     schedule: Any
     without: tuple[type, ...]
@@ -89,7 +91,7 @@ def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
     """Keep the activations of a stage's first `frozen` layers from being recomputed, because they get no gradient.
 
     A reentrant checkpoint does not look at parameters: it has a backward pass only if one of its inputs requires a
-    gradient. So the first checkpoint after these layers gets such inputs.
+    gradient. The first checkpoint after the frozen layers is therefore given such inputs.
     """
     interval, checkpoint = module.activation_checkpoint_interval, module.activation_checkpoint_func
 
@@ -114,7 +116,7 @@ def _requiring(value: Any) -> Any:
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
-    """Return the tensors in `given`, which is a tensor, a tuple or another value."""
+    """Return the tensors in `given`, which is a tensor, a tuple or some other value."""
     parts = given if isinstance(given, tuple) else (given,)
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
@@ -124,14 +126,20 @@ _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
 
 @dataclass(eq=False)
 class StageHost(Host):
-    """The host of a pipeline engine. compiled_with: arguments of the engine's `compile`; None before that call."""
+    """Host of a pipeline engine.
+
+    compiled_with: arguments of the engine's `compile`; None before that call.
+    """
 
     shaper: PipelineShaper
     compiled_with: dict[str, Any] | None = None
 
     @property
     def compiled_modules(self) -> list[str]:
-        """One entry if layers are compiled, else none: stages have different layers, and all members must agree."""
+        """One entry if layers are compiled, otherwise none.
+
+        Stages have different layers, but all members must report the same.
+        """
         return [] if self.compiled_with is None else ["every layer"]
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
@@ -147,7 +155,7 @@ class StageHost(Host):
         p2p._grid = self.engine.grid
 
     def leave_shape(self) -> None:
-        """Release the groups of the world, and all activations."""
+        """Release the groups of the world and all activations."""
         super().leave_shape()
         self.engine.grid = self.engine.mpu = p2p._grid = None
         module: Any = self.module
@@ -155,7 +163,7 @@ class StageHost(Host):
         self.engine._forget_activations()
 
     def break_off(self) -> None:
-        """Clean up as `Host.break_off` does, and make no micro-batch end the accumulation window any more."""
+        """Clean up as `Host.break_off` does, and no longer force a micro-batch to end the accumulation window."""
         super().break_off()
         self.engine._force_grad_boundary = False
 
@@ -170,18 +178,27 @@ class StageHost(Host):
         self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
 
     def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of each stage's layers, without functions; a tied layer is listed on each of its stages."""
+        """Return the names of each stage's layers.
+
+        Functions are left out; a tied layer is listed on each of its stages.
+        """
         return self.shaper.template.layers_by_stage(layout)
 
     def trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
-        """Return (tensor, parameter) of all parameters registered as trained; those of other stages are empty here."""
+        """Return (tensor, parameter) for all parameters registered as trained.
+
+        Parameters of other stages are empty here.
+        """
         model = self.model_map
         found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
         return [(tensor, held) for tensor, held, flag in found if flag]
 
     @property
     def forward_passes(self) -> int | None:
-        """Number of micro-batches that this stage has run. With `seed_layers`, layers draw random numbers by it."""
+        """Number of micro-batches that this stage has run.
+
+        With `seed_layers`, layers seed their random numbers with it.
+        """
         return int(self.engine.module.micro_offset)
 
     @forward_passes.setter
@@ -190,12 +207,15 @@ class StageHost(Host):
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank's stage reads samples: the first stage reads inputs, the last one targets."""
+        """Whether this rank's stage reads samples. The first stage reads inputs, and the last one reads targets."""
         return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
 
 
 class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine whose stage can change. Methods of `HostEngine` come before those of DeepSpeed's classes."""
+    """A pipeline engine whose stage can change.
+
+    Methods of `HostEngine` take precedence over those of DeepSpeed's classes.
+    """
 
     _HOST: ClassVar[type[Host]] = StageHost
     _host: StageHost
@@ -205,11 +225,14 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     _divisor: float
     """Number by which a column divides the sum of its losses."""
     _frozen = 0
-    """Number of layers of the whole model before the first trained one, in the current batch."""
+    """Number of layers before the model's first trained layer, in the current batch."""
     _known_loss: torch.Tensor | None = None
 
     def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
-        """Build the engine. groups: the installed world to start in, which may have no peers."""
+        """Build the engine.
+
+        groups: the installed world in which the engine starts; it may have no peers.
+        """
         grid = StageGrid(groups, groups.rank or 0)
         take_stage(model, grid)
         parsed = arguments["config_class"]
@@ -228,19 +251,19 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile layer by layer as DeepSpeed does, including the layers that later switches make."""
+        """Compile layer by layer the way DeepSpeed does. Layers that later switches make are compiled too."""
         super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled)
         self._host.compiled_with = {**compile_kwargs, "backend": backend}
 
     def _enter_columns(self, layout: Layout) -> None:
-        """Set the sizes of this rank's column in a layout whose configuration and grid are in place."""
+        """Set the sizes of this rank's column in a layout whose configuration and grid are already set."""
         sizes = int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
         self._columns = Columns.of(*sizes, layout.data, layout.shares)
         self._divisor = self._columns.mean
         self.micro_batches = self._columns.counts[self.grid.get_data_parallel_id()]
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Train a batch as DeepSpeed does; columns count as many passes as the longest one, for `seed_layers`."""
+        """Train a batch the way DeepSpeed does. Each column counts the passes of the longest one, for `seed_layers`."""
         passes = self.module.micro_offset
         loss: torch.Tensor = super().train_batch(data_iter)
         self.module.micro_offset = passes + self._columns.longest
@@ -255,10 +278,13 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate a batch as DeepSpeed does, on the members that work. data_iter may also be an evaluation loader.
+        """Evaluate a batch the way DeepSpeed does, on the working members.
 
-        Without `num_micro_batches` each pipeline reads as many micro-batches as it does of a global batch of training;
-        pipelines may have different numbers. The result is the mean over all.
+        data_iter: an iterator or an evaluation loader.
+        num_micro_batches: number of micro-batches that each pipeline reads. By default a pipeline reads as many as of a
+            global batch in training; pipelines may then have different numbers.
+
+        Returns the mean over all micro-batches.
         """
         given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
         if num_micro_batches is None:
@@ -276,18 +302,21 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return super()._scale_loss_by_gas(prescaled_loss, eval_micro_batches=self._divisor)
 
     def _frozen_layers(self) -> int:
-        """Return `frozen_layers` of the registered parameters, not of their present flags, so that all stages agree."""
+        """Return `frozen_layers` of the registered parameters.
+
+        Their current flags are ignored so that all stages agree.
+        """
         trained = {tensor.name for tensor, _ in self._host.trained()}
         return frozen_layers(self._host.shaper.template.prefixes(), trained)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run DeepSpeed's schedule without the instructions that frozen layers make needless."""
+        """Run DeepSpeed's schedule without the instructions that are unnecessary for frozen layers."""
         self._frozen = self._frozen_layers()
         without = needless(self.module._local_start, self.module._local_stop, self._frozen)
         super()._exec_schedule(Shortened(pipe_schedule, without))
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        """Run DeepSpeed's forward pass; inputs of a frozen layer, or of the first trained one, require no gradient."""
+        """Run DeepSpeed's forward pass. Inputs of frozen layers and of the first trained layer require no gradient."""
         note(self.module)
         held = self._frozen - self.module._local_start
         if not self._frozen or held < 0:
@@ -311,7 +340,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     }
 
     def _enter_stage(self, grid: StageGrid) -> None:
-        """Become the engine of a stage in the world of `grid`. Sends no message, unlike DeepSpeed's constructor."""
+        """Make this the engine of a stage in the world of `grid`. Sends no message, unlike DeepSpeed's constructor."""
         self.grid = self.mpu = grid
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
         self.prev_stage, self.next_stage = grid.stage_id - 1, grid.stage_id + 1
@@ -322,7 +351,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self._forget_activations()
 
     def _forget_activations(self) -> None:
-        """Drop the buffers of the former shape and the losses of the former world."""
+        """Drop the buffers of the previous shape and the losses of the previous world."""
         self.num_pipe_buffers = 0
         self.pipe_buffers: dict[str, list[Any]] = {name: [] for name in _BUFFERS}
         self.reset_activation_shape()
@@ -332,10 +361,10 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.loss, self.agg_loss, self.dp_group_loss = (torch.tensor(0.0, device=self.device) for _ in range(3))
 
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Provide a buffer as DeepSpeed does, but never reuse one of another element type.
+        """Provide a buffer the way DeepSpeed does, but never reuse one of another element type.
 
         A stage under autocast may receive activations in fp32 and send them on in bf16. DeepSpeed would then receive
-        the bf16 gradients into the memory of the fp32 ones, and read two of them as one number.
+        bf16 gradients into the memory of fp32 ones, and read two of them as one number.
         """
         held = self._grad_layer_buf
         if idx < len(held) and held[idx].dtype != dtype:
@@ -345,16 +374,16 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
 
     @torch.no_grad()
     def _share_loss(self) -> None:
-        """Give all ranks the loss of a batch before its step, so that no rank lacks it if a member dies later."""
+        """Give all ranks a batch's loss before its step, so that no rank lacks the loss if a member dies later."""
         self._known_loss = self._total_loss()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
-        """Return DeepSpeed's total loss: the one shared before the step, if there is one."""
+        """Return DeepSpeed's total loss, or the loss that was shared before the step if there is one."""
         known, self._known_loss = self._known_loss, None
         return self._total_loss() if known is None else known
 
     def _total_loss(self) -> torch.Tensor:
-        """Return the mean loss over all micro-batches, also if pipelines have different numbers of them.
+        """Return the mean loss over all micro-batches, even if pipelines have different numbers of them.
 
         A collective of all stages.
         """
@@ -364,13 +393,16 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return found
 
     def _loss_of_step(self) -> torch.Tensor:
-        """Return the last step's loss, even if this rank's call was interrupted and others finished the step."""
+        """Return the last step's loss, even if this rank's call was interrupted and other ranks finished the step."""
         known, self._known_loss = self._known_loss, None
         self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
         return self.agg_train_loss
 
     def clip_fp32_gradients(self) -> None:
-        """Clip gradients as DeepSpeed does; a stage without any adds 0 to the norm, for which other stages wait."""
+        """Clip gradients the way DeepSpeed does.
+
+        A stage without gradients adds 0 to the norm, for which other stages wait.
+        """
         if any(held.grad is not None for held in self.module.parameters()) or self._host.layout.expert > 1:
             super().clip_fp32_gradients()
             return

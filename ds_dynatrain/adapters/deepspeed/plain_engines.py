@@ -1,4 +1,4 @@
-"""Search for the script's own DeepSpeed engines in this process: those made by `deepspeed.initialize`."""
+"""Search for the script's own DeepSpeed engines in this process: engines made by `deepspeed.initialize`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ds_dynatrain.adapters.groups.process_groups import is_ours
 class PlainEngine:
     """An engine in use that sends and receives messages.
 
-    stage: its ZeRO stage.
-    processes: the number of its processes.
-    follows_world: whether it uses groups of one of our worlds, which end with that world.
+    stage: the engine's ZeRO stage.
+    processes: the number of processes that the engine runs in.
+    follows_world: whether the engine uses groups of one of our worlds, which end with that world.
     """
 
     stage: int
@@ -28,10 +28,11 @@ class PlainEngine:
 
 
 def plain_engines() -> list[PlainEngine]:
-    """Return the script's own engines that send or receive messages in their calls and were not destroyed.
+    """Return the script's own engines that exchange messages in their calls and were not destroyed.
 
-    DeepSpeed keeps no list of engines, and most were made before any of our code ran, so all objects of the process are
-    searched, which takes 0.05 s for 360,000 objects. Called when a layout leaves processes idle, or has other ranks.
+    DeepSpeed keeps no list of engines, and most engines were made before any of our code ran, so this function searches
+    all objects of the process, which takes 0.05 s for 360,000 objects. Called when a layout leaves processes idle or
+    has other ranks.
     """
     if not _found():
         return []
@@ -53,9 +54,9 @@ def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
 
 
 def _has_peers(engine: Any) -> bool:
-    """Return whether an engine has several ranks, and either has an optimizer or a model that is cut over ranks.
+    """Return whether an engine has several ranks, and either an optimizer or a model that is divided over ranks.
 
-    At stage 3 DeepSpeed gives even an engine that is not trained an optimizer.
+    At stage 3 DeepSpeed gives even an untrained engine an optimizer.
     """
     is_cut = getattr(engine, "mp_world_size", 1) > 1
     return engine.world_size > 1 and (getattr(engine, "optimizer", None) is not None or is_cut)
@@ -64,7 +65,7 @@ def _has_peers(engine: Any) -> bool:
 def _is_alive(engine: Any) -> bool:
     """Return whether an engine was not destroyed: one of the hooks that `destroy` removes is still on the module.
 
-    An engine without such hooks is judged by its own forward hook.
+    If an engine has none of these hooks, its own forward hook decides.
     """
     optimizer = getattr(engine, "optimizer", None)
     offload = getattr(optimizer, "parameter_offload", optimizer)

@@ -1,6 +1,6 @@
 """Steps of `deepspeed.initialize` around the engine's constructor, for an engine class of our own.
 
-`initialize` returns one optimizer object for the whole job, which forwards to DeepSpeed's present optimizer.
+`initialize` returns one optimizer object for the whole job, which forwards to DeepSpeed's current optimizer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ jit_load = OpBuilder.jit_load
 
 
 def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
-    """Build an engine of class `kind` as `deepspeed.initialize` does; the world must be installed.
+    """Build an engine of class `kind` the way `deepspeed.initialize` does. The world must be installed.
 
-    settings: the configuration as a dictionary and parsed (see `deepspeed_config.layout_config`). Each engine and each
-    switch resets what stage 3 sets for the whole process, because a plain DeepSpeed engine may have changed it.
+    settings: the configuration as a dictionary and parsed (see `deepspeed_config.layout_config`).
+
+    Each engine and each switch resets what stage 3 sets for the whole process, because a plain DeepSpeed engine may
+    have changed these settings.
     """
     mend()
     restore_linear()
@@ -53,7 +55,7 @@ def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **argumen
 
 
 def start_without_compiler() -> None:
-    """Make DeepSpeed start without a C++ compiler. Its CPU back-end would otherwise fail to build an operator."""
+    """Make DeepSpeed start without a C++ compiler. Otherwise its CPU back-end would fail to build an operator."""
     if shutil.which("c++") is None and shutil.which("g++") is None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -61,9 +63,9 @@ def start_without_compiler() -> None:
 def tell_of_compilers() -> None:
     """Make one process on each node log a message if it waits long for the compilation of an operator.
 
-    Called when the engine is imported: DeepSpeed also compiles in its own calls, which a framework or a script may make
-    before any of ours. torch before 2.14 waits without limit until a lock file is gone, and a process that is killed
-    while it compiles leaves that file behind.
+    Called when the engine is imported, because DeepSpeed also compiles in its own calls, which a framework or a script
+    may make before any of ours. torch before 2.14 waits without limit until a lock file is gone, and a process that is
+    killed while it compiles leaves its lock file behind.
     """
     OpBuilder.jit_load = _load_aloud
     FileBaton.wait = _wait_aloud  # type: ignore[method-assign]
@@ -105,9 +107,9 @@ def _say_locked(lock: Path, seconds: float) -> None:
 
 
 def import_what_is_lazy() -> None:
-    """Import modules that DeepSpeed otherwise imports when it first builds an optimizer, in the pause of a switch.
+    """Import modules that DeepSpeed would otherwise import during the pause of a switch.
 
-    Each import takes about a second.
+    DeepSpeed imports them when it first builds an optimizer. Each import takes about a second.
     """
     for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3", "zero.stage3", "zero.stage_1_and_2"):
         try:
@@ -117,11 +119,11 @@ def import_what_is_lazy() -> None:
 
 
 class OptimizerForwarder(torch.optim.Optimizer):
-    """An optimizer object that stays the same for the whole job and stands for the present world's optimizer.
+    """An optimizer object that stays the same for the whole job and stands for the current world's optimizer.
 
     Its methods and attributes are those of `engine.optimizer`, DeepSpeed's own object, which a switch replaces.
-    Attributes that this object lacks are read from the torch optimizer underneath. Attributes that are set here and
-    that neither of them has (a tag of the user's, a scheduler's replacement of `step`) are kept in the forwarder.
+    Attributes that DeepSpeed's object lacks are read from the torch optimizer underneath. If an attribute is set here
+    that neither object has (such as a user's tag, or a scheduler's replacement of `step`), the forwarder keeps it.
     """
 
     def __init__(self, host: Host) -> None:
@@ -129,19 +131,21 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def current(self) -> Any:
-        """DeepSpeed's present optimizer object."""
+        """DeepSpeed's current optimizer object."""
         return self._host.optimizer
 
     @property
     def basic(self) -> torch.optim.Optimizer:
-        """The torch optimizer inside DeepSpeed's: one object for the whole job."""
+        """The torch optimizer inside DeepSpeed's optimizer: one object for the whole job."""
         return self._host.basic_optimizer  # type: ignore[no-any-return]
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients overflowed fp16; False for an optimizer that skips none.
+        """Whether the last step was skipped because gradients overflowed fp16.
 
-        The attribute exists in every layout and on idle members, because callers check only once whether it does.
+        False if the optimizer never skips steps.
+
+        The attribute exists in every layout and on idle members, because callers check for it only once.
         """
         return bool(getattr(self.current, "overflow", False))
 

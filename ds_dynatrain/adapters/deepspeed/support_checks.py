@@ -1,6 +1,6 @@
-"""Checks of live objects against the support table, when an engine is built and at a boundary between two steps.
+"""Checks of live objects against the support table, made when an engine is built and between two steps.
 
-The table itself is in `ds_dynatrain/support/`: it says row by row what works, and what is refused and why.
+The table itself is in `ds_dynatrain/support/`. Its rows say which configurations work, which are refused, and why.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def refuse_unsupported(
 
 
 def check_elastic_launch() -> None:
-    """Raise UnsupportedError if it is unknown how the accelerator's collectives end when a member dies.
+    """Raise UnsupportedError unless it is known how the accelerator's collectives end when a member dies.
 
-    Called in launches whose members may come and go.
+    Called in launches whose members may join and leave.
     """
     if not is_accelerated():
         return
@@ -80,7 +80,7 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
 
 
 def refuse_at_boundary(host: Any) -> None:
-    """Raise SwitchRefused if work is unfinished that a switch would break. Called on each member with state."""
+    """Raise SwitchRefused if there is unfinished work that a switch would break. Called on each member with state."""
     steps = int(host.engine.gradient_accumulation_steps())
     if host.engine.micro_steps % steps:
         have = f"an accumulation window is open: {host.engine.micro_steps % steps} of {steps} micro-batches"

@@ -1,9 +1,10 @@
-"""Communicators: the accelerator back-ends of process groups, from the accelerator's own library. gloo serves the CPU.
+"""Communicators: the process groups' back-ends from the accelerator's own library. gloo serves the CPU.
 
 A communicator is expensive (about a second and half a GiB with NCCL), so all groups with the same members in the same
-order share one, and successive worlds reuse it while those members stay. Making a communicator while collectives are
-running may deadlock (NVIDIA/nccl#1082), so call `World.connect` only while no member is running any. `CommunicatorLink`
-moves state between devices during a switch: many `send` and `recv` calls in one group call, as NCCL offers it.
+order share one, and successive worlds reuse it as long as these members stay. Making a communicator while collectives
+are running may deadlock (NVIDIA/nccl#1082), so call `World.connect` only while no member is running any.
+`CommunicatorLink` moves state between devices during a switch: it makes many `send` and `recv` calls in one of NCCL's
+group calls.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ NCCL = "nccl"
 ABORTING = (NCCL,)
 """Back-ends whose `abort` is known to release a rank that waits for a dead peer."""
 GROUPING = (NCCL,)
-"""Back-ends that are known to send and receive in groups."""
+"""Back-ends that are known to send and receive in group calls."""
 OLDEST_NCCL = (2, 26, 2)
-"""Oldest version of NCCL that sends and receives in groups reliably."""
+"""Oldest version of NCCL that sends and receives reliably in group calls."""
 BUILT_IN = {NCCL: "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 """Back-ends that torch itself provides if it was built with them. Other back-ends register with torch."""
 Kind = td.ProcessGroup.BackendType
@@ -57,7 +58,7 @@ SPARE_SECONDS = 5.0
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of NCCL that this process has loaded; torch itself reports the one it was built with."""
+    """Return the version of NCCL that this process has loaded. (torch itself reports the one it was built with.)"""
     try:
         library, found = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW), ctypes.c_int()
         library.ncclGetVersion(ctypes.byref(found))
@@ -67,7 +68,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def unfinished() -> str:
-    """Return a description of the first NCCL collective that has not ended, by torch's flight recorder; else ""."""
+    """Return a description of the first unfinished NCCL collective in torch's flight recorder; "" if there is none."""
     dump = getattr(distributed_c, "_dump_nccl_trace_json", None)
     try:
         entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])
@@ -88,7 +89,7 @@ class Connections:
     """Result of `World.connect` on one member.
 
     built: the number of communicators that were made.
-    kept: the number of communicators that were kept from the former world.
+    kept: the number of communicators that were kept from the previous world.
     milliseconds: the time that the call took.
     is_ahead: whether the communicators were connected before the pause of the switch.
     """
@@ -101,11 +102,12 @@ class Connections:
 
 @dataclass(eq=False)
 class Communicator:
-    """The back-end on `device` that connects some members, in their order.
+    """The back-end on `device` that connects some members, in a fixed order.
 
-    users: the number of worlds that use the communicator; two while the next world takes it over.
-    since: the time at which it was made. Two communicators are made in the same order on all members that have both.
-    ending: a lock that is acquired, and never released, by the first caller in any thread that ends the communicator.
+    users: the number of worlds that use the communicator: two while the next world is taking it over.
+    since: the time at which the communicator was made. Members that share two communicators made both in the same
+        order.
+    ending: a lock acquired, and never released, by the first caller in any thread that ends the communicator.
     """
 
     device: torch.device
@@ -117,11 +119,11 @@ class Communicator:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the communicator was ended, or is about to be."""
+        """Whether the communicator has been ended, or is about to be."""
         return self.ending.locked()
 
     def serve(self, group: td.ProcessGroup) -> None:
-        """Make a group of the same members send the device's tensors through this communicator."""
+        """Make a group with the same members send the device's tensors through this communicator."""
         group.bound_device_id = self.device  # before registration, which tells the back-end
         group._register_backend(self.device, self.kind, self.backend)
 
@@ -131,12 +133,12 @@ class Communicator:
 
 
 def ends_with_its_members() -> bool:
-    """Return whether aborting a collective of the accelerator releases a rank that waits in it for a dead peer."""
+    """Return whether aborting an accelerator's collective releases a rank that waits in it for a dead peer."""
     return device_backend() in ABORTING
 
 
 def can_send_between_devices() -> bool:
-    """Return whether the accelerator's library of collectives is known to send and receive in groups."""
+    """Return whether the accelerator's communication library is known to send and receive in group calls."""
     return is_accelerated() and device_backend() in GROUPING
 
 
@@ -146,10 +148,10 @@ def is_watched() -> bool:
 
 
 def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
-    """End communicators; all their members must call it. Communicators that were ended before are skipped.
+    """End communicators. All their members must call this function; communicators that have already ended are skipped.
 
     is_broken: whether to abort them, because a member is gone, a member may lack one of them, or a collective has
-    failed.
+        failed.
     """
     ordered = sorted(communicators, key=lambda each: each.since)
     living = [each for each in ordered if each.ending.acquire(blocking=False)]
@@ -161,9 +163,9 @@ def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
 
 
 def _abort_together(backends: Sequence[Any]) -> None:
-    """Abort back-ends as torch does: last one first, those of NCCL inside one group call.
+    """Abort back-ends the way torch does: the last one first, and all NCCL back-ends inside one group call.
 
-    Aborted one by one, they may wait for each other (pytorch/pytorch#119797).
+    NCCL back-ends that are aborted one by one may wait for each other (pytorch/pytorch#119797).
     """
     grouping = next((each for each in backends if hasattr(each, "_group_start")), None)
     if grouping is not None:
@@ -178,7 +180,7 @@ def _abort_together(backends: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Inputs for making a communicator: its ranks, this process's position among them, and the name of the group."""
+    """Inputs for making a communicator: its ranks, this process's position among them, and the group's name."""
 
     name: str
     ranks: Sequence[int]
@@ -187,16 +189,16 @@ class Endpoint:
 
 
 def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] = go_on) -> Communicator:
-    """Make a communicator, and connect it if its library can connect ahead of use. All of its members must call this.
+    """Make a communicator, and connect it if its library can connect before use. All of its members must call this.
 
-    seconds: time-out for connecting; collectives have the time-out of any DeepSpeed job.
+    seconds: time-out for connecting. Collectives have the time-out of any DeepSpeed job.
     stop: callback that is called repeatedly while this call waits; it may raise.
 
-    Raises RuntimeError, after aborting the communicator, if it cannot be connected in that time, and if torch does not
-    know the accelerator's back-end.
+    Raises RuntimeError if torch does not know the accelerator's back-end, or if the communicator cannot be connected
+    within `seconds`; the communicator is then aborted.
 
-    A library may wait for a peer forever, so it connects in a separate thread. After a time-out that thread is
-    abandoned, and a communicator that it still makes is aborted.
+    A library may wait for a peer forever, so the connection is made in a separate thread. After a time-out that thread
+    is abandoned, and a communicator that it still makes is aborted.
     """
     found = _beside(partial(_connected, where, seconds + SPARE_SECONDS), "dynatrain-connect")
     end_at = time.monotonic() + seconds
@@ -234,7 +236,7 @@ def _abort(found: Future[Communicator]) -> None:
 
 
 def _missing(where: Endpoint) -> str:
-    """Name the members that have not begun to connect or, if all have, those that have not finished."""
+    """Name the members that have not begun to connect or, if all have begun, those that have not finished."""
     for step in ("begun", "done"):
         absent = [rank for place, rank in enumerate(where.ranks) if not where.store.check([f"{step}/{place}"])]
         if absent:
@@ -261,7 +263,7 @@ def _connected(where: Endpoint, seconds: float) -> Communicator:
 
 
 def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
-    """Make a back-end for one device as `torch.distributed` does, without touching torch's global state."""
+    """Make a back-end for one device the way `torch.distributed` does, without touching torch's global state."""
     built_in: Any = getattr(c10d, BUILT_IN.get(name, ""), None)
     options: Any = _DistributedBackendOptions() if built_in is None else built_in.Options()
     options.global_ranks_in_group, size = list(where.ranks), len(where.ranks)
@@ -311,10 +313,10 @@ class CommunicatorLink:
         work.wait()  # makes this thread's stream wait, not the thread
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
-        """Run `work` as `DeviceLink.run` specifies; errors raised by `stop` pass through.
+        """Run `work` as `DeviceLink.run` specifies. Errors raised by `stop` pass through.
 
-        The first messages between two devices also connect them. A library waits without limit for a connection, as for
-        messages. So all of this runs in a thread, and the communicator is aborted if the deadline passes.
+        The first messages between two devices also connect them. A library waits without limit for connections and
+        messages, so `work` runs in a thread, and the communicator is aborted if the deadline passes.
         """
         synchronize()  # other streams, too
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""The device that this process computes on, as DeepSpeed's accelerator reports it. Only this file asks DeepSpeed."""
+"""The device on which this process computes, as DeepSpeed's accelerator reports it. Only this file asks DeepSpeed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def devices() -> tuple[torch.device, ...]:
 
 
 def device_backend() -> str:
-    """Return torch's name of the accelerator's communication back-end, such as "nccl", "xccl" or "hccl"."""
+    """Return torch's name for the accelerator's communication back-end, such as "nccl", "xccl" or "hccl"."""
     return str(get_accelerator().communication_backend_name())
 
 
@@ -56,14 +56,14 @@ def is_capturing() -> bool:
 def take_own(local_rank: int) -> None:
     """Make this process compute on the device that DeepSpeed would choose for `local_rank` on its machine.
 
-    DeepSpeed chooses the device in an engine's constructor, but process groups, and their memory, exist before that.
+    DeepSpeed chooses the device in an engine's constructor, but process groups, and the memory they use, exist earlier.
     """
     if is_accelerated() and local_rank < get_accelerator().device_count():
         get_accelerator().set_device(local_rank)
 
 
 def warm() -> None:
-    """Make an accelerator create what it would create when first used: context, operator libraries, autograd thread."""
+    """Make an accelerator create what it creates on first use: its context, operator libraries and autograd thread."""
     if not is_accelerated():
         return
     for dtype in (torch.float32, torch.bfloat16):
@@ -73,7 +73,7 @@ def warm() -> None:
 
 
 def complaint() -> str:
-    """Return the first line of the accelerator's error if it no longer accepts work; "" while it works."""
+    """Return the first line of the accelerator's error if it no longer accepts work; "" if it works."""
     try:
         synchronize()
     except RuntimeError as error:
@@ -82,10 +82,10 @@ def complaint() -> str:
 
 
 def free_bytes() -> int:
-    """Return the bytes that this process may still allocate on its accelerator.
+    """Return the number of bytes that this process may still allocate on its accelerator.
 
-    They are the memory that the driver reports as free, and the memory that torch's allocator holds but does not use.
-    If torch cannot ask the driver, memory used by other processes is not taken into account.
+    It is the memory that the driver reports as free, plus the memory that torch's allocator holds but does not use. If
+    torch cannot ask the driver, memory used by other processes is not taken into account.
     """
     accelerator = get_accelerator()
     asked = getattr(getattr(torch, compute_device().type, None), "mem_get_info", None)
@@ -95,7 +95,7 @@ def free_bytes() -> int:
 
 
 def training_bytes() -> int:
-    """Return by how many bytes peak accelerator memory exceeds the memory in use now; 0 on a CPU.
+    """Return the number of bytes by which peak accelerator memory exceeds the memory now in use; 0 on a CPU.
 
     The peak is counted since torch's counter was last reset.
     """
@@ -106,13 +106,13 @@ def training_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Return the bytes of memory of this process's accelerator, or of the host if there is none."""
+    """Return the total memory, in bytes, of this process's accelerator, or of the host if there is no accelerator."""
     return int(get_accelerator().total_memory())
 
 
 @contextmanager
 def beside() -> Iterator[None]:
-    """Queue the device's work inside the block on a stream of its own, beside training; wait for it at the end."""
+    """Context manager that queues the block's device work on a separate stream, and waits for it at the end."""
     if not is_accelerated():
         yield
         return
@@ -127,8 +127,8 @@ def beside() -> Iterator[None]:
 def start_thread(target: Callable[[], object], name: str, device: torch.device | None = None) -> threading.Thread:
     """Start a daemon thread that computes on `device`, by default the current thread's device.
 
-    Each new thread starts with the machine's first device as its current one. If it used that device, it would open a
-    context there, in memory that belongs to another rank.
+    Without this, a new thread's current device is the machine's first one. If the thread used that device, it would
+    open a context there, in memory that belongs to another rank.
     """
     there = compute_device() if device is None else device
 

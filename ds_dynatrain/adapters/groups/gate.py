@@ -1,13 +1,13 @@
 """Bookkeeping of collectives on an accelerator, in a world that may lose members.
 
 Such collectives do not report failure. A collective whose peer has died waits forever. An aborted collective ends as if
-it had succeeded, with arbitrary results; and a member that aborts may end a collective of other members in that way,
-before they know of the loss. So two rules apply where members come and go:
+it had succeeded, but with arbitrary results, and a member that aborts its collectives may in this way end those of
+other members that do not yet know of the loss. Two rules therefore apply if members may leave:
 
-- after a loss, the gate of the world is torn first (no later result counts), and then all of its communicators are
-  aborted together, in a thread;
-- results count only after `agree` has returned: all ranks then had all their results before any of them aborted
-  anything.
+- after a loss, the world's gate is torn first (no later result counts); then all communicators of the world are aborted
+  together, in a thread;
+- results count only after `agree` has returned, which means that all ranks had all their results before any of them
+  aborted anything.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ds_dynatrain.adapters.groups.device import start_thread, synchronize
 from ds_dynatrain.errors import WorldChanged
 
 ABORT_SECONDS = 60.0
-"""Time limit for aborting communicators and waiting for the device.
+"""Time limit, in seconds, for aborting communicators and waiting for the device.
 
-If a device exceeds it, the process cannot use that device any more.
+If a device exceeds the limit, the process can no longer use that device.
 """
 TORN = "a member of this world is gone, and its communicators were aborted: what they have left is not known"
 
@@ -34,7 +34,7 @@ class Gate:
     """One member's record of whether results of the accelerator's collectives in one world may be trusted.
 
     is_torn: whether the world's communicators were aborted, or are about to be.
-    is_in_doubt: whether the last optimizer step used results that no `agree` has confirmed since.
+    is_in_doubt: whether the last optimizer step used results that no `agree` has since confirmed.
     communicators: the current communicators of the world.
     """
 
@@ -48,7 +48,10 @@ class Gate:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Record that the main thread waits for other ranks inside the block; a nested block makes no difference."""
+        """Context manager that records that the main thread waits for other ranks.
+
+        Nested blocks record nothing more.
+        """
         is_noted = self._wait is None and threading.current_thread() is threading.main_thread()
         if is_noted:
             self._wait = what, time.monotonic()
@@ -59,10 +62,10 @@ class Gate:
                 self._wait = None
 
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
-        """Return what the main thread is waiting for in this world, and for how many seconds. Any thread may call it.
+        """Return what the main thread is waiting for in this world, and for how many seconds. Any thread may call this.
 
-        blocked_seconds: time for which the main thread has run no Python code. Once a collective has begun on the
-        device, such time counts as waiting for that collective, as in `loss.item()`.
+        blocked_seconds: how long the main thread has run no Python code. Once a collective has begun on the device,
+            this time counts as waiting for the collective, as in `loss.item()`.
         """
         wait = self._wait
         if wait is not None:
@@ -74,11 +77,13 @@ class Gate:
         self._has_begun = True
 
     def agree(self, meet: Callable[[int], object]) -> None:
-        """Wait for the device and then for all ranks. Raise WorldChanged unless all ranks have got their results.
+        """Wait for the device and then for all ranks. Raises WorldChanged unless all ranks have their results.
 
-        meet: function that waits for all ranks, over the host, in round 0 and in round 1; it raises if a rank does not
-        arrive. A rank that has passed round 1 knows that all have passed round 0, so all had their results before
-        `agree` returned anywhere. No rank aborts during round 0.
+        meet: function that waits for all ranks, over the host, in round 0 and again in round 1; it raises if a rank
+            does not arrive.
+
+        A rank that has passed round 1 knows that all ranks have passed round 0. So all ranks had their results before
+        `agree` returned on any of them. No rank aborts during round 0.
         """
         with self.waiting("collectives of the device, at the gate"):
             synchronize()
@@ -90,31 +95,33 @@ class Gate:
         self._has_begun = self.is_in_doubt = False
 
     def end_step(self) -> None:
-        """Record that an optimizer step is queued, with results that may be in doubt."""
+        """Record that an optimizer step has been queued whose inputs may be in doubt."""
         self.is_in_doubt = self._has_begun
 
     def check(self) -> None:
-        """Raise WorldChanged if the gate is torn, so that results no longer count."""
+        """Raise WorldChanged if the gate is torn, because results then no longer count."""
         if self.is_torn:
             raise WorldChanged(f"{TORN}; go on with the loader's next batch: the world is formed anew there")
 
     def tear(self) -> None:
-        """Make every later `check` fail, so that no device result counts any more.
+        """Make every later `check` fail, so that device results no longer count.
 
-        Call it, from any thread, before any communicator is aborted.
+        Call this, from any thread, before any communicator is aborted.
         """
         self.is_torn = True
 
     def take_in(self, communicator: Communicator) -> None:
-        """Add a communicator of the world. Raises WorldChanged if the gate was torn meanwhile."""
+        """Add a communicator of the world. Raises WorldChanged if the gate has been torn in the meantime."""
         self.communicators.append(communicator)
         self.check()
 
 
 def abort(gates: Iterable[Gate], give_up: Callable[[str], object]) -> threading.Thread | None:
-    """Tear gates and abort all their communicators together, in a thread that is returned; None without communicators.
+    """Tear the gates, and abort all their communicators together in a thread.
 
-    give_up: function that is called with the reason if the device does not respond again.
+    Return the thread; None if there are none.
+
+    give_up: function called with the reason if the device does not respond again.
     """
     found = list(gates)
     for gate in found:

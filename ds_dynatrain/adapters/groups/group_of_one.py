@@ -1,7 +1,7 @@
 """A group of one rank whose collectives copy inputs to outputs, on every device and with every version of torch.
 
-torch's own group without peers (the `fake` back-end) leaves some outputs unwritten before 2.13, so ZeRO-3 on one rank
-would train on uninitialized memory.
+torch's own group without peers (the `fake` back-end) leaves some outputs unwritten before torch 2.13, so ZeRO-3 on one
+rank would train on uninitialized memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class GroupOfOne(PythonGroup):
     It wraps no other group, so it needs no `ManagedProcessGroup`.
 
     Its collectives raise RuntimeError, before anything is written, if a tensor differs in type, size or device from the
-    one that it is copied to, or if a list does not have exactly one tensor for the one rank. `send` and `recv` always
-    raise.
+    tensor to which it is copied, or if a list does not have exactly one tensor for the one rank. `send` and `recv`
+    always raise.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,7 +44,7 @@ class GroupOfOne(PythonGroup):
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Do what the collective means for one rank.
 
-        Raise RuntimeError for a collective that this package does not know.
+        Raises RuntimeError for a collective that this package does not know.
         """
         if name not in MEANINGS:
             raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
@@ -54,8 +54,8 @@ class GroupOfOne(PythonGroup):
 class CompletedWork(Work):
     """The work handle of a collective of one rank.
 
-    On a device, the collective is done when its stream reaches it. Waiting makes the current stream wait for it, and
-    the host continues at once, as with torch's own collectives.
+    On a device, the collective is done when its stream reaches it. `wait` makes the current stream wait for the
+    collective, and the host continues at once, as with torch's own collectives.
     """
 
     def __init__(self, outputs: Tensors = ()) -> None:
@@ -100,7 +100,7 @@ class CompletedWork(Work):
 
 
 def _keep(tensors: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """Leave the tensors as they are: with one rank they are the sum, and the values of all ranks."""
+    """Leave the tensors as they are: with one rank, they already are the sum and the values of all ranks."""
     _check(opts)
     return CompletedWork(tensors)
 
@@ -108,12 +108,13 @@ def _keep(tensors: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
 def _copy(
     outputs: Any, inputs: Any, opts: Any = None, *_: Any, to_ranks: bool = False, from_ranks: bool = False, **__: Any
 ) -> Work:
-    """Copy each input to its output; all are compared before the first is written.
+    """Copy each input to its output. All pairs are compared before the first output is written.
 
-    outputs, inputs: a tensor, or a list of tensors.
+    outputs: a tensor, or a list of tensors.
+    inputs: a tensor, or a list of tensors.
     to_ranks: whether `outputs` lists what each rank gets.
-    from_ranks: whether `inputs` lists what each rank gives. (For `gather` on its root `outputs` lists places for each
-    input, which is the same with one of each.)
+    from_ranks: whether `inputs` lists what each rank gives. (On the root of a `gather`, `outputs` has a list for each
+        input, which is the same with one of each.)
     """
     _check(opts)
     outputs, inputs = _only(outputs) if to_ranks else outputs, _only(inputs) if from_ranks else inputs
@@ -141,7 +142,8 @@ def _exchange_rows(
 ) -> Work:
     """Copy the rows of `given` to `output`.
 
-    output_sizes, input_sizes: rows for each rank; all rows if empty.
+    output_sizes: number of rows for each rank; () means all rows.
+    input_sizes: number of rows from each rank; () means all rows.
     """
     for sizes, tensor in ((output_sizes, output), (input_sizes, given)):
         if sizes and list(sizes) != [tensor.shape[0]]:
@@ -162,7 +164,7 @@ def _talk(*_: Any, **__: Any) -> Work:
 
 
 def _check(opts: Any) -> None:
-    """Check that the root is the only rank, and that the operation leaves the value of one rank as it is."""
+    """Raise RuntimeError if the root is not the only rank, or if the operation would change the value of one rank."""
     root = getattr(opts, "rootRank", 0)
     if root != 0:
         raise _wrong(f"invalid root rank {root}")
@@ -197,4 +199,4 @@ MEANINGS: Mapping[str, Callable[..., Any]] = {
     "monitored_barrier": _meet_here,
     **dict.fromkeys(("send", "recv", "recv_anysource"), _talk),
 }
-"""Methods of `ProcessGroup`, by their names in all versions of torch -> their function for one rank."""
+"""A map from the name of each `ProcessGroup` method, in any version of torch, to its function for one rank."""

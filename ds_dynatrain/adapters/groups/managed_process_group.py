@@ -1,7 +1,7 @@
 """The wrapper around each process group of a world.
 
-`torch.distributed` calls the methods of a group from Python, and torch's own code calls them through pybind11's
-trampolines. So a subclass sees every collective of the user, of DeepSpeed and of autograd's hooks.
+`torch.distributed` calls a group's methods from Python, and torch's own code calls them through pybind11's trampolines.
+A subclass thus sees every collective, whether started by the user, by DeepSpeed or by autograd's hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kind = td.ProcessGroup.BackendType
 LOOK = timedelta(seconds=0.25)
 """Interval at which a waiting collective checks whether its world is lost.
 
-It does not delay collectives of a live world.
+The checks do not delay collectives of a live world.
 """
 NO_LIMIT = timedelta(0)
 """Value that torch passes to `wait` if the caller has given no time-out."""
@@ -44,13 +44,13 @@ def is_lost_peer(error: BaseException) -> bool:
 class GroupStatus:
     """State that all groups of one world share.
 
-    is_fixed: whether the set of members never changes, so that torch's errors are passed on unchanged.
+    is_fixed: whether the set of members never changes. torch's errors are then passed on unchanged.
     gate: the bookkeeping of collectives on an accelerator.
     failure: the error of a failed collective, without its stack frames, which would keep groups alive.
-    is_closed: whether the world accepts no collective now, because it was formed anew in the middle of a global batch
-        and its members are not all at the same line of the script.
-    is_lost: whether a member is gone, or a collective has failed on any member. No collective of this world may begin
-        then, and another world follows.
+    is_closed: whether the world currently accepts no collective. A world formed anew in the middle of a global batch is
+        closed, because its members may have reached different statements of the script.
+    is_lost: whether a member is gone, or a collective has failed on any member. No collective of a lost world may
+        begin; another world follows.
     """
 
     def __init__(self, is_fixed: bool = False) -> None:
@@ -61,11 +61,11 @@ class GroupStatus:
 
     @property
     def is_broken(self) -> bool:
-        """Whether communicators of the world can only be aborted, because not all members would end them together."""
+        """Whether the world's communicators can only be aborted, because not all members would end them together."""
         return self.failure is not None or self.is_lost or self.gate.is_torn
 
     def call(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Return what `call` returns; raise WorldChanged if a peer is gone or the world is closed."""
+        """Return the result of `call`. Raises WorldChanged if a peer is gone or the world is closed."""
         if self.is_closed:
             raise WorldChanged(
                 "the world was formed anew: this global batch is discarded; go on with the loader's next one"
@@ -86,7 +86,7 @@ class GroupStatus:
 class PythonGroup(td.ProcessGroup):
     """A group that passes every collective, under each of torch's names for it, to `collective`.
 
-    A subclass that left some methods to torch's base class would hold Python's lock while those collectives start.
+    All methods are overridden: those of torch's base class hold Python's lock while a collective starts.
     """
 
     def __init__(self, rank: int, size: int, kind: Kind) -> None:
@@ -94,7 +94,7 @@ class PythonGroup(td.ProcessGroup):
         self._set_default_backend(kind)
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Run the collective that the method `name` of torch's groups stands for."""
+        """Run the collective named `name`, a method of torch's groups."""
         raise NotImplementedError
 
 
@@ -115,12 +115,12 @@ class ManagedProcessGroup(PythonGroup):
 
     It serves the CPU through gloo and, once connected, an accelerator through a communicator that other groups may
     share. torch's own group takes its name from one of its back-ends, so if two groups shared a back-end, the first
-    would get the name of the second; this class keeps its own name. Messages have the time-out of collectives: with
-    gloo's default, a receiver would give up after the time allowed for connecting, but a pipeline stage may compute for
-    longer.
+    group would get the name of the second; this class keeps its own name. Messages have the time-out of collectives.
+    With gloo's default, a receiver would give up after the time allowed for connecting, but a pipeline stage may
+    compute for longer.
 
-    status: status of the world that the group serves, if members come and go; failures are recorded there and raise
-    WorldChanged.
+    status: status of the world that the group serves, if members may join and leave. Failures are recorded in the
+        status and raise WorldChanged.
     traffic: counts of the group's calls.
     """
 
@@ -134,17 +134,17 @@ class ManagedProcessGroup(PythonGroup):
 
     @property
     def group_name(self) -> GroupName:
-        """The group's own name, whatever its back-ends are called now."""
+        """The group's own name, whatever the current names of its back-ends are."""
         return GroupName(self._name)
 
     def serve(self, status: GroupStatus) -> None:
-        """Attach the group to the world with this status: the next world, or the former one again."""
+        """Attach the group to the world with this status: either the next world or, again, the previous one."""
         self._status, self.traffic.is_closed = status, status.is_lost
 
     def renew(self, store: Store, device: torch.device, kind: Kind, backend: Any) -> None:
         """Replace the back-end that serves a device.
 
-        Replaces the wrapped group, because torch's groups keep the first back-end of a kind.
+        The wrapped group is replaced as well, because torch's groups keep the first back-end of a kind.
 
         store: a store with a prefix that was never used before.
         """
@@ -157,7 +157,7 @@ class ManagedProcessGroup(PythonGroup):
         self._group = behind
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Pass a collective on to torch's group; count and watch it in a world that may lose members."""
+        """Pass a collective on to torch's group. If the world may lose members, also count and watch the collective."""
         if self._status.is_fixed and name not in MESSAGES:
             return getattr(self._group, name)(*arguments, **named)
         return self._status.call(self._begin, name, arguments, named)
@@ -183,7 +183,7 @@ class ManagedProcessGroup(PythonGroup):
         return self._group._get_backend(device)
 
     def _register_backend(self, device: torch.device, kind: Kind, backend: Any) -> None:
-        """Register a back-end for another device, with this group and with the group that it wraps."""
+        """Register a back-end for another device, both with this group and with the wrapped group."""
         self._group.bound_device_id = self.bound_device_id
         self._group._register_backend(device, kind, backend)
         super()._register_backend(device, kind, backend)
@@ -193,7 +193,7 @@ class ManagedWork(Work):
     """The work handle of a running collective, which wraps torch's `work`.
 
     name: name of the group's method.
-    on_device: whether an accelerator runs the collective; a stream then waits for it, not the host.
+    on_device: whether an accelerator runs the collective, so that a stream waits for it rather than the host.
     """
 
     def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, name: str, on_device: bool = False) -> None:
@@ -202,7 +202,10 @@ class ManagedWork(Work):
         self._on_device, self._has_ended = on_device, False
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait until the collective is done. Raise WorldChanged if a peer is gone, RuntimeError after the time-out."""
+        """Wait until the collective is done.
+
+        Raises WorldChanged if a peer is gone, and RuntimeError after the time-out.
+        """
         done = self._watched(self._wait, timeout)
         if not self._has_ended:
             self._has_ended = True
@@ -264,8 +267,8 @@ class ManagedWork(Work):
     def _until_lost(self) -> bool:
         """Wait until the work is done or its world is lost.
 
-        Gloo may miss that its sockets were shut down at the moment a collective begins (measured: some of ten in a loop
-        of small ones); its thread then waits until its time-out.
+        Gloo may miss the shutdown of its sockets if it happens just as a collective begins (measured: in some of ten
+        runs of a loop of small collectives). Gloo's thread then waits until its time-out.
         """
         while True:
             is_lost = self._traffic.is_closed
@@ -279,7 +282,7 @@ class ManagedWork(Work):
 
 
 def is_on_device(arguments: Sequence[Any]) -> bool:
-    """Return whether an accelerator runs a collective, judged by the first tensor or device among its arguments."""
+    """Return whether an accelerator runs a collective, judging by the first tensor or device among its arguments."""
     for each in arguments:
         if isinstance(each, list | tuple):
             if each:

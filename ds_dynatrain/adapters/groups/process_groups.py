@@ -1,6 +1,6 @@
-"""Process groups made as `torch.distributed` makes them, but without its global state.
+"""Process groups made the way `torch.distributed` makes them, but without its global state.
 
-A group can be made in any thread, and is unknown to `torch.distributed` until `register`. Call `register` and
+A group can be made in any thread, and is unknown to `torch.distributed` until `register` is called. Call `register` and
 `unregister` on the main thread.
 """
 
@@ -24,23 +24,21 @@ from ds_dynatrain.adapters.groups.group_of_one import GroupOfOne
 from ds_dynatrain.adapters.versions.torch_versions import fake_backend, register_in_world
 
 Made = tuple[td.ProcessGroup, Store]
-"""A process group, and the store that it was made over."""
+"""A process group, and the store over which it was made."""
 
 
 OURS = "dynatrain_"
 
 
 def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> Made:
-    """Make a gloo group over `store`, not yet known to `torch.distributed`; block until all `size` ranks have joined.
+    """Make a gloo group over `store`, not yet known to `torch.distributed`. Blocks until all `size` ranks have joined.
 
-    seconds: time-out for joining. Collectives have the time-out of any DeepSpeed job, because an evaluation or a
-    request of another member may delay a member.
+    seconds: time-out for joining. Collectives have the time-out of any DeepSpeed job, because a member may be delayed
+        by an evaluation or by another member's request.
 
-    Makes the group as `init_process_group` does for one backend, but without its global state, so that it can run in a
-    thread.
-
-    Torch 2.14 and newer can also replace the members of an existing group. That takes several times as long, because it
-    closes the old connections first; see docs/figures/jobs.md.
+    The group is made the way `init_process_group` does for one back-end, but without its global state, so this function
+    can run in a thread. torch 2.14 and newer can also replace the members of an existing group. That takes several
+    times as long, because it closes the old connections first; see docs/figures/jobs.md.
     """
     prefix = PrefixStore(f"{name}/", store)
     timeout = datetime.timedelta(seconds=seconds)
@@ -50,7 +48,9 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
 
 
 def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
-    """Give a group made by other code a gloo back-end for the CPU, if it has none. All ranks of the group must call it.
+    """Give a group made by other code a gloo back-end for the CPU, if it has none.
+
+    All ranks of the group must call this.
 
     Stock `deepspeed.init_distributed` makes a group with NCCL alone.
 
@@ -67,7 +67,7 @@ def make_fake_group(name: str, rank: int, size: int) -> Made:
     """Make a group without peers. It has no connection, no thread and no file descriptor.
 
     With one rank, its collectives do what those of a real group would do. With more ranks (torch's `fake` back-end),
-    they return at once without results.
+    its collectives return at once without results.
     """
     if size == 1:
         return GroupOfOne(name), HashStore()
@@ -93,9 +93,9 @@ def _around(
 
 
 def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None:
-    """Make a group known to `torch.distributed`, or update its ranks if it is known already.
+    """Make a group known to `torch.distributed`, or update its ranks if it is already known.
 
-    ranks: ranks in the world, in the group's order.
+    ranks: the group's ranks in the world, in the group's order.
     """
     mapping = {rank: place for place, rank in enumerate(ranks)}
     if group in c10d._world.pg_map:
@@ -110,7 +110,7 @@ def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None
 
 
 def is_ours(group: td.ProcessGroup | None) -> bool:
-    """Return whether a group was made by this package; the names of all such groups begin alike."""
+    """Return whether a group was made by this package, judging by the common prefix of such groups' names."""
     return group is not None and str(group.group_name).startswith(OURS)
 
 
@@ -120,7 +120,7 @@ def is_known(group: td.ProcessGroup | None) -> bool:
 
 
 def unregister(group: td.ProcessGroup) -> None:
-    """Make `torch.distributed` forget a group; does nothing for an unknown one."""
+    """Make `torch.distributed` forget a group. Does nothing for an unknown group."""
     known = group in c10d._world.pg_map
     for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks, c10d._world.pg_to_tag):
         table.pop(group, None)
@@ -134,13 +134,13 @@ def unregister(group: td.ProcessGroup) -> None:
 
 
 def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = None) -> threading.Thread:
-    """Shut groups down in a thread, and return the thread. Join it before the process ends.
+    """Shut groups down in a thread, and return the thread. Join the thread before the process ends.
 
-    groups: list that must hold the last references to the groups; it is emptied.
+    groups: a list that must hold the last references to the groups; it is emptied.
     first: function that is called before the groups are shut down.
 
-    Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Memory that the groups' threads have freed is
-    returned to the system.
+    Gloo takes 20 to 40 ms to shut a group down, and longer if a peer is gone. Afterwards, memory that the groups'
+    threads have freed is returned to the system.
     """
 
     def take_down() -> None:
@@ -155,7 +155,7 @@ def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = 
 
 
 def give_back_memory() -> None:
-    """Make glibc return free memory to the system, which it otherwise keeps in growing per-thread arenas.
+    """Make glibc return free memory to the system. glibc would otherwise keep it in growing per-thread arenas.
 
     Does nothing if the C library has no such call. Python's lock is released during the call.
     """

@@ -1,8 +1,8 @@
 """Counts of the calls that a member has begun and ended in one group, which show whether messages are in flight.
 
-A collective leaves no message behind if all members have begun equally many collectives and each has seen them end.
-Neither does a message that was both sent and received. After a world has lost a member, the reports of all members of a
-group decide whether the group may be reused, so all members decide alike.
+A collective leaves no message behind if all members have begun the same number of collectives and each member has seen
+its own end. A message that was both sent and received leaves nothing behind either. After a world has lost a member,
+the reports of all members of a group decide whether the group may be reused, so all members decide the same.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 MESSAGES = ("send", "recv", "recv_anysource")
-"""Methods that concern two ranks only. For `send` and `recv`, the second argument is the peer."""
+"""Methods that involve only two ranks. The second argument of `send` and `recv` is the peer."""
 Said = dict[str, dict[str, Any]]
-"""Reports of members about groups, by the group's name, as plain JSON. See `Traffic.said`."""
+"""Members' reports on groups, keyed by the group's name, as plain JSON. See `Traffic.said`."""
 
 
 class Traffic:
-    """Counts of calls of one group on one member. Any thread may use it.
+    """Counts of one group's calls on one member. Any thread may use them.
 
     is_closed: whether no further call may begin.
     has_failed: whether messages may have been left behind, or cannot be counted.
@@ -35,7 +35,7 @@ class Traffic:
     def begin(self, name: str, arguments: tuple[Any, ...]) -> bool:
         """Count a call of the group's method `name`, and return True. Return False if the group is closed.
 
-        A call that gets False is not counted and must not begin.
+        If the result is False, the call was not counted and must not begin.
         """
         with self._lock:
             if self.is_closed:
@@ -108,8 +108,8 @@ def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 def unfit(found: Said) -> list[str]:
     """Return the names of the groups that must be rebuilt, given the merged reports of all members.
 
-    These are groups on which not all members have reported, and groups in which a call has failed. If the world is
-    lost, it has ended at a different point on each member, so groups with unfinished calls must be rebuilt, too.
+    A group must be rebuilt if some of its members have not reported, or if a call has failed in it. If the world is
+    lost, its members stopped at different points, so groups with unfinished calls must also be rebuilt.
     """
     is_lost, names = False, list[str]()
     for said in found.values():

@@ -1,10 +1,10 @@
 """The process groups of one generation, as one member sees them: their kinds, and the ranks that they connect.
 
 Ranks are numbered with the slowest axis first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's group of a rank
-consists of the data x sequence ranks with the same pipe and tensor index. Experts divide a whole pipeline stage, tensor
-ranks included: neighbouring ranks share one set of experts, and ranks with equal expert index (`Layout.expert_place`)
-hold the same ones. With one expert index and several tensor ranks DeepSpeed trains no experts; the expert-data group is
-unused then, and equals ZeRO's group.
+consists of the data x sequence ranks with the same pipe and tensor index. Experts are divided over a whole pipeline
+stage, tensor ranks included: neighbouring ranks share one set of experts, and ranks with equal expert index
+(`Layout.expert_place`) hold the same experts. With one expert index and several tensor ranks, DeepSpeed trains no
+experts; the expert-data group is then unused, and equals ZeRO's group.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ VARYING: Mapping[str, tuple[str, ...]] = {
     "pipe": ("pipe",),
     "model": ("pipe", "tensor"),
 }
-"""Kind of group -> the axes on which its ranks differ.
+"""A map from each kind of group to the axes on which its ranks differ.
 
-ZeRO partitions and reduces over `data`; the ranks of a `model` group hold one whole model together.
+ZeRO partitions and reduces over `data`. The ranks of a `model` group together hold one whole model.
 """
 
 KINDS = (*VARYING, "expert", "expert_data")
-"""Every kind of group except that of all ranks, in the order in which a world makes them."""
+"""Every kind of group except the group of all ranks, in the order in which a world makes them."""
 
 SAME_AS: Mapping[str, tuple[str, ...]] = {
     "data_only": ("data",),
     "model": ("tensor", "pipe"),
     "expert_data": ("data",),
 }
-"""Kind of group -> kinds made earlier whose group serves it too if the ranks are the same.
+"""A map from a kind of group to kinds made earlier, whose group serves this kind too if the ranks are the same.
 
-Messages of both kinds are never in flight at the same time.
+Messages of the two kinds are never in flight at the same time.
 """
 
 
 def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the ranks, ascending, of each group that `rank` is in, by the group's kind.
+    """Return the ranks, in ascending order, of each group that contains `rank`, keyed by the group's kind.
 
-    Raises LayoutError for a rank outside the world.
+    Raises LayoutError if `rank` is outside the world.
     """
     found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
     index, _ = layout.expert_place(rank)
@@ -78,14 +78,14 @@ def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def tie(stages: tuple[int, ...]) -> str:
-    """Return the kind of the group of pipeline stages that share tied weights."""
+    """Return the kind of the group that connects pipeline stages with tied weights."""
     return "tie_" + "_".join(map(str, stages))
 
 
 def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group of stages with tied weights that `rank` is in, by the group's kind.
+    """Return the ranks of each group of stages with tied weights that contains `rank`, keyed by the group's kind.
 
-    Stages that are all stages of the pipeline use the group of the pipe axis instead.
+    Weights that are tied over all stages of the pipeline use the group of the pipe axis instead.
     """
     place = layout.coordinate(rank)
     return {
@@ -106,8 +106,8 @@ def _varying(layout: Layout, rank: int, axes: tuple[str, ...]) -> tuple[int, ...
 Between = tuple[str, tuple[int, ...]]
 """Identity of a communicator: a kind, and the members that it connects, in the order of the group.
 
-The kind is "" for a communicator that groups share. A user's group, which another thread may use, and the group for the
-moves of a switch share with no other group.
+The kind is "" if several groups share the communicator. Two sorts of groups share with no other: a user's group, which
+another thread may use, and the group for the moves of a switch.
 """
 
 
@@ -121,15 +121,15 @@ KIND_OF_NAME: Mapping[str, str] = {
     "pipeline_model_parallel": "pipe",
     "model_parallel": "model",
 }
-"""DeepSpeed's name for an axis in the methods of an `mpu` -> the kind of group that the method is about."""
+"""A map from DeepSpeed's name for an axis, used in the methods of an `mpu`, to a kind of group."""
 
 
 class ForwardedStore(Store):
-    """A key-value store that forwards to another store, which may be replaced. It is not a process group.
+    """A key-value store that forwards to another store, which can be replaced. It is not a process group.
 
-    A group keeps the store that it was made over as long as it lives. A group that is handed on from world to world
-    would keep the first world's connection open, in this process and in the coordinator. With this store it uses the
-    next world's store instead.
+    A group keeps the store over which it was made as long as it lives. A group that is handed on from world to world
+    would thus keep the first world's connection open, in this process and in the coordinator. With this store, such a
+    group uses the next world's store instead.
     """
 
     def __init__(self, store: Store) -> None:
@@ -137,7 +137,7 @@ class ForwardedStore(Store):
         self._store = store
 
     def go_over(self, store: Store) -> None:
-        """Use another store from now on; keys written so far are not copied."""
+        """Use another store from now on. Keys written so far are not copied."""
         self._store = store
 
 
@@ -158,11 +158,11 @@ for _name in (
 
 @dataclass(eq=False)
 class HeldGroup:
-    """A group, and the store that it was made over.
+    """A group, and the store over which it was made.
 
-    over: the replaceable store behind that store, if the group can move on to the next world's store.
-    users: the number of worlds that hold the group; two while the next world takes it over. The group then keeps its
-    connections; only the ranks of its members may change.
+    over: the replaceable store behind `store`, if the group can move on to the next world's store.
+    users: the number of worlds that hold the group: two while the next world is taking it over. The group then keeps
+        its connections, and only the ranks of its members may change.
     """
 
     group: td.ProcessGroup
@@ -175,16 +175,17 @@ class HeldGroup:
 class World:
     """The process groups of one generation, as one of its members sees them.
 
-    The group of kind `default` is what `torch.distributed` calls WORLD; the other kinds are those of `KINDS`. One group
-    may serve several kinds.
+    The group of kind `default` is what `torch.distributed` calls WORLD; the other kinds are listed in `KINDS`. One
+    group may serve several kinds.
 
-    rank: this member's rank; None on a member that leaves with this world and has the `transfer` group alone.
+    rank: this member's rank; None on a member that leaves with this world and has only the `transfer` group.
     ties: the sets of pipeline stages that share tied weights; each set has a group in every pipeline.
-    status: the status that the world's groups share, if members come and go; None in a job of fixed size.
-    engine: the number of the engine in this process that the world belongs to.
-    has_sequence: whether the model can have a sequence axis, even while that has size 1.
-    transfer: the group of the members of this and of the previous world during a switch; may be one of the others.
-    communicators: the communicators that `connect` has made or kept, by their members.
+    status: the status shared by the world's groups, if members may join and leave; None in a job of fixed size.
+    engine: the number, within this process, of the engine to which the world belongs.
+    has_sequence: whether the model can have a sequence axis, even while its size is 1.
+    transfer: the group, during a switch, of the members of this world and of the previous one; may be one of the other
+        groups.
+    communicators: the communicators that `connect` has made or kept, keyed by their members.
     moves_by_device: whether moves need a communicator of all members of both worlds; equal on all of them.
     """
 
@@ -212,31 +213,31 @@ class World:
     # ---- the groups
 
     def hold(self, kind: str, ranks: tuple[int, ...], held: HeldGroup, is_of_user: bool = False) -> None:
-        """Add a group that was made for this world, or that is kept from the previous one."""
+        """Add a group that was made for this world, or kept from the previous one."""
         self._of_user |= {kind} if is_of_user else set()
         held.users += held not in self._held.values()
         self._held[kind], self._ranks[kind] = held, ranks
 
     def held(self, kind: str) -> HeldGroup:
-        """Return the group of a kind with its store.
+        """Return the group of a kind, with its store.
 
-        Raise RuntimeError on a member without a rank, and after `drop`.
+        Raises RuntimeError on a member without a rank, and after `drop`.
         """
         if kind not in self._held:
             raise RuntimeError(f"generation {self.generation} has no {kind} group on this member: it holds no rank")
         return self._held[kind]
 
     def group(self, kind: str) -> td.ProcessGroup:
-        """Return the group of a kind; raises RuntimeError as in `held`."""
+        """Return the group of a kind. Raises RuntimeError as in `held`."""
         return self.held(kind).group
 
     def ranks(self, kind: str) -> tuple[int, ...]:
-        """Return the ranks of this world in the group of a kind, in the group's order; raises the errors of `held`."""
+        """Return this world's ranks in the group of a kind, in the group's order. Raises RuntimeError as in `held`."""
         self.held(kind)
         return self._ranks[kind]
 
     def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """Return the group that connects these stages in this rank's pipeline; raises RuntimeError as in `held`."""
+        """Return the group that connects these stages in this rank's pipeline. Raises RuntimeError as in `held`."""
         return self.group("pipe") if len(stages) == self.layout.pipe else self.group(tie(stages))
 
     @property
@@ -251,7 +252,7 @@ class World:
 
     @property
     def data(self) -> td.ProcessGroup:
-        """Group of the ranks that ZeRO partitions and reduces over: data x sequence."""
+        """Group of the ranks over which ZeRO partitions and reduces: data x sequence."""
         return self.group("data")
 
     @property
@@ -259,9 +260,9 @@ class World:
         """The object that DeepSpeed asks for groups while the world lives; None if only data and expert sizes exceed 1.
 
         `model_parallel` means pipe x tensor. DeepSpeed's own object for sequence parallelism uses this name for
-        sequence; ZeRO then adds up norms of gradients that are whole already, and clips too much.
-        `get_data_parallel_group` returns ZeRO's group, which stage 3 partitions parameters over; the data-parallel size
-        and rank are those of the data axis, whose ranks share a batch.
+        sequence, so ZeRO adds up gradient norms that are already whole, and clips too much. `get_data_parallel_group`
+        returns ZeRO's group, over which stage 3 partitions parameters. The data-parallel size and rank are those of the
+        data axis, whose ranks share a batch.
         """
         if self.layout.pipe * self.layout.sequence * self.layout.tensor == 1:
             return None
@@ -280,7 +281,7 @@ class World:
         return SimpleNamespace(**{**answers, "get_data_parallel_group": partial(self.group, "data")})
 
     def register(self) -> None:
-        """Make all groups but the one for moves known to `torch.distributed`, and attach all to this world's status."""
+        """Make all groups except `transfer` known to `torch.distributed`, and give all groups this world's status."""
         for kind, held in self._held.items():
             if kind != "transfer":
                 register(held.group, held.store, self._ranks[kind])
@@ -288,7 +289,7 @@ class World:
                 held.group.serve(self.status)
 
     def give_up(self, kinds: Iterable[str]) -> list[td.ProcessGroup]:
-        """Release the groups of some kinds, and return those that no other world holds."""
+        """Release the groups of some kinds. Return the released groups that no other world holds."""
         gone = {kind: self._held.pop(kind) for kind in kinds if kind in self._held}
         for kind in gone:
             del self._ranks[kind]
@@ -298,7 +299,7 @@ class World:
         return [held.group for held in ended.values() if held.users == 0]
 
     def retire_transfer(self) -> threading.Thread:
-        """Shut down the group that was made only for the moves of a switch; see `drop`."""
+        """Shut down the group that was made only for the moves of a switch. Returns a thread, as `drop` does."""
         moving = {self.between("transfer")} & self.communicators.keys()
         self.transfer, self.transfer_members = None, ()
         return tear_down(self.give_up(["transfer"]), self.disconnect(False, moving))
@@ -306,18 +307,20 @@ class World:
     # ---- groups that the next world may reuse
 
     def hands_on(self, kind: str, members: tuple[int, ...], unfit: Collection[str] = ()) -> HeldGroup | None:
-        """Return the group of a kind if the next world can reuse it for these members, in this order; else None.
+        """Return the group of a kind if the next world can reuse it for these members, in this order; otherwise None.
 
-        unfit: names of groups that must be rebuilt, equal on all members. The result is the same on all members.
+        unfit: names of the groups that must be rebuilt, equal on all members.
+
+        The result is the same on all members.
         """
         is_there = kind in self._held and self.between(kind)[1] == members
         return self._held[kind] if is_there and str(self.group(kind).group_name) not in unfit else None
 
     def says(self, apart: Collection[str] = ()) -> Said:
-        """Return this member's report on each of its groups, by the group's name; see `traffic`.
+        """Return this member's report on each of its groups, keyed by the group's name; see `traffic`.
 
         The reports of all members show which groups can be reused. The report is empty in a job of fixed size, where
-        all groups can be.
+        all groups can be reused.
 
         apart: kinds whose groups are rebuilt in any case.
         """
@@ -330,13 +333,15 @@ class World:
         return found
 
     def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """Forbid new calls in this world, because a member is gone or a collective has failed. Any thread may call it.
+        """Forbid new calls in this world, because a member is gone or a collective has failed.
 
-        Return the names of the groups that may be reused: no call is in progress in them on this member, so no thread
-        waits in them and they need not be shut down.
+        Any thread may call this.
 
         known: names of the groups that may be kept at all.
         there: the members that are not gone.
+
+        Returns the names of the groups that may be reused. No call is in progress in them on this member, so no thread
+        waits in them, and they need not be shut down.
         """
         if self.status is None:
             return frozenset()
@@ -350,7 +355,7 @@ class World:
         return frozenset(stay)
 
     def _watched(self) -> list[tuple[str, ManagedProcessGroup, tuple[int, ...]]]:
-        """Return (one of its kinds, group, ranks) of each group that counts its calls."""
+        """Return (one of its kinds, group, ranks) for each group that counts its calls."""
         found: dict[int, tuple[str, ManagedProcessGroup, tuple[int, ...]]] = {}
         for kind, ranks in list(self._ranks.items()):
             held = self._held.get(kind)  # another thread may release it meanwhile
@@ -361,7 +366,7 @@ class World:
     # ---- communicators on the accelerator
 
     def between(self, kind: str) -> Between:
-        """Return the identity of the communicator that the group of a kind uses."""
+        """Return the identity of the communicator that is used by the group of a kind."""
         if kind == "transfer":
             return (kind, self.transfer_members)
         members = tuple(map(self.members.__getitem__, self.ranks(kind)))
@@ -372,10 +377,10 @@ class World:
         return any(self._known(kind, previous) is None for kind in self._served())
 
     def connect(self, seconds: float, previous: World | None = None, stop: Callable[[], None] = go_on) -> Connections:
-        """Connect the world's groups on the accelerator. All ranks must call it, while no collective is running.
+        """Connect the world's groups on the accelerator. All ranks must call this, while no collective is running.
 
         Communicators of `previous` are kept, in both worlds, if their members stay in the same order; all members agree
-        on which these are. Does nothing on a member without a rank, and without an accelerator.
+        on which ones are kept. Does nothing on a member without a rank, or without an accelerator.
 
         seconds: time-out for the other ranks.
         stop: callback that is called repeatedly during waits; it may raise.
@@ -422,11 +427,11 @@ class World:
         return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
 
     def renew(self, ended: Communicator, again: str, seconds: float, stop: Callable[[], None] = go_on) -> None:
-        """Replace a communicator that was aborted although its members are alive; all of them must call this.
+        """Replace a communicator that was aborted although its members are alive. All of them must call this.
 
         again: a name that no other call has used.
 
-        Raises RuntimeError if no new communicator can be made; the world then cannot use the device any more.
+        Raises RuntimeError if no new communicator can be made. The world can then no longer use the device.
         """
         between = next(each for each, found in self.communicators.items() if found is ended)
         kinds = [kind for kind in self._served() if self.between(kind) == between]
@@ -438,9 +443,9 @@ class World:
             found.serve_anew(group, store)
 
     def disconnect(self, is_broken: bool, which: Collection[Between] | None = None) -> Callable[[], None]:
-        """Release communicators, by default all; return a function that ends those that no other world has kept.
+        """Release communicators, by default all. Return a function that ends those that no other world has kept.
 
-        All their members must call the returned function.
+        All members of the released communicators must call the returned function.
         """
         gone = [self.communicators.pop(each) for each in ([*self.communicators] if which is None else which)]
         for each in gone:
@@ -457,7 +462,9 @@ class World:
         return self.status is not None and is_accelerated() and len(self.members) > 1
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Call `Gate.agree`; all ranks must call it. Does nothing without an accelerator, or if no member can be lost.
+        """Call `Gate.agree`. All ranks must call this.
+
+        Does nothing without an accelerator, or if no member can be lost.
 
         meet: see `Gate.agree`; by default a reduction over all ranks in host memory.
         """

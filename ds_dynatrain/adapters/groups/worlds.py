@@ -1,8 +1,8 @@
-"""Building the process groups of a world beside a running world, installing them, and dropping them.
+"""Building a world's process groups while another world runs, and installing and dropping them.
 
-`torch.distributed` and DeepSpeed both keep "the" world in private fields. Building happens in any thread and does not
-touch these fields; `install` and `drop` do, so call them on the main thread between two steps. A `LaunchWorld` is the
-group that processes belong to before a world of ours exists, and while they are idle.
+`torch.distributed` and DeepSpeed both keep the current world in private fields. Building may happen in any thread and
+does not touch these fields. `install` and `drop` do, so call them on the main thread between two steps. A `LaunchWorld`
+is the group to which processes belong before a world of ours exists, and while they are idle.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from ds_dynatrain.adapters.groups.world import KINDS, SAME_AS, ForwardedStore, H
 from ds_dynatrain.space import Layout
 
 Note = Callable[[str], None]
-"""Function that is called with the name of each group as soon as it is made."""
+"""Function that is called with the name of each group as soon as the group is made."""
 Make = Callable[[str, tuple[int, ...], int], HeldGroup]
 """Function (kind of group, ranks of the world in the group, this rank) -> the group."""
 GROUP_COUNT = 1000
-"""First number in the names of groups that `new_group` makes later, equal on members that were in different worlds."""
+"""First number in the names of groups that `new_group` makes later.
+
+Members that were in different worlds thus agree on it.
+"""
 
 
 def ignore(name: str) -> None:
@@ -49,13 +52,15 @@ def ignore(name: str) -> None:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """The world that a member makes groups for. The member is in `members`, in `previous`, or in both.
+    """The world for which a member makes groups. The member is in `members`, in `previous`, or in both.
 
-    previous: the members of the former world.
-    ties, engine, has_sequence: see `World`.
-    own: the ranks of the user's groups that this member is in, by kind; every member must name the groups in the same
-        order.
-    moves_apart: whether the moves of a switch get a group of their own, because training continues during them.
+    previous: the members of the previous world.
+    ties: see `World`.
+    engine: see `World`.
+    has_sequence: see `World`.
+    own: the ranks of each of the user's groups that contain this member, keyed by kind. Every member must list the
+        groups in the same order.
+    moves_apart: whether the moves of a switch get a group of their own, because training continues during the moves.
     """
 
     generation: int
@@ -75,7 +80,7 @@ class WorldSpec:
         return tuple(sorted({*self.members, *self.previous}))
 
     def world(self, status: GroupStatus | None) -> World:
-        """Return the world, still without groups."""
+        """Return the world, before it has any groups."""
         rank = self.members.index(self.member) if self.member in self.members else None
         of_engine = self.engine, self.has_sequence
         return World(
@@ -96,10 +101,10 @@ def build_world(
 
     Blocks until every member of both worlds has built all of its groups, for at most `seconds` per group. Store keys
     contain the generation and are never used again. The groups serve the CPU; `World.connect` connects them on the
-    accelerator. A group of one rank takes no connection and no thread.
+    accelerator. A group of one rank uses no connection and no thread.
 
-    present: the world of `previous`, on a member that trains in it, so that groups whose members stay in the same order
-    are reused; either all members give it or none.
+    present: the world of `previous`, on a member that trains in it. Groups whose members stay in the same order are
+        then reused. Either all members give it or none.
     unfit: names of groups not to reuse, equal on all members.
     note: function that is called with the name of each new group.
     """
@@ -132,7 +137,10 @@ def build_world(
 def add_groups(
     store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float, note: Note = ignore
 ) -> None:
-    """Add the user's own groups to an installed world; all its members must call it. note: see `build_world`."""
+    """Add the user's own groups to an installed world. All members of the world must call this.
+
+    note: see `build_world`.
+    """
     _hold_own(world, own, partial(_made, store, world, seconds, note))
     world.connect(seconds)
     world.register()
@@ -141,7 +149,7 @@ def add_groups(
 def _made(
     store: Store, world: World, seconds: float, note: Note, kind: str, ranks: tuple[int, ...], rank: int
 ) -> HeldGroup:
-    """Make a group of these ranks (of these members, for the moves), in which this process is `rank`."""
+    """Make a group in which this process is `rank`. `ranks` are ranks or, for the moves of a switch, members."""
     name = f"{world.name}_{kind}_{min(ranks)}"
     if len(ranks) == 1 and (kind != "default" or is_accelerated()):
         return HeldGroup(*make_fake_group(name, 0, 1))
@@ -183,9 +191,9 @@ def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = 
 
 
 def install(world: World) -> None:
-    """Make `world` the one that `torch.distributed`, DeepSpeed and the environment variables refer to.
+    """Make `torch.distributed`, DeepSpeed and the environment variables refer to `world`.
 
-    Call it also to return to a world that was installed before and not dropped.
+    Also call this to return to a world that was installed before and has not been dropped.
     """
     if world.rank is None:
         raise RuntimeError(f"generation {world.generation} cannot be installed: this member holds no rank in it")
@@ -202,15 +210,15 @@ def is_ours_installed() -> bool:
 
 
 def drop(world: World, is_broken: bool = False) -> threading.Thread:
-    """Unregister every group of `world` that no other world holds, and shut it down in a thread that is returned.
+    """Unregister every group of `world` that no other world holds, and shut these groups down in a thread.
 
     Communicators that another world has kept stay alive. All ranks of the world drop it, so the other communicators are
-    shut down together.
+    shut down together. The world need not have been installed. Gloo takes 20 to 40 ms to shut a group down, and longer
+    if a peer is gone.
 
-    is_broken: whether to abort them instead, because some members may lack a communicator that this member has.
+    is_broken: whether to abort the communicators instead, because some members may lack one that this member has.
 
-    The world need not have been installed. Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Join
-    the returned thread before the process ends.
+    Returns the thread. Join it before the process ends.
     """
     world.transfer, world.transfer_members = None, ()
     if world.status is not None:
@@ -229,13 +237,16 @@ _EXPERT_TABLES = (
     ("expert", groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
     ("expert_data", groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
 )
-"""Kind of group -> DeepSpeed's tables of such groups, by "ep_size_N"; an engine keeps references to the tables."""
+"""A map from each kind of group to DeepSpeed's two tables of such groups, whose keys are "ep_size_N".
+
+An engine keeps references to the tables.
+"""
 
 
 def _point_at(world: World) -> None:
-    """Set the process groups that DeepSpeed keeps in its modules to those of `world`.
+    """Point the process groups that DeepSpeed keeps in its modules at those of `world`.
 
-    For a layout of data (and expert) alone, the modules then hold what DeepSpeed itself would set without an `mpu`.
+    With only data (and expert) axes, the modules then hold what DeepSpeed itself would set without an `mpu`.
     """
     _forget_groups()
     layout, mpu = world.layout, world.mpu
@@ -284,7 +295,7 @@ class LaunchWorld:
 
     @staticmethod
     def current() -> LaunchWorld:
-        """Return the current default group, with its size. Call it before any world of ours is installed."""
+        """Return the current default group, with its size. Call this before any world of ours is installed."""
         return LaunchWorld(c10d._get_default_group(), td.get_rank(), td.get_world_size())
 
     @staticmethod
@@ -301,11 +312,14 @@ class LaunchWorld:
         return LaunchWorld(group, member, size, world)
 
     def connect(self, seconds: float, stop: Callable[[], None]) -> None:
-        """Connect a group made by `formed` on the accelerator too, for code that uses it before a world exists.
+        """Connect a group made by `formed` on the accelerator too, for code that uses the group before a world exists.
 
-        All processes of the group must call it. Does nothing without an accelerator, or in a second call.
+        All processes of the group must call this. Does nothing without an accelerator, or in a second call.
 
-        seconds, stop: see `World.connect`, which also lists the errors.
+        seconds: see `World.connect`.
+        stop: see `World.connect`.
+
+        Raises RuntimeError as `World.connect` does.
         """
         if self.own is not None and self.own.lacks(None):
             self.own.connect(seconds, stop=stop)
@@ -313,7 +327,7 @@ class LaunchWorld:
             self.own.register()
 
     def retire(self) -> threading.Thread:
-        """Shut down a launch group that no process uses any more; all its processes must call it. See `drop`."""
+        """Shut down a launch group that no process uses any longer. All its processes must call this. See `drop`."""
         unregister(self.group)
         if self.own is None:
             return tear_down([self.group])
@@ -327,7 +341,7 @@ class LaunchWorld:
 
 
 def launch_store() -> Store:
-    """Return a new client of the key-value store that the launch group was formed over."""
+    """Return a new client of the key-value store over which the launch group was formed."""
     store: Any = c10d._get_default_store()
     own: Store = store.clone()
     return own
@@ -335,7 +349,7 @@ def launch_store() -> Store:
 
 @contextmanager
 def installed(world: World, launch: LaunchWorld) -> Iterator[None]:
-    """Install `world` inside the block; afterwards install the launch group and drop `world`."""
+    """Context manager that installs `world`, and at the end installs the launch group and drops `world`."""
     install(world)
     try:
         yield

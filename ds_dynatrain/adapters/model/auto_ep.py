@@ -1,17 +1,17 @@
-"""AutoEP: mixture-of-experts layers of Hugging Face models that DeepSpeed replaces by its own.
+"""AutoEP: mixture-of-experts layers of Hugging Face models, which DeepSpeed replaces with its own layers.
 
-The logical model is DeepSpeed's converted form with expert size 1: a layer's experts are the stacks `experts.w1`,
-`.w2` and `.w3` of shape (experts, out, in), and the expert axis cuts dim 0. Every rank holds the router and shared
+The logical model is DeepSpeed's converted form with expert size 1: a layer's experts are the stacks `experts.w1`, `.w2`
+and `.w3` of shape (experts, out, in), and the expert axis cuts dim 0. Every rank holds the router and the shared
 experts whole. DeepSpeed records on each stack which experts a rank holds, and this package reads these records. The
-conversion runs on modules without memory, so no full-size tensor is ever made.
+conversion runs on modules without storage, so no full-size tensor is ever made.
 
 With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and other layers that AutoTP knows are cut,
-stacks and routers are not. Tensor ranks divide a layer's tokens among themselves and send them to experts as data ranks
-do. DeepSpeed refuses expert size 1 with a tensor axis, because gradients would be counted twice.
+but stacks and routers are not. Tensor ranks divide a layer's tokens among themselves and send them to experts the way
+data ranks do. DeepSpeed refuses expert size 1 with a tensor axis, because gradients would be counted twice.
 
-`moe` describes how ZeRO partitions the stacks. A group's flat buffer has w1, w2, w3 of the first layer, then those of
-the next. AutoEP takes the experts' initial values from the user's model, so the stacks that ranks hold at any size are
-slices of the same tensors.
+`moe` describes how ZeRO partitions the stacks. A group's flat buffer holds w1, w2 and w3 of the first layer, followed
+by those of the next. AutoEP takes the experts' initial values from the user's model, so the stacks that ranks hold are
+slices of the same tensors at any size.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def start_size(config: Mapping[str, Any]) -> int:
 
 
 class Conversion:
-    """AutoEP's conversion of a model: it replaces layers with experts, and distributes the experts over ranks."""
+    """AutoEP's conversion of a model: it replaces layers that have experts, and distributes the experts over ranks."""
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
         """Keep the settings.
 
-        Raises UnsupportedError for a model that is not whole, and ConfigError for one that DeepSpeed refuses.
+        Raises UnsupportedError if the model is not whole, and ConfigError if DeepSpeed refuses the configuration.
         """
         refuse_parts(model)
         self._block, self._config = dict(config["expert_parallel"]), config
@@ -73,7 +73,7 @@ class Conversion:
         return replaced
 
     def expert_cuts(self, size: int) -> Mapping[str, AxisCuts]:
-        """Return the cut of each tensor by the expert axis, by name; raises as `AutoEPShaper.cuts` does."""
+        """Return a map from each tensor's name to its cut by the expert axis. Raises as `AutoEPShaper.cuts` does."""
         if size not in self._expert_cuts:
             self._expert_cuts[size] = cuts_of(self.dealt(size, 0))
         return self._expert_cuts[size]
@@ -85,7 +85,7 @@ class Conversion:
 
 @contextmanager
 def refused_by_deepspeed() -> Iterator[None]:
-    """Raise ConfigError if DeepSpeed's own checks of `expert_parallel` fail inside the block."""
+    """Context manager that raises ConfigError if DeepSpeed's own checks of `expert_parallel` fail in the block."""
     try:
         yield
     except ValueError as error:
@@ -104,7 +104,7 @@ class AutoEPShaper(Conversion, Shaper):
         listed: bool = False,
         factory: ModelFactory | None = None,
     ) -> None:
-        """Take over a user's model: give it DeepSpeed's layers with all experts, which keep the model's values.
+        """Take over a user's model: give it DeepSpeed's layers with all experts. They keep the model's values.
 
         listed: whether the caller has lists of the model's parameters, such as an optimizer's, that must be updated.
         """
@@ -117,7 +117,7 @@ class AutoEPShaper(Conversion, Shaper):
         self._replaced = replace_layers(model, self._block, 1, 0, listed)
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """Return a copy of the template that AutoEP has converted for one expert index."""
+        """Return a copy of the template, converted by AutoEP for one expert index."""
         return convert(copied(self._template), self._block, size, index)
 
     def user_tensors(self) -> list[UserTensor]:
@@ -125,10 +125,10 @@ class AutoEPShaper(Conversion, Shaper):
         return user_tensors(copied(self._template), self._block)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return cuts by whole experts for the stacks, and AutoTP's for other tensors.
+        """Return the cuts by name: by whole experts for the stacks, and AutoTP's cuts for other tensors.
 
-        Raises LayoutError for a size that does not divide the experts of a layer, or that DeepSpeed refuses, and
-        UnsupportedError, naming the parameter, for experts that ranks do not hold in order. Otherwise raises as
+        Raises LayoutError if the size does not divide the experts of a layer, or if DeepSpeed refuses it. Raises
+        UnsupportedError, naming the parameter, if ranks do not hold experts in order. Otherwise raises as
         `TensorShaper.cuts` does.
         """
         refuse_other_axes(layout, "tensor")
@@ -145,7 +145,7 @@ class AutoEPShaper(Conversion, Shaper):
         return self._tensor.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Do what `Shaper.reshape` specifies; new parameters have unwritten memory, buffers are the template's."""
+        """Do what `Shaper.reshape` specifies. New parameters have uninitialized memory; buffers are the template's."""
         self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
 
     def enter(self, engine: Any, layout: Layout) -> None:
@@ -159,17 +159,18 @@ class AutoEPShaper(Conversion, Shaper):
         leave(engine)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Write the layout's sizes into DeepSpeed's configuration, where DeepSpeed looks them up."""
+        """Write the layout's sizes into the fields of the configuration from which DeepSpeed reads them."""
         config["expert_parallel"]["autoep_size"] = layout.expert
         self._tensor.configure(config, layout)
 
 
 def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) -> nn.Module:
-    """Give a module, on the meta device and as the user wrote it, DeepSpeed's layers for one expert index; return it.
+    """Give a module DeepSpeed's layers for one expert index, and return the module.
 
+    module: the user's model, unconverted, on the meta device.
     block: `expert_parallel` of the configuration.
 
-    Raises LayoutError for a size that does not divide the experts of a layer.
+    Raises LayoutError if the size does not divide the experts of a layer.
     """
     replace_layers(module, block, size, index)
     return module
@@ -188,7 +189,7 @@ def replace_layers(
     each: function that is called with each new layer before the next one is made.
     listed: whether to return which parameters replace which.
 
-    Raises LayoutError as `convert` does, and ValueError for what DeepSpeed refuses.
+    Raises LayoutError as `convert` does, and ValueError if DeepSpeed refuses the settings.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_post_detection
@@ -285,15 +286,15 @@ def leave(engine: Any) -> None:
 
 
 def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
-    """Return the cuts of all tensors of a converted module, by name.
+    """Return a map from the name of each tensor of a converted module to its cuts.
 
-    Raises UnsupportedError for experts that ranks do not hold in order.
+    Raises UnsupportedError if ranks do not hold experts in order.
     """
     return {name: _cut(name, held) for name, held in module.named_parameters()}
 
 
 def validate(config: Mapping[str, Any], layout: Layout) -> None:
-    """Raise DeepSpeed's ValueError for a layout that it does not train with AutoEP under this configuration."""
+    """Raise DeepSpeed's ValueError if DeepSpeed does not train this layout with AutoEP under this configuration."""
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
 
     zero = config.get("zero_optimization") or {}
@@ -311,7 +312,7 @@ def validate(config: Mapping[str, Any], layout: Layout) -> None:
 
 
 def _fold(engine: Any, layout: Layout) -> None:
-    """Set on the engine how tensor and expert ranks are arranged, and give layers these groups with a tensor axis."""
+    """Tell the engine how tensor and expert ranks are arranged. With a tensor axis, also give layers their groups."""
     from deepspeed.module_inject.auto_ep_folding import FoldingGroupHandles, build_folding_spec, local_folding_ranks
 
     spec = build_folding_spec(
@@ -338,7 +339,7 @@ def _fold(engine: Any, layout: Layout) -> None:
 
 
 def _hold_groups(engine: Any, handles: Any) -> None:
-    """Set the groups of folded axes on the engine and its layers; None removes them."""
+    """Set the groups of the folded axes on the engine and its layers. None removes them."""
     engine._autoep_folding_group_handles = handles
     for part in layers_with_experts(engine.module):
         if handles is None:
@@ -377,7 +378,7 @@ def _place_of(held: nn.Parameter, index: int) -> None:
 
 
 def refuse_parts(model: nn.Module) -> None:
-    """Raise UnsupportedError, naming the parameter, if one is partitioned by `zero.Init` or on the meta device."""
+    """Raise UnsupportedError, naming the parameter, if any is partitioned by `zero.Init` or on the meta device."""
     for name, held in model.named_parameters():
         if hasattr(held, "ds_id") or held.is_meta:
             where = "cut by deepspeed.zero.Init" if hasattr(held, "ds_id") else "on the meta device"

@@ -1,8 +1,8 @@
-"""The tensor axis: DeepSpeed's AutoTP, run on modules without memory, and a root module that gets AutoTP's layers.
+"""The tensor axis: DeepSpeed's AutoTP, run on modules without storage, and a root module that gets AutoTP's layers.
 
-AutoTP replaces linear layers and embeddings by layers that hold one part of each parameter, and records on the
-parameter how it was cut. It runs here on a copy of the template, whose parameters are on the meta device, so it takes
-no memory and sends no message. Layers that it leaves alone are whole on every rank of the axis.
+AutoTP replaces linear layers and embeddings with layers that hold one part of each parameter, and records on the
+parameter how it was cut. AutoTP runs here on a copy of the template whose parameters are on the meta device, so it
+needs no memory and sends no message. Layers that AutoTP leaves alone are whole on every rank of the axis.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ WRONG: Mapping[str, str] = {
     "gpt_bigcode": "AutoTP gives every rank all keys and values, and never adds their gradients up",
     "mpt": "its attention counts all heads, whatever its rank holds",
 }
-"""Types of Hugging Face models that train wrongly once AutoTP has cut them (measured with DeepSpeed 0.19.8)."""
+"""Types of Hugging Face models that train wrongly after AutoTP has cut them (measured with DeepSpeed 0.19.8)."""
 
 Cuts = dict[str, AxisCuts]
-"""Cuts by name of the logical tensor."""
+"""A map from the name of a logical tensor to its cuts."""
 
 
 def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
 def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int) -> None:
     """Make AutoTP cut a model on the meta device for the rank at index `place` of a tensor group of `size` ranks.
 
-    Needs no peers and no particular world; any thread may call it, but only one at a time. The group that the new
-    layers hold no longer exists afterwards: give them the world's group before they are used.
+    Needs no peers and no particular world. Any thread may call this, but only one at a time. The group that the new
+    layers hold no longer exists afterwards; give the layers the world's group before they are used.
     """
     engine = SimpleNamespace(
         autotp_size=lambda: size,
@@ -84,7 +84,7 @@ def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int
 
 
 def describe(template: nn.Module, config: Mapping[str, Any], size: int) -> Cuts:
-    """Return how AutoTP would cut each parameter of a model into `size` parts, by name. Needs no peers.
+    """Return a map from each parameter's name to how AutoTP would cut it into `size` parts. Needs no peers.
 
     Raises UnsupportedError, naming the parameter, if AutoTP does not record how it cuts a parameter, or would cut it
     wrongly. Errors that AutoTP itself raises for a model or a size pass through.
@@ -114,7 +114,7 @@ def describe(template: nn.Module, config: Mapping[str, Any], size: int) -> Cuts:
 
 
 def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None:
-    """Raise LayoutError if a rank would get no element of a parameter for which DeepSpeed or torch needs one."""
+    """Raise LayoutError if a rank would get no element of a parameter although DeepSpeed or torch needs one there."""
     if layout.zero_stage == 3:
         why = "zero_stage=3"
     elif (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False):
@@ -134,7 +134,7 @@ def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None
 
 
 def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
-    """Return DeepSpeed's record of how a parameter was cut, as `AxisCuts`."""
+    """Return DeepSpeed's record of how a parameter was cut, converted to `AxisCuts`."""
     written = getattr(held, DS_AUTOTP_UC_META, None)
     if written is None or written["replicated"]:
         return WHOLE
@@ -151,7 +151,7 @@ def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
 
 @contextmanager
 def _for_training() -> Iterator[None]:
-    """Set AutoTP to cut for training inside the block, and restore its process-wide settings afterwards."""
+    """Context manager that sets AutoTP to cut for training, and restores its process-wide settings at the end."""
     training, on_host = is_autotp_training_mode(), TensorParallel_Layer.keep_module_on_host
     set_autotp_mode(training=True)
     try:
@@ -163,7 +163,7 @@ def _for_training() -> Iterator[None]:
 
 @contextmanager
 def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
-    """Make AutoTP use a tensor group of `size` without peers inside the block; this process is at index `place`."""
+    """Context manager that gives AutoTP a tensor group of `size` without peers, with this process at index `place`."""
     rank = td.get_rank()
     ranks = [other for other in range(size) if other != rank][: size - 1]
     group, store = make_fake_group("dynatrain_asked", place, size)
@@ -181,19 +181,23 @@ def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
 _PARSED = "ds_autotp_parsed"
 _LOSS_BEFORE = "_deepspeed_original_loss_function"
 _PARTIAL = "_ds_grad_allreduce_registered"
-"""Attribute of parameters whose gradients AutoTP adds up over the ranks."""
+"""Attribute that marks parameters whose gradients AutoTP adds up over the ranks."""
 _METHODS = {"gather_params", "_tp_partition"}
 """Methods of a layer that AutoTP also sets on the layer's parameters."""
 
 _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, UnsupportedError, LayoutError)
-"""Errors that AutoTP, or our checks of its records, raise for a model or a size that they refuse."""
+"""Errors that AutoTP, or our checks of its records, raise to refuse a model or a size."""
 
 
 class TensorShaper(Shaper):
     """Shaper of a model that AutoTP cuts along the tensor axis."""
 
     def __init__(self, template: nn.Module | None, config: Mapping[str, Any], reason: str = "") -> None:
-        """Keep the template of a model. It is None if no template can be made, for the `reason` given."""
+        """Keep the template of a model.
+
+        template: None if no template can be made.
+        reason: why no template can be made.
+        """
         self._template, self._config, self._reason = template, config, reason
         self._cuts: dict[int, Cuts] = {}
         self._one_at_a_time = threading.Lock()
@@ -207,10 +211,12 @@ class TensorShaper(Shaper):
             return TensorShaper(None, config, str(error))
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return how the tensor axis cuts each logical tensor, for any layout, whichever world is installed.
+        """Return a map from each logical tensor's name to its cut by the tensor axis.
+
+        Works for any layout, whichever world is installed.
 
         Raises UnsupportedError, naming the parameter or the model, if AutoTP cannot cut it or does not record how.
-        Raises LayoutError, with the nearest valid size, for a tensor size that AutoTP cannot cut the model into.
+        Raises LayoutError, with the nearest valid size, if AutoTP cannot cut the model into that tensor size.
         """
         if layout.pipe * layout.expert > 1:
             raise LayoutError(f"{layout}: this model has no pipeline stages and no experts; leave pipe and expert at 1")
@@ -234,7 +240,7 @@ class TensorShaper(Shaper):
         return found
 
     def make(self, layout: Layout, rank: int) -> Made:
-        """Return the template's children as AutoTP cuts them for a rank."""
+        """Return the template's children, cut by AutoTP for a rank."""
         return self.cut(copied(self._known), layout, rank)
 
     def cut(self, module: nn.Module, layout: Layout, rank: int) -> Made:
@@ -262,9 +268,10 @@ class TensorShaper(Shaper):
             _speak_over(root, groups.get_tensor_model_parallel_group())
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Set what DeepSpeed's constructor sets: the modes of its layers, their group, and a check of the first batch.
+        """Do what DeepSpeed's constructor does for this axis.
 
-        The check is a hook by which DeepSpeed compares that batch between tensor ranks; it then removes the hook.
+        Sets the modes of DeepSpeed's layers and their group, and adds a check of the first batch. The check is a hook
+        in which DeepSpeed compares that batch between tensor ranks. DeepSpeed then removes the hook.
         """
         self.leave(engine)
         block = engine.tensor_parallel_config()
@@ -285,7 +292,7 @@ class TensorShaper(Shaper):
         _speak_over(engine.module, None)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Write the tensor size of a layout into the configuration; the user's other settings of AutoTP stay."""
+        """Write a layout's tensor size into the configuration. The user's other AutoTP settings stay."""
         if layout.tensor > 1 or config.get("tensor_parallel"):
             config["tensor_parallel"] = settings(config, layout.tensor)
 
@@ -315,7 +322,7 @@ class TensorShaper(Shaper):
 def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method with only a weak reference to its layer.
 
-    Otherwise the layer's memory would not be freed before the garbage collector runs.
+    A strong reference would keep the layer's memory until the garbage collector runs.
     """
     reference = WeakMethod(method)
 
@@ -329,7 +336,8 @@ def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
 def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
     """Sum, over tensor ranks, the gradient of a whole parameter of which each rank uses a part (norms of heads).
 
-    A hook like DeepSpeed's own, except that it looks the group up, while DeepSpeed's keeps its first group for good.
+    A hook like DeepSpeed's own, except that it looks up the current group, while DeepSpeed's keeps its first group
+    forever.
     """
     whole = gradient.contiguous()
     dist.all_reduce(whole, group=groups.get_tensor_model_parallel_group())
@@ -337,7 +345,7 @@ def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
-    """Set the group over which AutoTP's layers and its loss communicate; None removes it."""
+    """Set the group over which AutoTP's layers and its loss communicate. None removes it."""
     for module in root.modules():
         if isinstance(module, TensorParallel_Layer):
             module.mp_group = group
@@ -347,7 +355,10 @@ def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
 
 
 def _take_off(root: nn.Module, origin: nn.Module) -> None:
-    """Remove the attributes that AutoTP has set on the root, and restore the user's. origin: the root's template."""
+    """Remove the attributes that AutoTP has set on the root, and restore the user's.
+
+    origin: the root's template.
+    """
     loss = root.__dict__.pop(_LOSS_BEFORE, None)
     if loss is not None:
         root.loss_function = loss

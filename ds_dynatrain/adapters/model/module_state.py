@@ -1,13 +1,13 @@
 """State of modules other than parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
 
-Buffers are transferred as they are at the switch, even if their shape or type has changed since the constructor made
-them, or if they were registered later.
+Buffers are transferred with their values at the time of the switch, even if their shape or type has changed since the
+constructor made them, or if they were registered later.
 
-Plain attributes (a counter, the longest length seen, a small tensor) are unknown to torch and in no state dict.
-Attributes that have changed since the first forward pass are transferred, by the module's name, to members that have a
-module of the same class under that name. Three kinds are not transferred: attributes of DeepSpeed's modules, and those
-that it sets on other modules, because they belong to a layout; torchmetrics' attributes, because each rank counts for
-itself; and Lightning's private attributes, which record the progress of a loop.
+Plain attributes (a counter, the longest length seen, a small tensor) are unknown to torch and are in no state dict.
+Attributes that have changed since the first forward pass are transferred to members that have a module of the same name
+and class. Three kinds are not transferred: attributes of DeepSpeed's modules, and attributes that DeepSpeed sets on
+other modules, because they belong to a layout; attributes of torchmetrics, because each rank counts for itself; and
+Lightning's private attributes, which record the progress of a loop.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ds_dynatrain.adapters.groups.device import compute_device
 logger = logging.getLogger("ds_dynatrain")
 
 AttributeState = dict[str, dict[str, Any]]
-"""Changed attributes by module name, for modules in which something has changed. Its keys are:
+"""Changed attributes, keyed by module name. Modules without changes are left out. Each entry has these keys:
 
 class: the module's class.
 values: the changed attributes.
-left: names of attributes that cannot be transferred. If there are any, no values are transferred, since a part of a
+left: names of attributes that cannot be transferred. If there are any, no values are transferred, because a partial
     cache is worse than none.
 shared: names of attributes that are buffers.
 """
@@ -39,7 +39,7 @@ shared: names of attributes that are buffers.
 MOST_BYTES = 1 << 20
 """Maximum size in bytes of a tensor that is transferred as an attribute."""
 MOST_PARTS = 1000
-"""Maximum number of entries of a list, a tuple or a dictionary that is transferred as an attribute."""
+"""Maximum number of entries of a list, tuple or dictionary that is transferred as an attribute."""
 _MOST_DEPTH = 4
 _SIMPLE = (type(None), bool, int, float, str)
 _MUTABLE = (torch.Tensor, list, tuple, dict)
@@ -47,7 +47,7 @@ _NOTED = "ds_dynatrain_noted"
 _OTHERS = frozenset(
     {*nn.Module().__dict__, "_external_params", "_original_parameters", "applied_pre_backward_ref_cnt", "__class__"}
 )
-"""Attributes that torch and DeepSpeed set on any module, besides those that begin with ds_."""
+"""Attributes that torch and DeepSpeed set on any module. DeepSpeed's other attributes begin with ds_."""
 
 
 class _Same:
@@ -64,10 +64,10 @@ class _Same:
 
 @dataclass(frozen=True)
 class _Built:
-    """An attribute as it was when training began.
+    """An attribute at the time when training began.
 
-    kept: a copy of the value if it can be transferred, else the value itself.
-    mark: a fingerprint of the value, see `_mark`.
+    kept: a copy of the value if it can be transferred; otherwise the value itself.
+    mark: a fingerprint of the value; see `_mark`.
     """
 
     value: Any
@@ -78,7 +78,7 @@ class _Built:
 class _Noted(dict[str, _Built]):
     """Recorded attributes of a module.
 
-    They are stored on the module, and left out when the module is copied or pickled.
+    The record is stored on the module, and is left out when the module is copied or pickled.
     """
 
     def __reduce__(self) -> Any:
@@ -86,9 +86,9 @@ class _Noted(dict[str, _Built]):
 
 
 def note(module: nn.Module) -> None:
-    """Record the attributes of a module and of all its submodules, unless they are recorded already.
+    """Record the attributes of a module and of all its submodules, unless they are already recorded.
 
-    Called before each forward pass; does nothing once the root is recorded.
+    Called before each forward pass. Does nothing once the root is recorded.
     """
     if module.__dict__.get(_NOTED) is None:
         for part in module.modules():
@@ -96,9 +96,9 @@ def note(module: nn.Module) -> None:
 
 
 def note_one(part: nn.Module) -> Mapping[str, _Built]:
-    """Record the attributes of one module, unless they are recorded already, and return the record.
+    """Record the attributes of one module, unless they are already recorded, and return the record.
 
-    The record does not include the module's submodules.
+    Submodules are not included.
     """
     noted: _Noted | None = part.__dict__.get(_NOTED)
     if noted is None:
@@ -136,10 +136,10 @@ def changed_attributes(module: nn.Module) -> AttributeState:
 
 
 def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Set the changed attributes in `state` on the submodules of the same names, and reset all other attributes.
+    """Set the changed attributes in `state` on submodules of the same name, and reset all other attributes.
 
-    Attributes are reset to their recorded values. Called before buffers are set. A warning names attributes that could
-    not be transferred.
+    Attributes are reset to their recorded values. Called before buffers are set. Logs a warning that names attributes
+    that could not be transferred.
     """
     left: list[str] = []
     for path, part in module.named_modules():
@@ -169,7 +169,7 @@ def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
 def has_extra_state(module: nn.Module) -> bool:
     """Return whether a module defines both `get_extra_state` and `set_extra_state`.
 
-    Its caches are then assumed to be in its extra state.
+    If so, the module's caches are assumed to be in its extra state.
     """
     kind, stock = type(module), nn.Module
     gives = kind.get_extra_state is not stock.get_extra_state
@@ -205,7 +205,7 @@ def _is_own(part: nn.Module, name: str) -> bool:
 
 
 def _is_foreign(kind: type) -> bool:
-    """Return whether attributes of modules of this class are never transferred; see the top of this file."""
+    """Return whether attributes of modules of this class are never transferred; see this file's docstring."""
     return bool(_packages(kind) & {"deepspeed", "ds_dynatrain", "torchmetrics"})
 
 
@@ -219,7 +219,7 @@ def _name(part: nn.Module) -> str:
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Return a fingerprint that compares equal as long as a value is unchanged."""
+    """Return a fingerprint of a value that compares equal as long as the value is unchanged."""
     if type(value) in _SIMPLE:
         return type(value), repr(value)
     if isinstance(value, nn.Parameter):
@@ -245,7 +245,7 @@ def _travels(value: Any, depth: int = 0) -> bool:
 
 
 def _is_output(value: Any, depth: int = 0) -> bool:
-    """Return whether a forward pass computed a value for its own backward pass, so that it is useless afterwards."""
+    """Return whether a forward pass computed a value for its own backward pass. Such a value is useless afterwards."""
     if isinstance(value, torch.Tensor):
         return value.requires_grad
     return any(_is_output(part, depth + 1) for part in _parts(value, depth) or ())
@@ -254,7 +254,7 @@ def _is_output(value: Any, depth: int = 0) -> bool:
 def _parts(value: Any, depth: int) -> list[Any] | None:
     """Return the entries of a list or tuple, or the keys and values of a dictionary.
 
-    Return None for any other value, or beyond the greatest depth.
+    Returns None for any other value, or if `depth` exceeds the limit.
     """
     if type(value) not in (list, tuple, dict) or depth >= _MOST_DEPTH:
         return None
@@ -262,16 +262,16 @@ def _parts(value: Any, depth: int) -> list[Any] | None:
 
 
 def _placed(value: Any, present: Any) -> Any:
-    """Return a copy of a value. A tensor is copied to the device of the present value."""
+    """Return a copy of a value. If it is a tensor, the copy is on the device of `present`."""
     if isinstance(value, torch.Tensor):
         return value.to(present.device if isinstance(present, torch.Tensor) else compute_device(), copy=True)
     return copy.deepcopy(value)
 
 
 def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) -> None:
-    """Replace buffers that are also attributes here, but not in the module that the state comes from.
+    """Replace buffers that are also attributes of `part` here, but not in the module from which the state comes.
 
-    Otherwise values that are written into buffers later would change attributes.
+    Otherwise values written into the buffers later would change these attributes.
     """
     mine = part.__dict__.items()
     apart = {id(held) for name, held in mine if isinstance(held, torch.Tensor) and name not in shared}
@@ -282,23 +282,23 @@ def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) ->
 
 
 ModuleState = dict[str, Any]
-"""State of a module and all its submodules, as a dictionary.
+"""State of a module and all its submodules, as a dictionary with these keys:
 
-buffers: the buffers by name.
+buffers: the buffers, keyed by name.
 transient: names of the buffers that are in no state dict.
-extra: extra state by the name of the module.
-modes: `training`, by name, of the module itself ("") and of each submodule whose mode differs from its parent's; empty
-    if unknown.
+extra: extra state, keyed by module name.
+modes: a map from module name to `training`, for the module itself ("") and each submodule whose mode differs from its
+    parent's; empty if unknown.
 attributes: see `AttributeState`; missing if unknown.
-resized: whether the state comes from modules of another tensor or expert size, so that only the module itself can tell
-    the content of a buffer that has another shape; may be missing.
+resized: whether the state comes from modules of another tensor or expert size, so that only the module itself can
+    interpret the content of a buffer whose shape differs; may be missing.
 """
 
 EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
 
 
 def state_of(module: nn.Module) -> ModuleState:
-    """Return the state of a module and all its submodules, not copied."""
+    """Return the state of a module and all its submodules. Values are not copied."""
     parts = dict(module.named_modules())
     state: ModuleState = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
     for name, held in module.named_buffers():
@@ -318,8 +318,10 @@ def state_of(module: nn.Module) -> ModuleState:
 def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False) -> None:
     """Give a module and its submodules the state of modules with the same names.
 
-    casts: whether floating-point buffers keep the type that they have here. State of modules that are missing here is
-    skipped. A state from an older checkpoint may lack everything but buffers.
+    casts: whether floating-point buffers keep their current element type.
+
+    State of modules that do not exist here is skipped. A state from an older checkpoint may lack everything but
+    buffers.
     """
     if "attributes" in state:
         take_attributes(module, state["attributes"])
@@ -347,7 +349,7 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
 
 
 def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
-    """Return, for each module and buffer, the entry of the first of these states that has one."""
+    """Merge states. For each module and buffer, the first state that has an entry for it wins."""
     found = copy.deepcopy(dict(EMPTY))
     for state in reversed([*states]):
         found["buffers"] |= state["buffers"]
@@ -364,8 +366,8 @@ def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
 
     Buffers are shared, not copied.
 
-    is_resized: whether the tensor or expert size differs; then only attributes that are numbers or texts are passed on,
-    and only buffers of equal shape.
+    is_resized: whether the tensor or expert size differs. If so, only attributes that are numbers or strings are passed
+        on, and only buffers of equal shape.
     """
     new.training = old.training
     note_one(new)
@@ -384,7 +386,7 @@ def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Let a forward pass inside the block write into copies of the buffers, which are dropped at its end.
+    """Context manager in which a forward pass writes into copies of the buffers, which are dropped at the end.
 
     Autograd may have saved a copy for the backward pass, so the copies are not written to afterwards. If the pass
     itself replaces a buffer, the new buffer stays.
@@ -412,7 +414,7 @@ def _part(module: nn.Module, path: str) -> nn.Module | None:
 def _replace(
     root: nn.Module, part: nn.Module, key: str, value: torch.Tensor, held: torch.Tensor | None, is_persistent: bool
 ) -> None:
-    """Replace a buffer by a copy of `value`, in all modules that share it."""
+    """Replace a buffer with a copy of `value`, in all modules that share the buffer."""
     device = compute_device() if held is None else held.device
     made = value.detach().to(device, copy=True)
     if held is None:

@@ -1,43 +1,43 @@
 """Rules that both kinds of DeepSpeed's experts share, and its native kind: `deepspeed.moe.layer.MoE`.
 
-The logical model is the user's model with expert size 1: each expert has parameters of its own, which are named by the
-expert's number in the whole layer, `...deepspeed_experts.5.fc.weight`. A rank has the modules of its own experts only
-and numbers them from 0. The expert axis does not cut tensors; it determines which ranks have them. All experts of a
-layer are copies of one module (`Experts` makes them so), and a rank's experts are built from that module.
+The logical model is the user's model with expert size 1. Each expert has parameters of its own, named by the expert's
+number in the whole layer: `...deepspeed_experts.5.fc.weight`. A rank has only the modules of its own experts, and
+numbers them from 0. The expert axis does not cut tensors; it determines which ranks have them. All experts of a layer
+are copies of one module (`Experts` makes them so), and a rank's experts are built from that module.
 
-DeepSpeed has no native experts under stage 3. A layer's capacity follows from the tokens of a rank, not from the expert
-size; a layer that drops tokens drops different ones in another world.
+DeepSpeed has no native experts under stage 3. A layer's capacity follows from the number of tokens on a rank, not from
+the expert size, so a layer that drops tokens drops different ones in another world.
 
-DeepSpeed keys everything by the name `ep_size_N` of an expert size N: the groups of ranks, the attributes of parameters
-(`allreduce=False`, `group_name`) and the optimizer groups. The following rules were read from the code of DeepSpeed
-0.19.8, and measured in `tests/adapters/test_experts.py` and `test_moe.py`:
+DeepSpeed uses the name `ep_size_N` of an expert size N everywhere: for the groups of ranks, the attributes of
+parameters (`allreduce=False`, `group_name`) and the optimizer groups. The following rules were read from the code of
+DeepSpeed 0.19.8, and measured in `tests/adapters/test_experts.py` and `test_moe.py`:
 
-- Ranks. In a pipeline stage, tensor ranks included, N neighbouring ranks are an expert group (a rank's position in it
-  is its *expert index*), and ranks with the same index are an expert-data group. Index i of N holds experts
-  [i * E/N, (i + 1) * E/N) for every tensor index.
-- Optimizer groups. With an optimizer from the configuration `configure_moe_param_groups` takes the experts' tensors out
-  of the user's groups (which need a `name` then). After all of these it adds, in the same order, one group for each
-  user's group with experts: a copy of its hyper-parameters with `moe=True` and `name="ep_size_N"`. Within a group,
-  tensors keep the order of the model. A group of more than 178,956,971 elements *on one rank* is split, so the number
-  of groups depends on N. A group that is left without tensors is dropped. A client's optimizer is taken as it is:
-  stages 1 and 2 and BF16_Optimizer require groups marked in this way, stage 3 and stage 0 do not. Tensors that AutoEP
-  replaced in a list of a user's or in a client's optimizer (routers, experts) are at the end of their group.
+- Ranks. In a pipeline stage, tensor ranks included, N neighbouring ranks are an expert group (a rank's position in this
+  group is its *expert index*), and ranks with the same index are an expert-data group. Index i of N holds experts [i *
+  E/N, (i + 1) * E/N), whatever the tensor index.
+- Optimizer groups. If the optimizer comes from the configuration, `configure_moe_param_groups` takes the experts'
+  tensors out of the user's groups (which then need a `name`). After all of these it adds, in the same order, one group
+  for each of the user's groups that has experts: a copy of its hyper-parameters with `moe=True` and `name="ep_size_N"`.
+  Within a group, tensors keep the order of the model. A group of more than 178,956,971 elements *on one rank* is split,
+  so the number of groups depends on N. A group that is left without tensors is dropped. A client's optimizer is taken
+  as it is: stages 1 and 2 and BF16_Optimizer require groups marked in this way; stage 3 and stage 0 do not. Tensors
+  (routers, experts) that AutoEP replaced in a user's list or in a client's optimizer are at the end of their group.
 - Stages 1 and 2, BF16_Optimizer. A group of experts is partitioned over the W = data x sequence x tensor / N ranks of
-  its expert-data group, and padded at its end to a multiple of 2 W; every other group is partitioned as without
-  experts. Rank r has the part with the number of its position in the expert-data group, r // N.
-- Stage 3. A tensor of experts is cut into parts of ceil(numel / W) elements, where numel counts the expert index's
-  part of it. A sub-group has tensors of one process group only: experts that share an optimizer group with other
-  tensors (in a client's optimizer) come after these, in sub-groups of their own, even at N = 1. DeepSpeed then has two
-  groups with the same ranks; if one object served as both, the tensors would not be separated.
-- Gradients of experts are divided by the data size, for every N, and added up over the expert-data group: an update
-  does not depend on N. With tensor ranks, gradients of experts are too large by the tensor size, and DeepSpeed divides
-  them by it.
-- The clipping norm of stages 1 to 3 and BF16_Optimizer includes all experts. With tensor ranks stages 1 and 2 count
-  only the experts of tensor index 0, which `all_counted` corrects. In stage 0 DeepSpeed leaves experts out of it in
-  bf16, and in fp32 takes the mean over ranks of the norms of each rank's tensors, which depends on N: `clip` takes the
-  norm of all.
+  its expert-data group, and padded at its end to a multiple of 2 W. Every other group is partitioned as without
+  experts. Rank r has the part whose number is the rank's position in the expert-data group, r // N.
+- Stage 3. A tensor of experts is cut into parts of ceil(numel / W) elements, where numel is the size of the expert
+  index's part of the tensor. A sub-group has tensors of only one process group. Experts that share an optimizer group
+  with other tensors (in a client's optimizer) therefore come after these, in sub-groups of their own, even at N = 1.
+  DeepSpeed then has two groups with the same ranks; if one object served as both, the tensors would not be separated.
+- Gradients of experts are divided by the data size, for every N, and added up over the expert-data group, so an update
+  does not depend on N. With tensor ranks, gradients of experts are too large by a factor of the tensor size, and
+  DeepSpeed divides them by it.
+- The clipping norm of stages 1 to 3 and BF16_Optimizer includes all experts. With tensor ranks, stages 1 and 2 count
+  only the experts of tensor index 0, which `all_counted` corrects. In stage 0, DeepSpeed leaves experts out of the norm
+  in bf16; in fp32 it takes the mean, over ranks, of the norms of each rank's tensors, which depends on N. `clip`
+  instead takes the norm of all tensors.
 - Pipelines. These rules hold for the ranks of each stage. ZeRO's stage 1 adds up the norm of each optimizer group over
-  stages, BF16_Optimizer that of experts: a stage without experts must have their group, and take part.
+  stages, and BF16_Optimizer that of experts, so a stage without experts must have their group and take part.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
 
     The error names the layer and the nearest sizes.
 
-    counts: the number of experts of each layer, by the layer's name.
+    counts: the number of experts in each layer, keyed by the layer's name.
     """
     if not counts and size > 1:
         raise LayoutError(f"expert={size}: the model has no experts; give the size 1")
@@ -100,9 +100,9 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
 
 
 def refuse_other_axes(layout: Layout, *tried: str) -> None:
-    """Raise LayoutError for axes that were not tested together with experts.
+    """Raise LayoutError for axes that have not been tested together with experts.
 
-    tried: the axes besides data and expert that were tested.
+    tried: the axes besides data and expert that have been tested.
     """
     known = {"data", "expert", *tried}
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in known and size > 1]
@@ -111,7 +111,7 @@ def refuse_other_axes(layout: Layout, *tried: str) -> None:
 
 
 def _nearest(whole: int, size: int) -> str:
-    """Describe the divisors of `whole` next below and above a size."""
+    """Return a description of the nearest divisors of `whole` below and above a size."""
     divisors = [part for part in range(1, whole + 1) if whole % part == 0]
     below = [part for part in divisors if part < size][-1:]
     above = [part for part in divisors if part > size][:1]
@@ -119,9 +119,9 @@ def _nearest(whole: int, size: int) -> str:
 
 
 def ask_for_present_groups(model: nn.Module) -> None:
-    """Make layers that still have all experts use the expert size of the installed world, whose groups exist.
+    """Make layers that still have all experts use the installed world's expert size, whose groups exist.
 
-    DeepSpeed's constructor would make missing groups, which needs all ranks of the world.
+    DeepSpeed's constructor would make missing groups, and that requires all ranks of the world.
     """
     (name,) = groups._get_expert_parallel_group_dict()
     for layer in layers_with_experts(model):
@@ -133,7 +133,7 @@ def ask_for_present_groups(model: nn.Module) -> None:
 def enter_layers(engine: Any, size: int) -> None:
     """Set what DeepSpeed's constructor sets in an engine for layers with experts: its lists of them, and their groups.
 
-    Called once the world is installed and the engine's module has the layers of this rank.
+    Called once the world is installed and the engine's module has this rank's layers.
     """
     parts = list(engine.module.modules())
     layers = layers_with_experts(engine.module)
@@ -156,8 +156,8 @@ def enter_layers(engine: Any, size: int) -> None:
 def clip(model: nn.Module, limit: float, layout: Layout) -> None:
     """Clip the gradients of ZeRO stage 0 in fp32 by their norm over the whole model.
 
-    The norm counts all experts, all parts of cut tensors, and each replicated tensor once. Tensors that pipeline stages
-    share count on the stage that owns them. The world of the layout must be installed.
+    The norm counts all experts, all parts of cut tensors, and each replicated tensor once. Tensors shared by several
+    pipeline stages count on the stage that owns them. The world of the layout must be installed.
     """
     given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
     squares = torch.zeros(3, device=compute_device())  # one sum each for whole tensors, parts of tensors, and experts
@@ -177,7 +177,7 @@ def clip(model: nn.Module, limit: float, layout: Layout) -> None:
 
 @contextmanager
 def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
-    """Make the gradient norm of ZeRO stages 1 and 2 count all experts inside the block, even with tensor ranks.
+    """Context manager in which the gradient norm of ZeRO stages 1 and 2 counts all experts, even with tensor ranks.
 
     DeepSpeed sums over all ranks, and counts tensors that are not cut only on tensor index 0. Experts are not cut, but
     no other rank holds the same part of them.
@@ -193,7 +193,7 @@ def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
 
 
 def leave_groups(model: nn.Module) -> None:
-    """Remove the groups of ranks from all layers. A gate accepts new groups only after that."""
+    """Remove the groups of ranks from all layers. A gate accepts new groups only after its old ones are removed."""
     part: Any
     for part in model.modules():
         if isinstance(part, TopKGate | MOELayer) or getattr(part, "_is_autoep_layer", False):
@@ -221,12 +221,12 @@ def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, layer) of each layer with native experts."""
+    """Yield (name, layer) for each layer with native experts."""
     return ((name, part) for name, part in module.named_modules() if isinstance(part, MoE))
 
 
 def start_size(model: nn.Module) -> int:
-    """Return the expert size that the user built the model with.
+    """Return the expert size with which the user built the model.
 
     Raises UnsupportedError if layers have different sizes.
     """
@@ -240,14 +240,17 @@ def start_size(model: nn.Module) -> int:
 def dropping(module: nn.Module) -> str | None:
     """Return the name of the first layer that drops tokens beyond a capacity, or None.
 
-    The ranks of such a layer need equal numbers of tokens: the capacity follows from the number of tokens, DeepSpeed
-    exchanges buffers of that capacity, and ranks with different capacities crash in the exchange.
+    The ranks of such a layer need equal numbers of tokens. The capacity follows from the number of tokens, and
+    DeepSpeed exchanges buffers of that capacity; ranks with different capacities crash in the exchange.
     """
     return next((name for name, layer in layers(module) if layer.deepspeed_moe.gate.drop_tokens), None)
 
 
 class NativeShaper(Shaper):
-    """Shaper of a model with native experts (`deepspeed.moe`). owners: the result of `complete`."""
+    """Shaper of a model with native experts (`deepspeed.moe`).
+
+    owners: the result of `complete`.
+    """
 
     def __init__(
         self,
@@ -262,23 +265,26 @@ class NativeShaper(Shaper):
         self.owners = complete(model, member, lists)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return which expert index holds each tensor of an expert. Raises LayoutError as `convert` does."""
+        """Return, as cuts by tensor name, which expert index holds each expert's tensors.
+
+        Raises LayoutError as `convert` does.
+        """
         refuse_other_axes(layout)
         if layout.expert not in self._cuts:
             self._cuts[layout.expert] = cuts_of(convert(copied(self._template), 1), layout.expert)
         return self._cuts[layout.expert]
 
     def make(self, layout: Layout, rank: int) -> Made:
-        """Return copies of the template's children, with as many experts as a rank has."""
+        """Return copies of the template's children, with the number of experts that a rank has."""
         return Made(convert(copied(self._template), layout.expert))
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Do what `Shaper.reshape` specifies; new parameters have unwritten memory, buffers are the template's."""
+        """Do what `Shaper.reshape` specifies. New parameters have uninitialized memory; buffers are the template's."""
         made = made or self.make(layout, td.get_rank())
         adopt(root, with_memory(made.module, next(root.parameters()).dtype))
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters by name, with each expert's number in the whole layer."""
+        """Return the parameters by logical name, which contains each expert's number in the whole layer."""
         return parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
@@ -291,15 +297,15 @@ class NativeShaper(Shaper):
 
 
 def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:
-    """Give a user's model all experts of its layers; experts of other ranks have no memory.
+    """Give a user's model all experts of its layers. Experts of other ranks have no storage.
 
     member: the number of this process in the launch.
-    lists: the caller's lists of parameters, such as an optimizer's; the parameters of all experts are added to them.
+    lists: the caller's lists of parameters, such as an optimizer's. The parameters of all experts are added to them.
 
-    Raises UnsupportedError for layers of several sizes, or with experts that differ from each other.
+    Returns a map from each expert parameter's id to the launch process that holds its initial value; {} if every
+    process has built all experts.
 
-    If each process has built only the experts of its own rank, returns the process of the launch that has the first
-    value of each expert's parameter, by the parameter's id. Returns {} if every process has built all experts.
+    Raises UnsupportedError if layers have different expert sizes, or if a layer's experts differ from each other.
     """
     size, owners = start_size(model), dict[int, int]()
     for path, layer in layers(model):
@@ -318,9 +324,9 @@ def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] 
 
 
 def convert(module: nn.Module, size: int) -> nn.Module:
-    """Give a module on the meta device as many experts as a rank has at an expert size; return the module.
+    """Give a module on the meta device the number of experts that a rank has at an expert size. Return the module.
 
-    Raises LayoutError for a size that does not divide the number of experts of a layer.
+    Raises LayoutError if the size does not divide the number of experts of a layer.
     """
     check_size({name: layer.num_experts for name, layer in layers(module)}, size)
     resize(module, size)
@@ -328,9 +334,9 @@ def convert(module: nn.Module, size: int) -> nn.Module:
 
 
 def resize(module: nn.Module, size: int) -> None:
-    """Give layers on the meta device as many experts as a rank has at a size, which must divide their number.
+    """Give layers on the meta device the number of experts that a rank has at a size, which must divide their number.
 
-    A module without experts, such as some pipeline stages, stays as it is.
+    A module without experts, such as some pipeline stages, is left unchanged.
     """
     for path, layer in layers(module):
         held, count = layer.deepspeed_moe.experts, layer.num_experts // size
@@ -340,13 +346,13 @@ def resize(module: nn.Module, size: int) -> None:
 
 
 def parameters(root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-    """Return the parameters of a rank's module by their logical names. The world of the layout must be installed."""
+    """Return the parameters of a rank's module, keyed by logical name. The world of the layout must be installed."""
     named = names(root, expert_index(layout))
     return {named[name]: held for name, held in root.named_parameters()}
 
 
 def names(module: nn.Module, index: int) -> dict[str, str]:
-    """Return the logical name of each parameter of a rank's module, by its local name.
+    """Return a map from each parameter's local name in a rank's module to its logical name.
 
     index: the rank's expert index.
     """
@@ -360,7 +366,7 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
 
 
 def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> None:
-    """Extend lists with parameters of some experts of a layer by the same parameters of all experts of that layer."""
+    """If a list contains parameters of some experts of a layer, add the same parameters of all that layer's experts."""
     alike: dict[str, list[nn.Parameter]] = {}
     for path, layer in layers(model):
         for _, prefix, held in _experts(path, layer):
@@ -385,7 +391,7 @@ def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> No
 
 
 def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
-    """Return the cuts of the tensors of a module with all experts, by name. Raises LayoutError as `convert` does."""
+    """Return a map from tensor name to cuts, for a module with all experts. Raises LayoutError as `convert` does."""
     found = dict(layers(whole))
     check_size({name: layer.num_experts for name, layer in found.items()}, size)
     cuts = {name: AxisCuts() for name, _ in whole.named_parameters()}
@@ -397,7 +403,7 @@ def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
 
 
 def _experts(path: str, layer: Any) -> Iterator[tuple[int, str, nn.Module]]:
-    """Yield (local number, name of its list, module) of each expert of a layer."""
+    """Yield (local number, name of its list, module) for each expert of a layer."""
     prefix = f"{path}.deepspeed_moe.experts.deepspeed_experts".removeprefix(".")
     return ((number, prefix, held) for number, held in enumerate(layer.deepspeed_moe.experts.deepspeed_experts))
 
@@ -414,7 +420,7 @@ def _mark(layer: Any, size: int) -> None:
 
 
 def _pattern(path: str, experts: nn.ModuleList) -> nn.Module:
-    """Return a template of the experts of a layer.
+    """Return a template of a layer's experts.
 
     Raises UnsupportedError if the experts differ from each other or hold buffers.
     """

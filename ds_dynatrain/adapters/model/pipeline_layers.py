@@ -1,8 +1,8 @@
 """`PipelineModule`: the assignment of layers to stages under a layout, and a module with the layers of another stage.
 
 DeepSpeed names parameters by the number of their layer in the whole model, or by the key of a tied layer, whatever the
-number of stages. So the logical tensors are those of the module with one stage. A `PipelineTemplate` keeps its layers
-without memory, and the module makes the layers of its stage from them.
+number of stages. The logical tensors are therefore those of the module with one stage. A `PipelineTemplate` keeps the
+module's layers without storage, and the module makes its stage's layers from them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def is_pipeline(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PipelineTemplate:
-    """The layers of a `PipelineModule` before it was cut, without memory.
+    """The layers of a `PipelineModule` before it was cut into stages, without storage.
 
     layers: the template of each layer; None for a function.
     keys: the key of each tied layer; None for other layers.
     names: the name of each layer in the partition method.
-    tied: the attributes whose gradients DeepSpeed adds up over stages, by key.
+    tied: a map from the key of each tied layer to the attributes whose gradients DeepSpeed adds up over stages.
     method: the partition method.
-    parts: the boundaries that the module was built with. They are reused for the same number of stages, unless the
+    parts: the boundaries with which the module was built. They are reused for the same number of stages, unless the
         method is "profile".
-    cut: the function that partitions the layers for that method.
-    counts_all: whether a partition by parameters counts all experts, not only those of a rank.
+    cut: the function that partitions the layers for the method "profile".
+    counts_all: whether a partition by parameters counts all experts, rather than those of one rank.
     """
 
     layers: tuple[nn.Module | None, ...]
@@ -67,7 +67,7 @@ class PipelineTemplate:
     def of(model: PipelineModule, method: str = PARAMETERS, cut: Cut | None = None) -> PipelineTemplate:
         """Read a module that has all layers, and make it build its layers from the template from now on.
 
-        Raises UnsupportedError, naming the part, for a module that cannot be cut into stages in more than one way.
+        Raises UnsupportedError, naming the part, if the module cannot be cut into stages in more than one way.
         """
         refuse_uncuttable(model)
         refuse_shared(model)
@@ -90,7 +90,7 @@ class PipelineTemplate:
         return template
 
     def boundaries(self, layout: Layout) -> tuple[int, ...]:
-        """Return the first layer of each stage, and then the number of layers, as DeepSpeed partitions them.
+        """Return the first layer of each stage, followed by the number of layers, in DeepSpeed's partition.
 
         Raises LayoutError if a stage would have no layer.
         """
@@ -107,7 +107,9 @@ class PipelineTemplate:
         return found or self._partition(layout.pipe, layout.expert)
 
     def stages(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """Return the stages that hold each logical tensor, by name, in ascending order; a tied tensor has several.
+        """Return a map from each logical tensor's name to the stages that hold it, in ascending order.
+
+        A tied tensor has several stages.
 
         Raises UnsupportedError, naming the tensor, if a tensor that is not tied would be on several stages.
         """
@@ -128,16 +130,19 @@ class PipelineTemplate:
         return found
 
     def prefixes(self) -> tuple[str, ...]:
-        """Return the prefix of the names under which each layer's parameters are registered."""
+        """Return, for each layer, the prefix of the names under which its parameters are registered."""
         return tuple(str(at) if key is None else f"tied_modules.{key}" for at, key in enumerate(self.keys))
 
     def ties(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """Return the stages that share each tied layer, by its key, in DeepSpeed's order: the owner comes first."""
+        """Return a map from the key of each tied layer to the stages that share it.
+
+        The stages are in DeepSpeed's order: the owner comes first.
+        """
         parts = self.boundaries(layout)
         return {key: self._holders(parts, f"tied_modules.{key}") for key in sorted(self.tied)}
 
     def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the modules on each stage, without functions.
+        """Return the names of the modules on each stage. Functions are left out.
 
         A tied module is listed once on each of its stages.
         """
@@ -147,7 +152,7 @@ class PipelineTemplate:
 
     @property
     def whole(self) -> nn.Module:
-        """A module that contains all layers under DeepSpeed's names, without memory."""
+        """A module that contains all layers under DeepSpeed's names, without storage."""
         made, tied = nn.Module(), nn.ModuleDict()
         for layer, key, prefix in zip(self.layers, self.keys, self.prefixes(), strict=True):
             if layer is not None:
@@ -158,7 +163,7 @@ class PipelineTemplate:
     def converted(self, convert: Callable[[nn.Module], None]) -> PipelineTemplate:
         """Return a template with the same stages but other layers.
 
-        convert: alters copies of all layers, in a module like `whole`.
+        convert: function that alters copies of all layers, in a module like `whole`.
         """
         copies = {id(layer): copied(layer) for layer in self.layers if layer is not None}
         made = replace(self, layers=tuple(None if each is None else copies[id(each)] for each in self.layers)).whole
@@ -167,7 +172,7 @@ class PipelineTemplate:
         return replace(self, layers=tuple(found), counts_all=True)
 
     def layer_in(self, whole: nn.Module, number: int) -> nn.Module:
-        """Return one layer from a module like `whole`; the layer must not be a function."""
+        """Return one layer from a module like `whole`. The layer must not be a function."""
         return whole.get_submodule(self.prefixes()[number])
 
     def _holders(self, parts: Sequence[int], prefix: str) -> tuple[int, ...]:
@@ -187,7 +192,7 @@ class PipelineTemplate:
     def _weights(self, expert: int) -> list[int]:
         """Return the weight of each layer in the partition method.
 
-        expert: the number of ranks among which the experts of a layer are divided.
+        expert: the number of ranks over which the experts of a layer are divided.
         """
         if self.method == PARAMETERS:
             expert = 1 if self.counts_all else expert
@@ -208,7 +213,7 @@ class PipelineTemplate:
 
 
 def giving(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
-    """Return a copy of a layer's specification that makes the layer by `build`."""
+    """Return a copy of a layer's specification that makes the layer by calling `build`."""
     kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
     kept.build = build
     return kept
@@ -225,7 +230,7 @@ def _stage(parts: Sequence[int], number: int) -> int:
 
 
 def _trained(layer: nn.Module | None, expert: int = 1) -> int:
-    """Return the number of elements of a layer that a rank trains, at an expert size that divides its experts."""
+    """Return the number of a layer's elements that a rank trains, at an expert size that divides its experts."""
     held = [] if layer is None else [each for each in layer.parameters() if each.requires_grad]
     routed = sum(each.numel() for each in held if is_moe_param(each))
     return sum(each.numel() for each in held) - routed + routed // expert
@@ -267,7 +272,7 @@ def refuse_uncuttable(model: PipelineModule) -> None:
 
 
 def refuse_stage_of_another(model: nn.Module, member: int) -> None:
-    """Raise UnsupportedError for a module built while another engine's world, with other ranks, was in place."""
+    """Raise UnsupportedError if another engine's world, with other ranks, was installed when the module was built."""
     if is_pipeline(model) and model.global_rank != member:
         raise UnsupportedError(
             f"PipelineModule: it was built as rank {model.global_rank} of another engine's world, and this is process "
@@ -276,7 +281,7 @@ def refuse_stage_of_another(model: nn.Module, member: int) -> None:
 
 
 def refuse_shared(model: PipelineModule) -> None:
-    """Raise UnsupportedError for a parameter that would be on two stages, or on none.
+    """Raise UnsupportedError if a parameter would be on two stages, or on none.
 
     The module must have all layers.
     """
@@ -302,7 +307,7 @@ def refuse_shared(model: PipelineModule) -> None:
 
 
 def _parts(model: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (title, module) of each tied or single layer, which a stage holds as a whole or not at all."""
+    """Yield (title, module) for each tied or single layer, which a stage holds either whole or not at all."""
     for key, module in model.tied_modules.items():
         yield f"tied_modules.{key}", module
     for number, spec in enumerate(model._layer_specs):

@@ -1,8 +1,8 @@
-"""Building blocks by which a model follows a layout: templates without memory, new children for a root, the shaper.
+"""Building blocks with which a model follows a layout: templates without storage, new children for a root, the shaper.
 
-A template's parameters are on the meta device. Its buffers are real copies: a constructor makes a rotary table that is
-in no checkpoint, and the constructor is not run again. A rebuild gives the root module other children; the root itself,
-and with it every reference to it, stays.
+A template's parameters are on the meta device. Its buffers are real copies, because a buffer such as a rotary table is
+made by a constructor, is in no checkpoint, and could not be made again. A rebuild gives the root module other children.
+The root itself, and with it every reference to the root, stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
-"""Hooks that a module calls in a step. A template leaves them out, because they may hold any object, even an engine."""
+"""Hooks that a module calls in a step. Templates leave them out, because they may hold any object, even an engine."""
 
 
 def template_of(module: nn.Module, factory: ModelFactory | None = None) -> nn.Module:
@@ -38,7 +38,7 @@ def template_of(module: nn.Module, factory: ModelFactory | None = None) -> nn.Mo
     is one object, and the parameters' own attributes (such as DeepSpeed's flags for optimizers) are kept. Hooks that a
     step calls are left out.
 
-    factory: builds the module anew, for a module that cannot be copied.
+    factory: builds the module anew if it cannot be copied.
 
     Raises UnsupportedError, naming the part, if the module cannot be copied or the factory builds another module.
     """
@@ -88,7 +88,7 @@ def _meta(name: str, held: nn.Parameter) -> nn.Parameter:
 
 
 def _culprit(module: nn.Module, memo: dict[int, Any]) -> str:
-    """Return the innermost part of a module that cannot be copied, for a message."""
+    """Return a description of the innermost part of a module that cannot be copied."""
     for name, part in reversed(list(module.named_modules())):
         for key, value in part.__dict__.items():
             if key != "_modules":
@@ -111,10 +111,10 @@ class Made:
 
 
 def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give every parameter on the meta device unwritten memory of type `dtype`.
+    """Give every parameter on the meta device uninitialized memory of type `dtype`.
 
-    Tied parameters stay tied; flags and attributes of a parameter stay with it, its hooks do not. Untouched memory of
-    the host costs no time, and no page of it exists yet; an accelerator's memory is not written either.
+    Tied parameters stay tied. A parameter keeps its flags and attributes, but not its hooks. On the host, untouched
+    memory costs no time and occupies no pages. An accelerator's memory is not written either.
     """
     device = compute_device()
 
@@ -133,7 +133,7 @@ def without_memory(module: nn.Module) -> nn.Module:
 
 
 def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
-    """Replace each parameter by a new one over `memory(parameter)`; attributes that are set on it stay."""
+    """Replace each parameter with a new one over `memory(parameter)`. Attributes set on the parameter are kept."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, held in part._parameters.items():
@@ -147,16 +147,16 @@ def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> 
 
 
 def adopt(root: nn.Module, made: nn.Module) -> None:
-    """Give `root` the children and parameters of `made`, which must not be used afterwards. Buffers of `root` stay."""
+    """Give `root` the children and parameters of `made`, which must not be used afterwards. The root's buffers stay."""
     for table in _TABLES:
         setattr(root, table, getattr(made, table))
 
 
 def pass_hooks_on(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
-    """Give modules the hooks that users put on the former modules of the same names.
+    """Give new modules the hooks that users put on the old modules of the same names.
 
-    Both share one table, so the handle that removes a hook works for both. A hook that is a method of a former module
-    becomes that of its successor.
+    Both modules share one table, so the handle that removes a hook works for both. A hook that is a method of an old
+    module becomes the same method of its successor.
     """
     heirs = {id(part): new[name] for name, part in old.items() if name in new}
     for name, part in old.items():
@@ -175,51 +175,52 @@ def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
 
 
 class Shaper:
-    """One way to distribute a model over ranks. No call is a collective, and none needs a full-size tensor.
+    """A strategy for distributing a model over ranks. No call is a collective, and none needs a full-size tensor.
 
-    This base class serves models that are distributed by data and sequence only.
+    This base class serves models that are distributed only by data and sequence.
 
-    owners: the process of the launch that has the first value of a parameter, by the parameter's id; process 0 if not
-    listed.
+    owners: a map from a parameter's id to the launch process that holds its initial value; process 0 if not listed.
     """
 
     owners: Mapping[int, int] = MappingProxyType({})
     autoep: Any = None
-    """The `Conversion` of a model whose layers with experts are AutoEP's."""
+    """The `Conversion` of a model whose layers with experts are AutoEP's; otherwise None."""
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return how a layout distributes each logical tensor, by its name; for any layout, installed or not.
+        """Return a map from each logical tensor's name to how a layout, installed or not, distributes the tensor.
 
-        Raises LayoutError, with the arithmetic and the nearest valid size, for a layout that the model cannot have, and
-        UnsupportedError, naming the parameter, for a parameter that DeepSpeed does not describe.
+        Raises LayoutError, with the arithmetic and the nearest valid size, if the model cannot have the layout. Raises
+        UnsupportedError, naming the parameter, if DeepSpeed does not describe a parameter.
         """
         raise LayoutError(f"{layout}: this model has no axis but data and sequence; set the other axes to 1")
 
     def whole(self, root: nn.Module) -> nn.Module:
-        """Return a module with all layers of the model, without memory; the root may have only some of them."""
+        """Return a module with all layers of the model, without storage. The root may have only some of the layers."""
         return root
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """Raise SwitchRefused, naming the tensor, for a tensor that cannot be trained in every layout."""
+        """Raise SwitchRefused, naming the tensor, if a tensor cannot be trained in every layout."""
 
     def make(self, layout: Layout, rank: int) -> Made | None:
         """Build the children of a rank under `layout`, ahead of `reshape`; None if `reshape` builds them itself.
 
-        Call it in any thread, whichever world is installed; it changes no object that training uses.
+        May be called in any thread, whichever world is installed. Changes no object that training uses.
         """
         return None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """Give the root the children of this rank under `layout`, whose world must be installed.
 
-        made: result of `make` for this rank, which this call uses up; made now if None. Every parameter is a new one of
-        its local shape. Children are replaced, never changed: a switch that fails puts the old ones back.
+        made: the result of `make` for this rank, which this call uses up; None to make it now.
+
+        Every parameter is a new one of its local shape. Children are replaced, never changed, so a switch that fails
+        puts the old ones back.
         """
         if is_partitioned(layout):
             self.cuts(layout)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters of a root in the shape of `layout` on this rank, by the logical tensors' names."""
+        """Return the root's parameters, in the shape of `layout` on this rank, keyed by the logical tensors' names."""
         return dict(root.named_parameters())
 
     def enter(self, engine: Any, layout: Layout) -> None:

@@ -1,9 +1,9 @@
 """Shape of a model under the sizes of the pipe, expert and tensor axes: the cuts of its tensors, and its local module.
 
-There is one shaper for each of DeepSpeed's ways to distribute a model. A change of these sizes, or of a member's index
-on these axes, gives the root module other children; the root itself, and with it every reference to it, stays.
-
-ZeRO's cuts follow from numbers of DeepSpeed's configuration, which `rules_of` returns in the form that `space` needs.
+There is one shaper for each of DeepSpeed's methods of distributing a model. A change of these sizes, or of a member's
+index on these axes, gives the root module other children. The root itself, and with it every reference to the root,
+stays. ZeRO's cuts follow from numbers in DeepSpeed's configuration, which `rules_of` returns in the form that `space`
+needs.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def shaper_of(
     owners: Mapping[int, int] | None = None,
     cut: Cut | None = None,
 ) -> Shaper:
-    """Return the shaper of a user's model that DeepSpeed has not altered yet; the shaper takes the model over.
+    """Return the shaper of a user's model that DeepSpeed has not altered yet. The shaper takes over the model.
 
     From then on the model has one parameter for each logical tensor.
 
     member: this process's number in the launch.
-    lists: lists of the model's parameters that the caller has, such as an optimizer's.
-    factory: function that builds the model anew, for a model that cannot be copied.
-    owners: result of `put_together`.
+    lists: the caller's lists of the model's parameters, such as an optimizer's.
+    factory: function that builds the model anew if it cannot be copied.
+    owners: the result of `put_together`.
     cut: function that partitions layers into stages if `pipeline.partition` is "profile".
     """
     if is_pipeline(model):
@@ -66,7 +66,7 @@ def shaper_of(
 
 
 def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
-    """Return the tensor size to start with: that in `dynatrain.layout` (`named`), else DeepSpeed's own, else 1.
+    """Return the initial tensor size: `named` from `dynatrain.layout`, otherwise DeepSpeed's own setting, otherwise 1.
 
     Raises ConfigError if both are given and differ.
     """
@@ -80,11 +80,11 @@ def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
 
 
 def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
-    """Return the expert size to start with.
+    """Return the initial expert size.
 
-    asked: the size in the `dynatrain` block; None if the block leaves it to DeepSpeed's settings.
+    asked: the size in the `dynatrain` block; None if the block leaves the size to DeepSpeed's settings.
 
-    Raises ConfigError if this size and DeepSpeed's differ.
+    Raises ConfigError if `asked` differs from DeepSpeed's size.
     """
     settled: int | None = None
     if experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:
@@ -113,7 +113,7 @@ def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Part
 
 @dataclass(frozen=True)
 class Shape:
-    """The inputs that determine a root's children: the sizes of the axes, and this member's index on each of them."""
+    """The inputs that determine a root's children: the sizes of the axes, and this member's index on each axis."""
 
     pipe: int
     boundaries: tuple[int, ...] | None
@@ -129,7 +129,7 @@ class Shape:
         return Shape(layout.pipe, layout.boundaries, layout.expert, layout.tensor, place)
 
     def resizes(self, other: Shape) -> bool:
-        """Return whether modules of the other shape have other parts of their tensors."""
+        """Return whether modules of the other shape hold different parts of their tensors."""
         return (self.expert, self.tensor) != (other.expert, other.tensor)
 
 
@@ -145,7 +145,7 @@ class Children:
 
     @staticmethod
     def of(root: nn.Module) -> Children:
-        """Record the children of a root. Later changes of the root must replace the children and never alter them."""
+        """Record a root's children. Later changes of the root must replace the children and never alter them."""
         tables = {name: type(root.__dict__[name])(root.__dict__[name]) for name in _STRUCTURE}
         others = {name: value for name, value in root.__dict__.items() if name not in _STRUCTURE}
         return Children(tables, others)
@@ -178,19 +178,19 @@ class Children:
 
 
 def _below(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name in the root, module) of a module and all its submodules."""
+    """Return (name in the root, module) for a module and all its submodules."""
     return [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
 
 
 ALIGNED_BYTES = 16
-"""Multiple that `parameter_alignment` rounds the start of a tensor up to."""
+"""Multiple to which `parameter_alignment` rounds up the start of a tensor."""
 
 
 def rules_of(host: Any) -> ZeroRules:
-    """Return the rules of all layouts, from DeepSpeed's own reading of the configuration.
+    """Return the rules that hold for all layouts, from DeepSpeed's own reading of the configuration.
 
-    ZeRO-3's persistent parameters are parts like any others: they are gathered again at their first use. Without ZeRO
-    DeepSpeed uses its BF16_Optimizer, as at stage 1, for a pipeline in bf16.
+    ZeRO-3's persistent parameters are treated like any others: they are gathered again at their first use. Without
+    ZeRO, DeepSpeed uses its BF16_Optimizer for a pipeline in bf16, as at stage 1.
     """
     itemsize = int(host.model_map.dtype.itemsize)
     types, is_apart = host.engine.get_data_types(), host.in_leaves or host.engine.zero_cpu_offload()
@@ -207,7 +207,7 @@ def rules_of(host: Any) -> ZeroRules:
 
 
 def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
-    """Return the features of a model, not yet altered by DeepSpeed, that decide which layouts it can have.
+    """Return the features of a model, not yet altered by DeepSpeed, that determine which layouts the model can have.
 
     See `support/axes`.
     """

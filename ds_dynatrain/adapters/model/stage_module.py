@@ -1,17 +1,16 @@
-"""A `PipelineModule` whose layers and position in the world change while it stays the same object.
+"""A `PipelineModule` that stays the same object while its layers and its position in the world change.
 
-AutoEP in a pipeline: `moe_layer_pattern` matches names like "3.mlp", with the layer's number in the whole model, for
-every number of stages. So all layers are converted together, in one module with these names and without memory: once
-for each expert size, to learn its cuts, and again for a rank's position when its stage is built. Plain DeepSpeed
-converts each stage by itself and raises if it finds no layer to convert; here a stage may be without experts.
+AutoEP in a pipeline: `moe_layer_pattern` matches names like "3.mlp", which contain the layer's number in the whole
+model, for every number of stages. All layers are therefore converted together, in one module with these names and
+without storage: once for each expert size, to learn its cuts, and again for a rank's position when its stage is built.
+Plain DeepSpeed converts each stage by itself and raises if it finds no layer to convert; here a stage may have no
+experts. DeepSpeed partitions the module before it converts it, so a layer's weight in the partition does not depend on
+the expert size.
 
-DeepSpeed partitions the module before it converts it, so a layer's weight in the partition does not depend on the
-expert size.
-
-If a module was built in stages, as in DeepSpeed's own scripts, each process has one stage's layers. The module then
-gets all layers, like a module with `num_stages=1`; layers of other stages are built from their specs and have no memory
-except for buffers. A layer's owner, the first process of the first stage with that layer, decides its values,
-`requires_grad` and buffers. Lists of parameters, which each process has made for its own stage, are merged.
+If a module was built in stages, as in DeepSpeed's own scripts, each process has the layers of one stage. The module is
+then given all layers, like a module with `num_stages=1`; layers of other stages are built from their specs and have no
+storage except for buffers. A layer's owner, the first process of the first stage that has the layer, determines its
+values, `requires_grad` and buffers. Lists of parameters, which each process has made for its own stage, are merged.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from ds_dynatrain.space import AxisCuts, Layout
 
 
 class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
-    """DeepSpeed's grid for one rank of a world, made of groups that exist already; building it is no collective.
+    """DeepSpeed's grid for one rank of a world, made of existing groups. Building it involves no collective.
 
     Ranks are ordered by pipe first, then data, as in DeepSpeed's grid.
     """
@@ -73,14 +72,14 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
         self.p2p_groups = self._build_p2p_groups()
 
     def tied_group(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """Return the group of the pipeline stages that share tied weights, in this rank's pipeline."""
+        """Return the group, in this rank's pipeline, of the stages that share tied weights."""
         return self._world.tie(stages)
 
 
 class PipelineShaper(Shaper):
-    """The shaper of a `PipelineModule` (see `shaping`): stages have whole layers, ranks some experts of each layer.
+    """The shaper of a `PipelineModule` (see `shaping`): stages have whole layers, and ranks some experts of each layer.
 
-    owners: process that has the first value of a parameter, by the parameter's id; see `moe.complete`.
+    owners: a map from a parameter's id to the process that holds its initial value; see `moe.complete`.
     autoep: AutoEP's conversion of the layers, if AutoEP is on.
     """
 
@@ -95,8 +94,8 @@ class PipelineShaper(Shaper):
     ) -> None:
         """Take over a user's model, as `moe.complete` or AutoEP does, and keep a template of it.
 
-        config: DeepSpeed's configuration; its `pipeline.partition` determines how layers are assigned to stages,
-        because DeepSpeed does not keep the method that the module was built with.
+        config: DeepSpeed's configuration. Its `pipeline.partition` determines how layers are assigned to stages,
+            because DeepSpeed does not keep the method with which the module was built.
         owners: the result of `put_together`.
         cut: the function that partitions the layers for the method "profile".
         """
@@ -113,7 +112,10 @@ class PipelineShaper(Shaper):
             self.template, self.owners = self.autoep.template, self.autoep.owners
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return which stages hold each tensor, and which expert index there. Raises LayoutError for a tensor axis."""
+        """Return which stages, and which expert index on them, hold each tensor.
+
+        Raises LayoutError for a tensor axis.
+        """
         if layout.tensor > 1:
             raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
         cuts = (
@@ -128,7 +130,7 @@ class PipelineShaper(Shaper):
     def refuse_to_train(self, names: Collection[str]) -> None:
         """Raise SwitchRefused for a parameter of a tied layer that is not in its `tied_weight_attr`.
 
-        Stages would train separate copies of it.
+        Stages would train separate copies of such a parameter.
         """
         for key in {key for key in self.template.keys if key is not None and self.template.keys.count(key) > 1}:
             tied = {f"tied_modules.{key}.{attribute}" for attribute in self.template.tied[key]}
@@ -140,7 +142,10 @@ class PipelineShaper(Shaper):
                 )
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """Build AutoEP's layers; return None without AutoEP, since DeepSpeed's module then builds its layers itself."""
+        """Build AutoEP's layers.
+
+        Return None without AutoEP, because DeepSpeed's module then builds its layers itself.
+        """
         return Made(self.autoep.dealt(layout.expert, layout.expert_place(rank)[0])) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
@@ -159,9 +164,9 @@ class PipelineShaper(Shaper):
             reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters by logical name.
+        """Return the parameters, keyed by logical name.
 
-        These are DeepSpeed's names in the whole model, with experts numbered in the whole layer.
+        Logical names are DeepSpeed's names in the whole model, with experts numbered in the whole layer.
         """
         return moe.parameters(root, layout)
 
@@ -179,7 +184,7 @@ class PipelineShaper(Shaper):
         leave_groups(engine.module)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Write the expert size for AutoEP into the configuration; the module itself determines everything else."""
+        """Write AutoEP's expert size into the configuration. The module itself determines everything else."""
         if self.autoep:
             config["expert_parallel"]["autoep_size"] = layout.expert
 
@@ -193,7 +198,7 @@ def reshape(
 ) -> None:
     """Give the module the layers of a stage, without values and without drawing random numbers.
 
-    Layers with experts get as many experts as a rank has. Parameters are new objects over unwritten memory.
+    Layers with experts get the number of experts that a rank has. Parameters are new objects over uninitialized memory.
     """
     build_layers(root, template.boundaries(layout), stage)
     moe.resize(root, layout.expert)
@@ -204,7 +209,7 @@ def reshape(
 
 
 def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None:
-    """Let DeepSpeed build the layers of a stage as its constructor does. The former layers are dropped."""
+    """Have DeepSpeed build the layers of a stage the way its constructor does. The previous layers are dropped."""
     layers = {"tied_modules", *root.fwd_map}
     root.__dict__["_modules"] = {name: child for name, child in root._modules.items() if name not in layers}
     root.num_stages, root.stage_id, root.parts = len(parts) - 1, stage, list(parts)
@@ -217,10 +222,10 @@ def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None
 
 
 def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:
-    """Set the module's grid, and the stages with which it shares each tied layer.
+    """Set the module's grid, and the stages with which the module shares each tied layer.
 
     Only the trained attributes of a tied layer count, because DeepSpeed sums their gradients. `model_parallel` corrects
-    the norm by which gradients are clipped without ZeRO: DeepSpeed counts unmarked parameters on the first stage only.
+    the norm used for clipping gradients without ZeRO: DeepSpeed counts unmarked parameters on the first stage only.
     """
     take_stage(root, grid)
     root.tied_comms = {}
@@ -241,7 +246,7 @@ def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid
 
 
 def take_stage(root: PipelineModule, grid: StageGrid) -> None:
-    """Give the module our grid, whatever its layers are; shut down the groups that DeepSpeed's constructor made."""
+    """Give the module our grid, whatever its layers are. Shuts down the groups that DeepSpeed's constructor made."""
     before = root._grid
     if before is not None and not isinstance(before, StageGrid):
         own = [before.ds_model_proc_group, before.dp_proc_group, before.pp_proc_group, before.slice_proc_group]
@@ -255,7 +260,7 @@ class StageExperts(Conversion):
     """AutoEP's conversion of the layers of a pipeline.
 
     template: the template of all layers, converted, with all experts.
-    owners: the process that has the first value of a parameter, by the parameter's id; process 0 if not listed.
+    owners: a map from a parameter's id to the process that holds its initial value; process 0 if not listed.
     """
 
     def __init__(
@@ -266,13 +271,13 @@ class StageExperts(Conversion):
         listed: bool,
         first: Mapping[str, int],
     ) -> None:
-        """Take over a module with all layers, and give it DeepSpeed's layers with the values of the former ones.
+        """Take over a module with all layers, and give it DeepSpeed's layers with the values of the previous ones.
 
         source: the module's template.
-        listed: whether the caller has lists of its parameters.
-        first: the process that has the first value of each layer.
+        listed: whether the caller has lists of the module's parameters.
+        first: a map from each layer to the process that holds its initial value.
 
-        Raises UnsupportedError, naming the part, for a module whose stages cannot be changed.
+        Raises UnsupportedError, naming the part, if the module's stages cannot be changed.
         """
         super().__init__(model, config)
         native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)
@@ -304,7 +309,7 @@ class StageExperts(Conversion):
         }
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """Return all layers with only the experts of one expert index, under DeepSpeed's names, on the meta device."""
+        """Return all layers, under DeepSpeed's names and on the meta device, with one expert index's experts only."""
         return self._converted(size, index).whole
 
     def _converted(self, size: int, index: int) -> PipelineTemplate:
@@ -327,14 +332,14 @@ def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
 
 
 Exchange = Callable[[Any], Mapping[int, Any]]
-"""Function that posts this process's record (plain JSON) and returns the records of all processes, by launch number."""
+"""Function that posts this process's record (plain JSON) and returns all records, keyed by launch number."""
 Lists = Sequence[list[nn.Parameter]]
 
 
 def start_stages(model: Any, named: int | None) -> int:
-    """Return the number of stages to start with: `named` from `dynatrain.layout`, or else the module's own number.
+    """Return the initial number of stages: `named` from `dynatrain.layout`, otherwise the module's own number.
 
-    Raises ConfigError if the module was built with another number of stages.
+    Raises ConfigError if the module was built with a different number of stages.
     """
     built = int(model.num_stages) if is_pipeline(model) else 1
     if built > 1 and named not in (None, built):
@@ -346,16 +351,15 @@ def start_stages(model: Any, named: int | None) -> int:
 
 
 def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:
-    """Give a module that was built in stages all its layers. Return the process that has each parameter's first value.
+    """Give a module that was built in stages all its layers.
 
-    The result is keyed by the parameter's id. It is empty for any other module, which is left as it is.
+    lists: the caller's lists of parameters, such as those of an optimizer's groups. Each process has listed only its
+        own stage's parameters; those of all stages are added in place.
 
-    lists: the caller's lists of parameters, such as those of an optimizer's groups; each process has listed only its
-    own stage's parameters, and those of all stages are added in place.
+    Returns a map from each parameter's id to the process that holds its initial value. The map is empty for any other
+    module, which is left unchanged. The module's `parts` stay as the user built them.
 
-    The module's `parts` stay as the user built them.
-
-    Raises ConfigError if processes have different numbers of lists, and UnsupportedError for a module that cannot be
+    Raises ConfigError if processes have different numbers of lists, and UnsupportedError if the module cannot be
     merged.
     """
     if not is_pipeline(model) or model.num_stages == 1:
@@ -416,7 +420,7 @@ def _same(layer: nn.Module) -> nn.Module:
 
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
-    """Extend each list by the parameters in the lists with the same number on all processes, in the module's order."""
+    """Extend each list with the parameters that the list of that number has on any process, in the module's order."""
     for member, record in sorted(records.items()):
         if len(record["lists"]) != len(records[0]["lists"]):
             raise ConfigError(
@@ -460,6 +464,6 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
 
 
 def _mark(held: torch.Tensor) -> list[str]:
-    """Return the shape, the type and a digest of a buffer."""
+    """Return a buffer's shape, element type and digest."""
     flat = held.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return [str(tuple(held.shape)), str(held.dtype), hashlib.blake2b(flat.numpy().tobytes()).hexdigest()]

@@ -1,7 +1,8 @@
 """Ulysses sequence parallelism: layers that exchange heads for sequence, and the related state of DeepSpeed's engine.
 
-Each sequence rank has its part of the same samples. ZeRO cuts and reduces over data x sequence, so such ranks hold what
-data ranks hold. An attention layer exchanges with the group in its `spg`; in a group of one rank that is a copy.
+Each sequence rank has its part of the same samples. ZeRO cuts and reduces over data x sequence, so sequence ranks hold
+the same sort of shards as data ranks. An attention layer exchanges with the group in its `spg`; in a group of one rank
+the exchange is a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def spread_layers(module: nn.Module) -> Iterator[tuple[str, DistributedAttention
 
 
 def refuse_sequence(module: nn.Module, mpu: Any) -> None:
-    """Raise UnsupportedError for sequence parallelism whose size cannot change, and for an `mpu` for any other axis."""
+    """Raise UnsupportedError if the sequence size cannot change, or if an `mpu` has any other axis."""
     if mpu is not None:
         missing = [name for name in GETTERS if not hasattr(mpu, name)]
         if missing:
@@ -51,7 +52,7 @@ def refuse_sequence(module: nn.Module, mpu: Any) -> None:
 
 
 def first_size(mpu: Any, wanted: int | None) -> int:
-    """Return the sequence size to start with: that of the configuration, else that of an initialized `mpu`, else 1."""
+    """Return the initial sequence size: the configured one, otherwise that of an initialized `mpu`, otherwise 1."""
     if wanted is not None:
         return wanted
     return _size(mpu, "sequence") if mpu is not None and td.is_initialized() else 1
@@ -76,7 +77,7 @@ def leave(engine: Any) -> None:
 
 
 def loss_factor(engine: Any) -> float:
-    """Return the factor that makes the gradient of a loss the same in all ZeRO stages.
+    """Return the factor that makes a loss's gradient the same in all ZeRO stages.
 
     DeepSpeed takes the mean over data ranks and the sum over sequence ranks. Stage 3, which reduces and scatters in one
     operation, takes the mean over both.

@@ -1,8 +1,8 @@
 """torch.compile around a switch: find compiled modules, time their compilation, and drop compiled code.
 
-Compiled code has guards on hooks, containers and buffers that a switch replaces. Dynamo would compile again for a new
-layout and, after `recompile_limit` (8) versions of one function, run it eagerly for the rest of the job without an
-error. So all compiled code is dropped after a switch, and the next call compiles for the present layout only.
+Compiled code has guards on hooks, containers and buffers that a switch replaces. Dynamo would compile again for each
+new layout and, after `recompile_limit` (8) versions of one function, run it eagerly for the rest of the job without an
+error. All compiled code is therefore dropped after a switch, and the next call compiles only for the current layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._dynamo.callback import callback_handler
 
 
 class CompileWatch:
-    """Counts and times dynamo's compilations in this process, by any caller, until `stop`.
+    """Counter and timer of dynamo's compilations in this process, by any caller, until `stop`.
 
     count: the number of compilations since the watch was made.
     seconds: the time that compilations have taken since `begin`.
@@ -41,9 +41,9 @@ class CompileWatch:
             self.forget()
 
     def forget(self) -> None:
-        """Drop all code that dynamo has compiled in this process; compiled modules compile again when called.
+        """Drop all code that dynamo has compiled in this process. Compiled modules compile again when called.
 
-        The time of this call is added to `seconds`. Callbacks that other code has registered stay registered.
+        The duration of this call is added to `seconds`. Callbacks registered by other code stay registered.
         """
         begin = time.perf_counter()
         others = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
@@ -83,7 +83,7 @@ def compiled_by_wrapping(module: nn.Module) -> list[str]:
 
 
 def compile_layers(module: Any, given: Mapping[str, Any]) -> None:
-    """Compile the layers and functions of a pipeline stage that are not compiled yet, as DeepSpeed does.
+    """Compile, the way DeepSpeed does, the layers and functions of a pipeline stage that are not compiled yet.
 
     given: arguments of `torch.compile`.
     """

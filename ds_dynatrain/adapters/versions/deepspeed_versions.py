@@ -1,7 +1,7 @@
-"""Differences between the DeepSpeed series that this package is tested with. No other file looks at the version.
+"""Differences between the DeepSpeed series with which this package is tested. No other file looks at the version.
 
-A series is a minor version. Within a series, patch versions from the tested one on are accepted: the private names that
-the adapters rely on are checked before any other adapter is imported, and the census of every switch checks where
+A series is a minor version. Within a series, all patch versions from the tested one on are accepted: the private names
+on which the adapters rely are checked before any other adapter is imported, and the census of every switch checks where
 DeepSpeed's buffers lie. A missing name is an error that names both versions, not an AttributeError during training.
 """
 
@@ -30,7 +30,7 @@ Names = Mapping[str, str]
 
 @dataclass(frozen=True)
 class RefusedKey:
-    """Reason to refuse a key of the configuration in one series; `harmless` values of it are accepted."""
+    """Reason to refuse a key of the configuration in one series. The values in `harmless` are accepted."""
 
     reason: str
     harmless: tuple[object, ...] = (None, False, {}, "auto")
@@ -40,16 +40,16 @@ class RefusedKey:
 class Series:
     """One minor version of DeepSpeed, and how it differs from the others.
 
-    tested: the patch version that the tests ran with; older patches are refused.
-    names: the private names that the adapters rely on in this series alone.
-    collector: the module in which ZeRO-3's constructor looks `gc` up.
-    refused: the reason to refuse a key of the configuration in this series, by the dotted key.
-    steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters of their groups.
-    gathers_by_address: whether ZeRO-3 begins the gathers of several groups in the order of addresses.
-    waits_for_last_gather: whether ZeRO-3 waits for the last of many gathers only, though gloo ends them in any order.
+    tested: the patch version with which the tests ran; older patches are refused.
+    names: the private names on which the adapters rely in this series alone.
+    collector: the module in which ZeRO-3's constructor looks up `gc`.
+    refused: a map from each dotted key of the configuration that this series refuses to the reason.
+    steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters in their groups.
+    gathers_by_address: whether ZeRO-3 begins the gathers of several groups in the order of memory addresses.
+    waits_for_last_gather: whether ZeRO-3 waits only for the last of many gathers, although gloo ends them in any order.
     follows_own_optimizers: whether DeepSpeed's own optimizer classes were tested.
     follows_axes: whether axes other than data were tested.
-    has_autotp: whether AutoTP records on each parameter how it cut it.
+    has_autotp: whether AutoTP records on each parameter how the parameter was cut.
     follows_leaves: whether adding gradients leaf by leaf (a leaf is a micro-batch of fixed size) was tested.
     needs_elements: the ZeRO stages that refuse a parameter without elements.
     """
@@ -169,16 +169,16 @@ SERIES: Mapping[tuple[int, int], Series] = {
         needs_elements=(1, 2, 3),
     ),
 }
-"""Supported series by (major, minor); the first is the one mainly developed with."""
+"""Supported series, keyed by (major, minor). The first is the one mainly used for development."""
 
 
 def versions_tested() -> str:
-    """Return the versions that the tests ran with, for messages and docs."""
+    """Return the versions with which the tests ran, for messages and docs."""
     return " and ".join(series.tested for series in SERIES.values())
 
 
 def series_of(version: str) -> Series:
-    """Return the series that a version of DeepSpeed belongs to.
+    """Return the series to which a version of DeepSpeed belongs.
 
     Raises ImportError, naming the tested versions, if the version is not supported.
     """
@@ -193,12 +193,15 @@ def series_of(version: str) -> Series:
 
 
 def present() -> Series:
-    """Return the series that is installed."""
+    """Return the installed series of DeepSpeed."""
     return series_of(deepspeed.__version__)
 
 
 def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -> None:
-    """Raise UnsupportedError, naming the key, for settings that the installed series cannot do (or does wrong)."""
+    """Raise UnsupportedError, naming the key, for settings that the series does not support or gets wrong.
+
+    series: the installed series by default.
+    """
     for key, refusal in (series or present()).refused.items():
         value: Any = config
         for part in key.split("."):
@@ -208,14 +211,14 @@ def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, series: Series | None = None) -> None:
-    """Raise UnsupportedError for an optimizer of DeepSpeed's own in a series whose optimizers were not tested."""
+    """Raise UnsupportedError for one of DeepSpeed's own optimizers if the series' optimizers were not tested."""
     kind = type(optimizer)
     if not (series or present()).follows_own_optimizers and kind.__module__.startswith("deepspeed."):
         raise UnsupportedError(f"optimizer {kind.__name__}: {UNTRIED}, or take torch's (`torch_adam`: true)")
 
 
 def refuse_axes(layout: Layout, series: Series | None = None) -> None:
-    """Raise SwitchRefused for a layout with an axis other than data, if such axes were not tested with the series."""
+    """Raise SwitchRefused for a layout with an axis other than data if such axes were not tested with the series."""
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
     if wide and not (series or present()).follows_axes:
         raise SwitchRefused(
@@ -225,7 +228,7 @@ def refuse_axes(layout: Layout, series: Series | None = None) -> None:
 
 
 def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | None = None) -> None:
-    """Raise UnsupportedError for frozen 16-bit parameters in an optimizer group, if stage 0 would decay them."""
+    """Raise UnsupportedError for frozen 16-bit parameters in an optimizer group if stage 0 would decay them."""
     if not (series or present()).steps_frozen:
         return
     for number, group in enumerate(groups):
@@ -251,8 +254,8 @@ def mend() -> None:
 def gather_one_by_one(kind: Any) -> None:
     """Make `kind` (ZeRO-3's `Init`) gather one parameter after the other.
 
-    0.18.9 starts a gather per parameter and waits for the last one. Persistent parameters, which are gathered together
-    at the end of a step, could then be read half-written.
+    0.18.9 starts one gather per parameter and waits only for the last one. Persistent parameters, which are gathered
+    together at the end of a step, could then be read half-written.
     """
     together = kind._allgather_params_coalesced
     if hasattr(together, "__wrapped__"):
@@ -284,7 +287,7 @@ def gather_in_one_order(kind: Any) -> None:
 
 
 def configure_python_gc(engine: Any) -> None:
-    """Configure Python's garbage collector, as `deepspeed.initialize` does at its end since 0.19."""
+    """Configure Python's garbage collector, which `deepspeed.initialize` does at its end since 0.19."""
     if hasattr(engine, "_configure_python_gc"):
         engine._configure_python_gc()
 
@@ -308,8 +311,8 @@ def settle_flat_groups(zero: Any) -> None:
 def flat_offsets(zero: Any, group: int) -> list[int]:
     """Return the offset, in elements, of each parameter of an optimizer group in the flat buffer of stages 1 and 2.
 
-    The parameters are those of `zero.round_robin_bit16_groups[group]`. DeepSpeed 0.18 keeps no list of offsets; there
-    the parameters lie end to end.
+    The parameters are those of `zero.round_robin_bit16_groups[group]`. DeepSpeed 0.18 keeps no list of offsets; its
+    parameters lie end to end.
     """
     offsets = getattr(zero, "round_robin_bit16_offsets", None)
     if offsets is not None:
@@ -419,7 +422,7 @@ NAMES: Names = {
 def check_names(*names: Names) -> None:
     """Raise ImportError, naming every missing name and both versions, unless all names exist.
 
-    names: tables of names; by default the names of every series, and those of the installed one.
+    names: tables of names. The default is the names of every series, and those of the installed one.
     """
     rows = itertools.chain.from_iterable(table.items() for table in names or (NAMES, present().names))
     missing = [".".join(path) for row in rows for path in paths(*row) if not has(path[0], ".".join(path[1:]))]
@@ -432,7 +435,7 @@ def check_names(*names: Names) -> None:
 
 
 def paths(holder: str, names: str) -> list[list[str]]:
-    """Return the path to each name: its module, and the attributes that lead to it.
+    """Return the path to each name: its module, and the attributes that lead to the name.
 
     holder: "module" or "module:Class".
     names: the names, separated by spaces; a name may have dots.

@@ -1,4 +1,4 @@
-"""Temporary replacement of an attribute of DeepSpeed's or torch's."""
+"""Temporary replacement of an attribute of DeepSpeed or torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a module, class or object to `value` inside the block; restore or remove it afterwards."""
+    """Context manager that sets an attribute of a module, class or object to `value`, and restores it at the end."""
     own = dict(vars(owner))
     setattr(owner, name, value)
     try:

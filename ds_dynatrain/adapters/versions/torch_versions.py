@@ -1,6 +1,6 @@
-"""Differences between the versions of torch that this package runs with; no other file asks for torch's version.
+"""Differences between the versions of torch with which this package runs. No other file asks for torch's version.
 
-The private names that the adapters need are looked up one by one, so a newer torch is accepted as long as it has them;
+The private names that the adapters need are looked up one by one, so a newer torch is accepted as long as it has them.
 `check_torch` reports missing names at import.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 OLDEST = "2.11"
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.15.0")
-"""The versions that the tests ran with, fully or in part; docs/versions.md says more."""
+"""The versions with which the tests ran, fully or in part; docs/versions.md says more."""
 
 NAMES: Mapping[str, str] = {
     "torch._C": "_AutoDispatchBelowAutograd",
@@ -45,10 +45,10 @@ NAMES: Mapping[str, str] = {
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils.file_baton": "FileBaton.wait",
 }
-"""Names in torch, most of them private, that the adapters rely on in every version: module -> names in it."""
+"""A map from each module of torch to the names in it, most of them private, on which the adapters rely."""
 
 REGISTERING = ("_register_pg_in_world", "_update_process_group_global_state")
-"""Names of the function that makes a group known to `torch.distributed`: since 2.13, and before."""
+"""Names of the function that makes a group known to `torch.distributed`: since torch 2.13, and before."""
 
 NO_COLLECTIVES = frozenset(
     {
@@ -70,12 +70,12 @@ COLLECTIVES = tuple(
 
 
 def tested_torches() -> str:
-    """Return the versions that the tests ran with, for messages."""
+    """Return the versions with which the tests ran, for messages."""
     return f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
 
 
 def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) -> None:
-    """Raise ImportError, naming this version and the tested ones, for a torch that is too old or lacks a name."""
+    """Raise ImportError, naming this version and the tested ones, if torch is too old or lacks a name."""
     version = version or torch.__version__
     if Version(version).release < Version(OLDEST).release:
         raise ImportError(
@@ -104,7 +104,10 @@ def has(module: str, name: str) -> bool:
 
 
 def register_in_world() -> Callable[..., None]:
-    """Return the function that makes a group known to `torch.distributed`; its arguments never change."""
+    """Return the function that makes a group known to `torch.distributed`.
+
+    Its arguments are the same in all versions.
+    """
     found: Any = next(getattr(c10d, name) for name in REGISTERING if hasattr(c10d, name))
     return found  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""The local buffers that a layout needs: allocated, or kept from the present layout."""
+"""The local buffers that a layout needs: newly allocated, or kept from the current layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLACK = 2048
 """Spare elements of a flat weight buffer, so that the padding of another world size fits into the same memory."""
 
 Allocate = Callable[[int, Memory], torch.Tensor]
-"""Function (number of elements, their type and memory) -> a flat tensor."""
+"""Function (number of elements, their element type and memory) -> a flat tensor."""
 
 
 def reusable(
@@ -41,8 +41,8 @@ def reusable(
 ) -> set[tuple[str, BufferId]]:
     """Return the existing buffers that the target layout can keep.
 
-    Such a buffer is large enough, lies in the memory that the target requires, and has every required element at the
-    same offset.
+    A buffer can be kept if it is large enough, lies in the memory that the target requires, and has every required
+    element at the same offset.
     """
     if rank is None:
         return set()
@@ -69,7 +69,7 @@ def reusable(
 
 
 def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
-    """Return the runs of each buffer and their offsets, as bytes, so that two layouts can be compared."""
+    """Return a map from each buffer to its runs and their offsets, as bytes, so that two layouts can be compared."""
     columns = np.stack([pieces.start, pieces.stop, pieces.offset], axis=1)
     found = {}
     for index in np.unique(pieces.buffer).tolist():
@@ -78,7 +78,7 @@ def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
 
 
 def _masters_apart(target: Layout, kept: set[tuple[str, BufferId]], live: Buffers) -> set[tuple[str, BufferId]]:
-    """Return the kept weights and masters if they lie in separate memory although `provide` makes them share it.
+    """Return the kept weights and masters that lie in separate memory although `provide` would make them share memory.
 
     DeepSpeed's own constructor of stage 3 puts them into separate memory.
     """
@@ -102,13 +102,14 @@ def provide(
     live: Buffers,
     allocate: Allocate,
 ) -> Buffers:
-    """Return every buffer of a rank: kept buffers in place, the others zeroed, from `allocate(elements, memory)`.
+    """Return every buffer of a rank. Kept buffers stay in place; the others are zeroed memory from `allocate`.
 
-    memory: element type and memory of each state kind.
-    keep: buffers to keep; of the sub-group buffers of a kind, which are slices of one tensor, either all or none.
-    live: the present buffers.
+    memory: a map from each state kind to its element type and memory.
+    keep: buffers to keep. The sub-group buffers of a kind, which are slices of one tensor, are either all kept or none.
+    live: the current buffers.
+    allocate: function (number of elements, memory) -> a flat tensor.
 
-    If weight and master have the same type (fp32) and device, they share memory at ZeRO stages 0 and 3, as in
+    Weight and master share memory at ZeRO stages 0 and 3 if they have the same element type (fp32) and device, as in
     DeepSpeed.
     """
     one_memory, sizes = is_one_memory(memory, local.layout), local.sizes()
@@ -138,13 +139,13 @@ def is_one_memory(memory: Mapping[str, Memory], layout: Layout) -> bool:
 
 
 def zeros(numel: int, memory: Memory) -> torch.Tensor:
-    """Allocate zeroed memory for `provide`. Host memory is not touched before its first use, unless it is pinned."""
+    """Allocate zeroed memory for `provide`. Unless it is pinned, host memory is not touched before its first use."""
     held = torch.zeros(numel, dtype=memory.dtype, device=memory.place.device)
     return get_accelerator().pin_memory(held) if memory.place.pinned else held
 
 
 def bucket_bytes(engine: Any, zero_stage: int) -> int:
-    """Return the bytes that ZeRO-3's constructor allocates on an accelerator for the gradients of one reduction.
+    """Return the number of bytes that ZeRO-3's constructor allocates on an accelerator for one gradient reduction.
 
     Returns 0 on a CPU, where the pages of this memory are allocated only when a backward pass touches them.
     """
@@ -157,7 +158,7 @@ class Untouched:
     """An allocator for `provide` that uses no physical memory.
 
     On the host, its tensors lie in pages that are never touched, and that no limit on this process's own memory counts.
-    A device has no such pages; there all tensors share the same memory.
+    A device has no such pages; there, all tensors share the same memory.
     """
 
     def __init__(self) -> None:
@@ -176,7 +177,7 @@ class Untouched:
 
 
 def release(buffers: Buffers) -> threading.Thread:
-    """Free memory in a thread, because unmapping takes time; `buffers` is emptied at once."""
+    """Free memory in a thread, because unmapping takes time. `buffers` is emptied at once."""
     old = dict(buffers)
     buffers.clear()
     return start_thread(old.clear, "dynatrain-release")

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration for one layout, made from the user's; it does not depend on the installed world."""
+"""DeepSpeed's configuration for one layout, derived from the user's. It does not depend on the installed world."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""DeepSpeed's keys for batch sizes; any two of them determine the third."""
+"""DeepSpeed's keys for batch sizes. Any two of them determine the third."""
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batch sizes of a configuration, in samples, completed for the number of data ranks at the start.
+    """The batch sizes of a configuration, in samples, completed for the initial number of data ranks.
 
     in_leaves: whether a micro-batch (then called a leaf) has the same samples in every world.
     """
@@ -61,11 +61,11 @@ class BatchSizes:
 def layout_config(
     config: dict[str, Any], layout: Layout, batch: BatchArithmetic
 ) -> tuple[dict[str, Any], DeepSpeedConfig]:
-    """Return (dictionary, DeepSpeedConfig) for `layout`, of which the latter has the user's `train_batch_size`.
+    """Return DeepSpeed's configuration for `layout`, as a dictionary and parsed.
 
-    At stage 3 DeepSpeed reads the dictionary again and checks that its first size is the product of the other two. In
-    lower stages the dictionary has only the sizes that the user wrote, because code that reads `engine.config` may
-    count other ranks than those of the data axis.
+    The parsed configuration has the user's `train_batch_size`. At stage 3 DeepSpeed reads the dictionary again and
+    checks that its first size is the product of the other two. In lower stages the dictionary has only the sizes that
+    the user wrote, because code that reads `engine.config` may count ranks other than those of the data axis.
     """
     micro_batch_size = batch.largest_slot
     adapted = copy.deepcopy(config)

@@ -1,21 +1,21 @@
 """Models whose parameters are not whole when `initialize` is called; their values arrive one parameter at a time.
 
-A model built under `deepspeed.zero.Init` is partitioned over all processes of the launch, idle ones included; a model
-that an engine has trained at stage 3 may be so, too. Its parameters are gathered one after the other, and each working
-member copies its shard of the first layout into buffers made for the shard. The engine is then built over these buffers
-without allocating memory of its own, as on a member that stops being idle. So a member never holds more than its shard
-of the first layout and one whole parameter.
+A model built under `deepspeed.zero.Init` is partitioned over all processes of the launch, idle ones included. A model
+that an engine has trained at stage 3 may be partitioned too. Its parameters are gathered one after the other, and each
+working member copies its shard of the first layout into buffers made for the shard. The engine is then built over these
+buffers without allocating memory of its own, as on a member that stops being idle. A member thus never holds more than
+its shard of the first layout and one whole parameter.
 
-Parameters on the meta device are initialized module by module, equally on every member: a module's own parameters get
-memory, its `reset_parameters()` is called (as torch's FSDP does) under a seed derived from the job's seed and the
-module's name, and only the member's shard of the values is kept.
+Parameters on the meta device are initialized module by module, with the same values on every member. A module's own
+parameters are given memory, its `reset_parameters()` is called (as torch's FSDP does) under a seed derived from the
+job's seed and the module's name, and only the member's shard of the values is kept.
 
-`deepspeed.zero.Init` partitions each parameter, as soon as its module is built, over all processes present. In a launch
-whose members come and go, these are known only once this process belongs to the job, and a process that joins a running
-job has no peers to partition with, because the others train. So the first call of `zero.Init` brings the process into
-the job. Processes that start the job partition parameters over all of them, as in a fixed launch. In a process that
-joins later, parameters go to the meta device: they are not initialized, and values that a loader copies into them are
-ignored; the values come from the other members.
+`deepspeed.zero.Init` partitions each parameter over all processes as soon as its module is built. In a launch whose
+members may join and leave, the processes are known only once this process belongs to the job, and a process that joins
+a running job has no peers to partition with, because the others are training. The first call of `zero.Init` therefore
+brings the process into the job. Processes that start the job partition parameters over all of them, as in a fixed
+launch. In a process that joins later, parameters go to the meta device: they are not initialized, and values that a
+loader copies into them are ignored, because their values come from the other members.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ WAY_OUT = "give its class a `reset_parameters()`, or pass `param_init_fn=` to in
 
 
 def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Return (name, module, parameters) of each module that has parameters of its own to initialize.
+    """Return (name, module, parameters) for each module that has parameters of its own to initialize.
 
-    meta: ids of the parameters that are, or were, on the meta device. A shared parameter is listed once.
+    meta: ids of the parameters that are, or were, on the meta device.
+
+    A shared parameter is listed once.
     """
     found, taken = [], set[int]()
     for name, module in model.named_modules():
@@ -88,7 +90,7 @@ def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None
 
 
 def swap_in(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter data on another device, keeping the parameter object that optimizers and modules refer to."""
+    """Give a parameter data on another device, keeping the parameter object to which optimizers and modules refer."""
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)
@@ -104,7 +106,7 @@ def draw(
     """Initialize a module's parameters, and yield each parameter in `own` with its flat value.
 
     seed: string that determines the random values.
-    types: element types of the values, by the parameters' ids.
+    types: a map from a parameter's id to the element type of its value.
     init: function to call in place of the module's `reset_parameters`.
 
     The memory is released at the end. Raises UnsupportedError if the module leaves one of the parameters unset.
@@ -132,9 +134,11 @@ def draw(
 
 @contextmanager
 def seeded(what: str) -> Iterator[None]:
-    """Seed the default generators of torch, the accelerator, numpy and Python inside the block, and restore them after.
+    """Context manager that seeds the default random generators, and restores their state at the end.
 
-    what: string that determines the seed. Generators of other devices are left alone.
+    These are the generators of torch, the accelerator, numpy and Python. Generators of other devices are left alone.
+
+    what: string that determines the seed.
     """
     seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
     before = torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams()
@@ -153,7 +157,7 @@ def seeded(what: str) -> Iterator[None]:
 
 WHOLE, PART, META = "whole", "zero.Init", "meta"
 Row = tuple[str, list[int], str, str, bool]
-"""(name, shape, type, how the parameter arrives: `WHOLE`, `PART` or `META`, whether it requires a gradient)."""
+"""(name, shape, element type, how the parameter arrives: `WHOLE`, `PART` or `META`, whether it requires a gradient)."""
 Place = tuple[int, int, BufferId, int]
 """(first row-major index, number of elements, buffer, offset in the buffer)."""
 
@@ -161,9 +165,11 @@ Place = tuple[int, int, BufferId, int]
 class Incoming:
     """The parameters of a model, in the module's order, before its engine is built.
 
-    forms, types: how each parameter arrives, and its element type, by its id.
-    owners: process that has the value of a parameter, by the parameter's id; process 0 if not listed.
-    held: this process's part of each parameter, or the whole parameter; emptied as values are yielded.
+    forms: a map from each parameter's id to how the parameter arrives.
+    types: a map from each parameter's id to its element type.
+    owners: a map from a parameter's id to the process that has its value; process 0 if not listed.
+    held: a map from each parameter's id to this process's part of it, or to the whole parameter; emptied as values are
+        yielded.
     place: index of the part that this process has of each parameter.
     """
 
@@ -179,7 +185,7 @@ class Incoming:
 
         joins: whether all values come from a running job.
 
-        Raises UnsupportedError, naming the parameter or buffer, for a model that cannot be taken over.
+        Raises UnsupportedError, naming the parameter or buffer, if the model cannot be taken over.
         """
         if partition_parameters.top_level_context is not None:
             raise UnsupportedError(
@@ -215,21 +221,21 @@ class Incoming:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every parameter is whole already, as DeepSpeed's own constructor requires."""
+        """Whether every parameter is already whole, which DeepSpeed's own constructor requires."""
         return set(self.forms.values()) <= {WHOLE}
 
     def rows(self) -> list[Row]:
-        """Return descriptions of the parameters, as plain JSON, which must be equal on all processes."""
+        """Return descriptions of the parameters, as plain JSON. They must be equal on all processes."""
         return [
             (name, list(self.shapes[id(each)]), str(each.dtype), self.forms[id(each)], each.requires_grad)
             for name, each in self.model.named_parameters()
         ]
 
     def take_apart(self, config: DeepSpeedConfig) -> None:
-        """Detach the parameters' data from the module, whether `zero.Init` or the model holds it.
+        """Detach the parameters' data from the module, whether `zero.Init` or the model holds the data.
 
-        Each parameter then has its shape, the type that the configuration gives it, and no memory. Raises ConfigError,
-        naming the parameter, if a parameter was partitioned in another type than the configuration says.
+        Afterwards each parameter has its shape, its configured element type, and no memory. Raises ConfigError, naming
+        the parameter, if a parameter was partitioned in a type other than the configured one.
         """
         wanted = _configured_dtype(config)
         for name, parameter in self.model.named_parameters():
@@ -302,7 +308,9 @@ def fill(
 ) -> None:
     """Copy the shard that `rank` holds of each parameter's weight and master from the parameter's whole value.
 
-    numbers: tensor number by the parameter's id. A master is made from the value in the weight's type.
+    numbers: a map from a parameter's id to its tensor's number.
+
+    A master is made from the value in the weight's element type.
     """
     wanted = {kind: pieces_by_tensor(vps, vps.layout, rank, kind) for kind in (WEIGHT, MASTER)}
     dtype = next(held.dtype for (kind, _), held in buffers.items() if kind == WEIGHT)
@@ -316,7 +324,7 @@ def fill(
 def pieces_by_tensor(
     vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str, owned: bool = False
 ) -> dict[int, list[Place]]:
-    """Return where the pieces of each tensor lie on a rank, by tensor number.
+    """Return a map from tensor number to where the tensor's pieces lie on a rank.
 
     owned: whether to include only the pieces that the rank owns.
     """
@@ -329,7 +337,10 @@ def pieces_by_tensor(
 
 
 def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> torch.Tensor:
-    """Return the parts of all processes concatenated, with the last one's padding. places: the process of each part."""
+    """Return the parts of all processes concatenated, with the padding of the last one.
+
+    places: the process of each part.
+    """
     part = part.to("cpu").contiguous()
     whole = torch.empty(launch.size, part.numel(), dtype=part.dtype)
     rows = dict(zip(places, whole.view(torch.uint8).unbind(0), strict=True))
@@ -340,7 +351,7 @@ def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> tor
 def refuse_cut(model: nn.Module, beside: bool) -> None:
     """Raise UnsupportedError, naming a parameter that is not partitioned over the processes that start the job.
 
-    beside: whether this process has an engine already; the group of all starting processes no longer exists then.
+    beside: whether this process already has an engine, in which case the group of all starting processes is gone.
     """
     each: Any
     for name, each in model.named_parameters():
@@ -359,7 +370,7 @@ def refuse_cut(model: nn.Module, beside: bool) -> None:
 
 
 def _is_left(each: Any) -> bool:
-    """Return whether a parameter was partitioned by a former engine of this package, whose groups no longer exist."""
+    """Return whether a parameter was partitioned by an earlier engine of this package, whose groups no longer exist."""
     return not is_known(each.ds_process_group)
 
 
@@ -394,16 +405,16 @@ def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
 
 
 def _configured_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
-    """Return the type that DeepSpeed casts a model's parameters to; None if it leaves them as they are."""
+    """Return the type to which DeepSpeed casts a model's parameters; None if it does not cast them."""
     if config.bfloat16_config.enabled:
         return torch.bfloat16
     return torch.float16 if config.float16_config.enabled else None
 
 
 class ElasticInit(Init):  # type: ignore[misc]
-    """Variant of `deepspeed.zero.Init` that lets this process join the job first; it takes the same arguments.
+    """Variant of `deepspeed.zero.Init` that first brings this process into the job. It takes the same arguments.
 
-    `install_zero_init` derives the class that is used, which adds `join` and `read`.
+    `install_zero_init` derives the class that is actually used, which adds `join` and `read`.
     """
 
     join: Callable[[], bool]
@@ -446,10 +457,10 @@ class ElasticInit(Init):  # type: ignore[misc]
 
 
 def install_zero_init(join: Callable[[], bool], read: Callable[[Any], dict[str, Any]]) -> None:
-    """Replace `deepspeed.zero.Init` by our class; DeepSpeed's engines keep the original.
+    """Replace `deepspeed.zero.Init` with our class. DeepSpeed's engines keep the original.
 
-    join: function that is called before each use; it brings this process into the job, and returns whether the process
-    joins a running job.
+    join: function called before each use. It brings this process into the job, and returns whether the process joins a
+        running job.
     read: function that returns a configuration as a dictionary.
     """
     zero.Init = type("Init", (ElasticInit,), {"join": staticmethod(join), "read": staticmethod(read)})
@@ -457,7 +468,7 @@ def install_zero_init(join: Callable[[], bool], read: Callable[[Any], dict[str, 
 
 
 def _drop(parameters: Iterable[nn.Parameter]) -> None:
-    """Move parameters to the meta device; the parameter objects stay the same."""
+    """Move parameters to the meta device. The parameter objects stay the same."""
     for each in parameters:
         if not each.is_meta:
             swap_in(each, each.data.to("meta"))
@@ -465,9 +476,9 @@ def _drop(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def _undrawn() -> Iterator[None]:
-    """Make functions of `torch.nn.init` leave parameters unchanged inside the block.
+    """Context manager in which functions of `torch.nn.init` leave parameters unchanged.
 
-    A reference to such a function that was taken inside the block works normally after it.
+    A reference to such a function that was taken inside the block works normally afterwards.
     """
     is_open = True
 

@@ -19,13 +19,13 @@ Parameters = tuple[nn.Parameter, ...]
 class ModelMap:
     """The assignment of parameters to logical tensors.
 
-    tensors: the logical tensors in the order of registration (group 0's trainable ones, group 1's, ..., then the frozen
-        ones).
+    tensors: the logical tensors in the order of registration: group 0's trainable ones, group 1's, ..., then the frozen
+        ones.
     parameters: the parameter of each tensor. The objects live as long as the engine; their data is replaced.
     groups: the parameters of each group of the user's optimizer, trainable or not.
-    requires_grad: whether each parameter required a gradient when it was registered (a parameter in no group counts as
-        frozen).
-    dtype: the type that all parameters have.
+    requires_grad: whether each parameter required a gradient when it was registered. A parameter in no group counts as
+        frozen.
+    dtype: the element type of all parameters.
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -36,10 +36,12 @@ class ModelMap:
 
     @staticmethod
     def of(module: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> ModelMap:
-        """Return the map of a module whose parameters are whole, with the parameters of its optimizer groups.
+        """Return the map of a module whose parameters are whole.
+
+        groups: the parameters of the module's optimizer groups.
 
         A parameter that several modules share is one logical tensor, under its first name. Raises UnsupportedError,
-        naming the parameter or group, for one that a switch cannot transfer.
+        naming the parameter or group, if a switch cannot transfer it.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         known = {id(parameter): parameter for parameter in module.parameters()}
@@ -68,12 +70,13 @@ class ModelMap:
         return ModelMap(tuple(tensors), tuple(parameters), held, flags, _only_dtype(names, known))
 
     def reshaped(self, parameters: Mapping[str, nn.Parameter], tensors: Sequence[LogicalTensor]) -> ModelMap:
-        """Return the map of the same model in another shape, whose parameters are given by the logical tensors' names.
+        """Return the map of the same model in another shape.
 
+        parameters: the parameters in the new shape, keyed by the logical tensors' names.
         tensors: this rank's local tensors.
 
-        A tensor without elements may have no parameter, and then gets an empty one. Raises UnsupportedError for a
-        parameter that is missing or has another shape than its tensor.
+        If a tensor without elements has no parameter, it gets an empty one. Raises UnsupportedError if a parameter is
+        missing or its shape differs from that of its tensor.
         """
         held: list[nn.Parameter] = []
         for before, tensor in zip(self.parameters, tensors, strict=True):
@@ -97,7 +100,7 @@ class ModelMap:
         """Return the map of the same parameters in other optimizer groups.
 
         groups: names of the tensors in each group.
-        requires_grad: names of the parameters that require a gradient from now on; their flags are not set here.
+        requires_grad: names of the parameters that require a gradient from now on. Their flags are not set here.
 
         Frozen tensors keep their order.
         """
@@ -116,12 +119,12 @@ class ModelMap:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """The number of each parameter's tensor, by the parameter's id."""
+        """A map from each parameter's id to the number of its tensor."""
         return {id(held): number for number, held in enumerate(self.parameters)}
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """The parameters, by the names of their tensors."""
+        """The parameters, keyed by the names of their tensors."""
         return {tensor.name: held for tensor, held in zip(self.tensors, self.parameters, strict=True)}
 
     @property
@@ -131,11 +134,11 @@ class ModelMap:
 
     @cached_property
     def trainable(self) -> int:
-        """Number of trainable tensors; they come first."""
+        """Number of trainable tensors, which come first in `tensors`."""
         return sum(tensor.group != FROZEN for tensor in self.tensors)
 
     def frozen(self) -> list[tuple[int, nn.Parameter]]:
-        """Return (number, parameter) of the frozen tensors."""
+        """Return (number, parameter) for each frozen tensor."""
         return list(enumerate(self.parameters))[self.trainable :]
 
 
@@ -144,7 +147,7 @@ def _is_expert(parameter: nn.Parameter) -> bool:
 
 
 def _marks(parameter: nn.Parameter) -> dict[str, object]:
-    """Return the attributes that DeepSpeed reads from a parameter, even an empty one, in a group of experts."""
+    """Return the attributes that DeepSpeed reads from each parameter, even an empty one, in a group of experts."""
     return {name: value for name, value in parameter.__dict__.items() if name in ("allreduce", "group_name")}
 
 

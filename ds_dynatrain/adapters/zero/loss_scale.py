@@ -1,12 +1,12 @@
 """The loss scale of fp16. The fields of DeepSpeed's three scalers have common names here, so that a switch keeps them.
 
-A field that the current optimizer does not have (stage 0 has no hysteresis, a plain torch optimizer no scaler) is kept
-on the engine and restored when a later layout has it.
+If the current optimizer does not have a field (stage 0 has no hysteresis, a plain torch optimizer no scaler), the field
+is kept on the engine, and restored when a later layout has it.
 
-Gradients weighted by token counts are divided where DeepSpeed divides by its loss scale, before clipping. The mean of
-the micro-batches' means is not the mean over all tokens if token counts differ. So each micro-batch's mean loss is
-multiplied by its own count, and at the boundary the accumulated gradient, which DeepSpeed has divided by the number of
-micro-batches, is divided by the mean number of tokens per micro-batch.
+Gradients weighted by token counts are divided at the point where DeepSpeed divides by its loss scale, before clipping.
+If token counts differ, the mean of the micro-batches' means is not the mean over all tokens. So each micro-batch's mean
+loss is multiplied by its own count. At the end of the window the accumulated gradient, which DeepSpeed has divided by
+the number of micro-batches, is divided by the mean number of tokens per micro-batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from ds_dynatrain.adapters.zero.offload import old_gradients_kept
 
 State = dict[str, Any]
-"""Field -> a number, a boolean or None."""
+"""A map from each field to its value: a number, a boolean or None."""
 
 SCALE = "scale"
 DYNAMIC = {
@@ -63,7 +63,7 @@ OF_BF16_OPTIMIZER = {"overflow": "overflow"}
 
 
 def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
-    """Return (object, field -> its attribute) for each object of an optimizer that holds fields of the loss scale."""
+    """Return (object, map from field to attribute) for each object of an optimizer that holds loss-scale fields."""
     found: list[tuple[Any, Mapping[str, str]]] = []
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     if isinstance(scaler, DynamicLossScaler):
@@ -93,8 +93,9 @@ def first_state(engine: Any) -> State:
 def taken_from(state: State, fields: Mapping[str, Any]) -> State:
     """Return `state`, updated with the loss scale of a DeepSpeed checkpoint.
 
-    fields: attributes of the checkpoint's scaler, of any class, by DeepSpeed's names. The state is returned unchanged
-    if one of the two scales is fixed and the other dynamic.
+    fields: attributes of the checkpoint's scaler, of any class, keyed by DeepSpeed's names.
+
+    The state is returned unchanged if one of the two scales is fixed and the other is dynamic.
     """
     was_dynamic = bool(fields.get("dynamic", fields.get("dynamic_loss_scale", False)))
     if was_dynamic != ("iteration" in state):
@@ -113,11 +114,11 @@ def plain(value: Any) -> Any:
 
 
 def forgotten_scale(engine: Any) -> float:
-    """Return the factor that DeepSpeed forgets to multiply the loss by: the loss scale, or 1 if it forgets none.
+    """Return the factor by which DeepSpeed forgets to multiply the loss: the loss scale, or 1 if it forgets none.
 
-    In DeepSpeed 0.19.8 `engine.backward` scales the loss for ZeRO optimizers only, but at stage 0 in fp16
-    FP16_UnfusedOptimizer and FP16_Optimizer divide gradients by the scale all the same. In a DeepSpeed without
-    `engine.scale` the optimizers do both.
+    In DeepSpeed 0.19.8, `engine.backward` scales the loss only for ZeRO optimizers, but at stage 0 in fp16
+    FP16_UnfusedOptimizer and FP16_Optimizer still divide gradients by the scale. In a DeepSpeed without `engine.scale`,
+    the optimizers do both.
     """
     settings = getattr(engine.optimizer, "loss_scale_config", None)
     if settings is None or not settings.use_grad_scaling or isinstance(engine.optimizer, ZeROOptimizer):
@@ -127,9 +128,10 @@ def forgotten_scale(engine: Any) -> float:
 
 @contextmanager
 def true_norm(engine: Any) -> Iterator[None]:
-    """Make FP16_UnfusedOptimizer's step inside the block report the norm of the unscaled gradients, like all others.
+    """Context manager in which FP16_UnfusedOptimizer's step reports the norm of the unscaled gradients.
 
-    That optimizer takes the norm before it divides the gradients by the loss scale (and by the number of tokens).
+    All other optimizers report that norm. FP16_UnfusedOptimizer takes the norm before it divides the gradients by the
+    loss scale (and by the number of tokens).
     """
     optimizer = engine.optimizer
     divisor = float(optimizer.loss_scale_config.cur_scale) if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
@@ -144,10 +146,10 @@ def true_norm(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def norm_before_growth(engine: Any) -> Iterator[None]:
-    """Make stage 3's step inside the block divide the norm that it reports by the scale of the gradients themselves.
+    """Context manager in which stage 3's step divides the norm that it reports by the scale of that step's gradients.
 
-    Stages 1 and 2 do so. At stage 3 DeepSpeed 0.19.8 divides the norm by the loss scale of the next step, which differs
-    if the scale has just grown.
+    Stages 1 and 2 do so. At stage 3, DeepSpeed 0.19.8 divides the norm by the loss scale of the next step, which
+    differs if the scale has just grown.
     """
     optimizer = engine.optimizer
     before = float(optimizer.loss_scale)
@@ -163,12 +165,14 @@ def norm_before_growth(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None]:
-    """Make the optimizer's step inside the block divide its gradients by the mean number of tokens of a micro-batch.
+    """Context manager in which the optimizer's step divides gradients by the mean number of tokens per micro-batch.
 
-    own: number of tokens of this rank in the window; None (on all ranks) if no counts were given, in which case
-    gradients are not divided. Otherwise this is a collective over the data and sequence axes, because DeepSpeed
-    averages over data ranks and sums over sequence ranks.
-    slots: number of micro-batches, by which the gradients are divided already.
+    own: number of this rank's tokens in the window; None (on all ranks) if no counts were given, in which case
+        gradients are not divided.
+    slots: number of micro-batches, by which the gradients are already divided.
+
+    With counts, this is a collective over the data and sequence axes, because DeepSpeed averages over data ranks and
+    sums over sequence ranks.
     """
     if own is None:
         yield
@@ -195,9 +199,9 @@ def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None
 
 @contextmanager
 def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
-    """Make the optimizer divide its gradients by `factor` too inside the block, without changing the loss scale.
+    """Context manager in which the optimizer also divides its gradients by `factor`, without changing the loss scale.
 
-    While the scaler judges a step, it sees the true scale, to which growth, minimum and overflow apply.
+    The scaler still judges each step by the true scale, to which growth, minimum and overflow apply.
     """
     holder, name = _divisor(optimizer)
     true = getattr(holder, name)
@@ -220,7 +224,7 @@ def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
 
 
 def _divisor(optimizer: Any) -> tuple[Any, str]:
-    """Return the object and the attribute that hold the number by which the optimizer divides gradients."""
+    """Return the object and the attribute that hold the optimizer's divisor for gradients."""
     if hasattr(optimizer, "loss_scale_config"):
         return optimizer.loss_scale_config, "cur_scale"
     return (optimizer, "external_loss_scale") if optimizer.custom_loss_scaler else (optimizer.loss_scaler, "cur_scale")

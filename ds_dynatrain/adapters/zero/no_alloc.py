@@ -1,9 +1,9 @@
 """Build a DeepSpeed optimizer without its memory and without its messages.
 
-DeepSpeed's constructors allocate, fill and broadcast whole models. In a switch the memory exists already (allocated and
-touched while training went on) and every byte is moved by the plan, so the constructors run *without memory*: large
+DeepSpeed's constructors allocate, fill and broadcast whole models. In a switch the memory already exists (it was
+allocated and touched during training), and the plan moves every byte, so the constructors run *without storage*: large
 tensors are reserved but never written, collectives do nothing, and the basic optimizer takes no step. The adapter puts
-the real buffers in afterwards; the census checks that none was missed.
+the real buffers in afterwards, and the census checks that none was missed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_dynatrain.adapters.versions.deepspeed_versions import present
 from ds_dynatrain.adapters.versions.replaced import replaced
 
 LARGE = 1 << 14
-"""Smallest number of elements of a tensor that is not written while an optimizer is built."""
+"""Smallest number of elements of a tensor that is left unwritten while an optimizer is built."""
 
 _aten = torch.ops.aten
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
@@ -43,11 +43,11 @@ class NoAllocMode(TorchDispatchMode):
     """A mode in which large new tensors are reserved but not written, and large copies into existing ones are skipped.
 
     Zeros on the host are still zeros, because the operating system hands out zeroed memory. A device cannot reserve
-    memory without allocating it, so a large tensor there is a stand-in: one element with the full shape. The same holds
-    for the part that ZeRO-3 cuts from a parameter. If a stand-in is never replaced, training fails, because torch
+    memory without allocating it, so a large tensor on a device is a stand-in: one element with the full shape. The part
+    that ZeRO-3 cuts from a parameter is also a stand-in. If a stand-in is never replaced, training fails, because torch
     refuses to write to it. Small tensors behave as always.
 
-    keeps_zeros: whether the optimizer keeps the tensors of zeros that it makes; on a device these are then allocated.
+    keeps_zeros: whether the optimizer keeps the tensors of zeros that it makes. On a device these are then allocated.
     """
 
     def __init__(self, keeps_zeros: bool = True) -> None:
@@ -56,7 +56,7 @@ class NoAllocMode(TorchDispatchMode):
         self._cuts = False
 
     def cut(self, partition: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call `partition`, with which ZeRO-3 cuts a parameter; its large empty tensors on a device are stand-ins."""
+        """Call `partition`, with which ZeRO-3 cuts a parameter. Its large empty tensors on a device are stand-ins."""
         self._cuts = True
         try:
             return partition(*given, **named)
@@ -89,7 +89,7 @@ class NoAllocMode(TorchDispatchMode):
 def _outline(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
-    """Return the shape, type and device of what a call of `empty` or of a function in `_NO_ALLOC` would return.
+    """Return the shape, type and device of the result of a call of `empty` or of a function in `_NO_ALLOC`.
 
     Returns None for calls that run as usual: a fill with a value other than zero, and a concatenation of tensors that
     do not all have one dimension.
@@ -115,7 +115,7 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory is too small for its elements, as that of a stand-in is."""
+    """Return whether a tensor is a stand-in: whether its memory is too small for its elements."""
     return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
@@ -123,12 +123,12 @@ _COLLECTIVES = """
     barrier broadcast all_gather all_gather_into_tensor all_gather_coalesced all_reduce reduce reduce_scatter_tensor
     all_to_all_single
 """.split()
-"""Methods of DeepSpeed's communication backend that send messages; those that return ranks and sizes still work."""
+"""Methods of DeepSpeed's communication back-end that send messages. Methods that return ranks and sizes still work."""
 
 
 @contextmanager
 def silent_communication() -> Iterator[None]:
-    """Make DeepSpeed's collectives do nothing inside the block."""
+    """Context manager in which DeepSpeed's collectives do nothing."""
     silent = SimpleNamespace() if ds_comm.cdb is None else copy.copy(ds_comm.cdb)
     vars(silent).update(dict.fromkeys(_COLLECTIVES, lambda *_, **__: CompletedWork()))
     with replaced(ds_comm, "cdb", silent):
@@ -137,12 +137,12 @@ def silent_communication() -> Iterator[None]:
 
 @contextmanager
 def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iterator[None]:
-    """Build one ZeRO optimizer around `optimizer` inside the block without memory, messages or garbage collection.
+    """Context manager in which one ZeRO optimizer is built without storage, messages or garbage collection.
 
-    The optimizer takes no step (FP16_UnfusedOptimizer's constructor steps on zeros). Collecting garbage would take 0.2
-    to 0.5 s in a large process: ZeRO-3's constructor does so explicitly, BF16_Optimizer's whenever it reports its
-    memory. Tensors are printed as one word: ZeRO-3's constructor formats all of its arguments, every parameter among
-    them, for a message that is then not shown, which would take 0.1 s or more.
+    The basic optimizer, `optimizer`, takes no step (FP16_UnfusedOptimizer's constructor steps on zeros). Garbage
+    collection would take 0.2 to 0.5 s in a large process: ZeRO-3's constructor collects explicitly, and
+    BF16_Optimizer's whenever it reports its memory. Tensors are printed as one word: ZeRO-3's constructor formats all
+    of its arguments, including every parameter, for a message that is not shown, which would take 0.1 s or more.
 
     keeps_zeros: see `NoAllocMode`.
     """

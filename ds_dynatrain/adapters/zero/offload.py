@@ -1,9 +1,10 @@
 """ZeRO-Offload: masters, moments and the masters' gradients in host memory, stepped by DeepSpeed's CPU optimizers.
 
 The gradient of a master part (`master.grad`) is allocated once and never cleared (DeepSpeed 0.19.8): a parameter that
-got no gradient in a step is stepped with the one left from an earlier step. So these gradients are state in stages 1 to
-3: `host_grad`. All other fields of offload (`param_buffer_of_bit16_for_cpu_offload_groups`, `temp_grad_buffer_*`,
-`accumulated_grads_in_cpu`, `norm_for_param_grads`) are written before they are read, or cleared by a step.
+got no gradient in a step is stepped with the gradient left from an earlier step. These gradients are therefore state in
+stages 1 to 3: `host_grad`. All other fields of offload (`param_buffer_of_bit16_for_cpu_offload_groups`,
+`temp_grad_buffer_*`, `accumulated_grads_in_cpu`, `norm_for_param_grads`) are written before they are read, or cleared
+by a step.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from ds_dynatrain.support import usage
 
 
 def keeps_gradients(zero: Any) -> bool:
-    """Return whether a ZeRO optimizer offloads to the host; its masters then keep their gradients between steps."""
+    """Return whether a ZeRO optimizer offloads to the host, so that its masters keep their gradients between steps."""
     return bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
 
 
 @contextmanager
 def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
-    """Make the optimizer's step inside the block divide gradients by `divisor`, except those left from earlier steps.
+    """Context manager in which the optimizer's step divides new gradients by `divisor`, but not those of earlier steps.
 
     Gradients from earlier steps were divided when they were new. DeepSpeed records a norm (`norm_for_param_grads`) for
-    each new gradient; a parameter without one has an old gradient.
+    each new gradient; a parameter without a recorded norm has an old gradient.
     """
     if not keeps_gradients(zero):
         yield
@@ -51,7 +52,7 @@ def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
 
 
 def refuse_moved_states(host: Any) -> None:
-    """Raise SwitchRefused if `engine.offload_states()` has moved state away, where a switch cannot read it."""
+    """Raise SwitchRefused if `engine.offload_states()` has moved state to where a switch cannot read it."""
     away = getattr(host.optimizer, "offloaded_states", None)
     if away:
         names = ", ".join(sorted(str(getattr(kind, "value", kind)) for kind in away))
@@ -59,7 +60,7 @@ def refuse_moved_states(host: Any) -> None:
 
 
 def working_bytes(local: LocalSpace, weight: torch.dtype, accumulates: bool) -> int:
-    """Return the most bytes that offload takes on a rank in addition to the state.
+    """Return the largest number of bytes that offload takes on a rank in addition to the state.
 
     weight: element type of the weights.
     accumulates: whether a step has several micro-batches.

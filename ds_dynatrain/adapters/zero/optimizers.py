@@ -1,8 +1,8 @@
 """Rules that list the per-element states and scalars of each known optimizer class; nothing is guessed from live state.
 
-A rule applies to one class; a subclass may keep other states and needs a rule of its own. Users add their classes with
-`register_optimizer`. Optimizers whose states cannot be split by element (factored or quantized states), or that would
-need messages of their own, are refused by name.
+A rule applies to one class. A subclass may keep other states and needs a rule of its own. Users add their classes with
+`register_optimizer`. Optimizers are refused by name if their states cannot be split by element (factored or quantized
+states), or if they would need messages of their own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ds_dynatrain.space import STATE, Kind, Layout
 from ds_dynatrain.support.checks import gradients_apart, is_low, offloads
 
 Group = Mapping[str, Any]
-"""A parameter group of a torch optimizer: its hyper-parameters by name."""
+"""A parameter group of a torch optimizer: its hyper-parameters, keyed by name."""
 Number = int | float | torch.Tensor
-"""A scalar's value before the first step, stored as given: a Python number, or a zero-dimensional tensor."""
+"""A scalar's value before the first step, in the type in which it is stored: a Python number or a 0-d tensor."""
 Moments = Iterable[str] | Callable[[Group], Iterable[str]]
 Scalars = Mapping[str, Number] | Callable[[Group], Mapping[str, Number]]
 
@@ -33,13 +33,13 @@ Scalars = Mapping[str, Number] | Callable[[Group], Mapping[str, Number]]
 class OptimizerRule:
     """The entries of `state[parameter]` that an optimizer keeps, for each parameter group.
 
-    moments: names of the per-element states, of the element type and shape of the parameter.
-    scalars: names of the other states, which are numbers, with their values before the first step.
+    moments: names of the per-element states, which have the parameter's element type and shape.
+    scalars: a map from the names of the other states, which are numbers, to their values before the first step.
     counts_by_group: whether the optimizer counts steps on one parameter for its whole group (DeepSpeed's fused
         kernels), so that the highest count in a group is valid for each parameter in it.
-    whole_tensors: the moments that ZeRO stages 1 and 2 keep for a whole tensor, on every rank with a part of it.
-    placeless: whether a step's effect on an element depends on that element alone, with the same bits in tensors of
-        any length and at any position, and the optimizer keeps nothing but its state.
+    whole_tensors: the moments that ZeRO stages 1 and 2 keep for a whole tensor, on every rank that has some of it.
+    placeless: whether a step's effect on an element depends on that element alone, with the same bits in tensors of any
+        length and at any position, and the optimizer keeps nothing but its state.
     """
 
     moments: Moments = ()
@@ -53,7 +53,7 @@ class OptimizerRule:
         return tuple(self.moments(group) if callable(self.moments) else self.moments)
 
     def scalars_of(self, group: Group) -> dict[str, Number]:
-        """Return names and first values of the scalars of a group's parameters."""
+        """Return a map from each scalar's name to its first value, for a group's parameters."""
         return dict(self.scalars(group) if callable(self.scalars) else self.scalars)
 
 
@@ -93,7 +93,7 @@ KNOWN: Mapping[str, OptimizerRule] = {
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
 }
-"""Rules by full class name, so that no class is imported (some compile on import)."""
+"""Rules, keyed by full class name so that no class needs to be imported (some compile on import)."""
 
 
 def _muon_rule(optimizer: Any) -> OptimizerRule:
@@ -108,7 +108,7 @@ def _muon_rule(optimizer: Any) -> OptimizerRule:
 
 
 _registered: dict[type[torch.optim.Optimizer], OptimizerRule] = {}
-"""Rules of the users' own optimizer classes; a class is added once and never removed."""
+"""Rules of the users' own optimizer classes. A class is added once and never removed."""
 
 
 def register_optimizer(
@@ -120,16 +120,18 @@ def register_optimizer(
 ) -> type[torch.optim.Optimizer]:
     """Register the states that an optimizer class keeps in `state[parameter]`, so that a switch transfers them.
 
-    cls: the class, without its subclasses, which must be registered themselves. moments: names of the states with one
-    value per element, each computed from values of the same element and of nothing else; or a function from a parameter
-    group to these names. scalars: names of the other states with their values before the first step, in the type in
-    which they are stored: an int, a float, or a zero-dimensional tensor; or a function from a parameter group to them.
+    cls: the class. Its subclasses are not included and must be registered themselves.
+    moments: names of the states with one value per element, each computed only from values of the same element; or a
+        function from a parameter group to these names.
+    scalars: a map from the names of the other states to their values before the first step, in the type in which they
+        are stored (an int, a float, or a zero-dimensional tensor); or a function from a parameter group to such a map.
     placeless: whether a step gives the same bits in any process, in tensors of any length and at any position in them,
-    so that gradients may be added leaf by leaf: no random numbers, no norm over a tensor, nothing kept outside the
-    optimizer's state.
+        so that gradients may be added leaf by leaf (a leaf is a micro-batch of fixed size). Such an optimizer draws no
+        random numbers, takes no norm over a tensor, and keeps nothing outside its state.
 
-    Call it on every process before `initialize`. Returns the class. Raises ConfigError for a class that is known
-    already, or for invalid names.
+    Call this on every process before `initialize`. Returns the class.
+
+    Raises ConfigError if the class is already known, or if names are invalid.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
@@ -165,10 +167,10 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout) -> None:
-    """Raise UnsupportedError for an optimizer that a switch cannot transfer, or that cannot start in this layout.
+    """Raise UnsupportedError if a switch cannot transfer an optimizer, or if the optimizer cannot start in this layout.
 
     config: DeepSpeed's configuration.
-    layout: the layout to start in.
+    layout: the initial layout.
     """
     rule = rule_of(optimizer)
     try:
@@ -188,7 +190,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any],
 
 
 def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple[Kind, ...]:
-    """Return the state kinds of an optimizer's moments, each with the parameter groups that have it."""
+    """Return the state kinds of an optimizer's moments, each with the parameter groups that have the moment."""
     rule = rule_of(optimizer)
     found: dict[str, set[int]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -207,7 +209,7 @@ def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple
 
 
 def moment_types(optimizer: torch.optim.Optimizer, weight: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the types of the moments whose type is not that of the master, by name.
+    """Return a map from each moment whose type is not that of the master to its type.
 
     Muon's momentum has the type in which gradients are sent.
 
@@ -224,7 +226,7 @@ def holds_flat_groups(optimizer: torch.optim.Optimizer, types: ElementTypes) -> 
 def refuse_optimizer_layout(
     optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout, present: Layout | None = None
 ) -> None:
-    """Raise SwitchRefused for a layout in which DeepSpeed rejects this optimizer, or handles it wrongly.
+    """Raise SwitchRefused if DeepSpeed rejects this optimizer in a layout, or handles it wrongly.
 
     config: the user's configuration.
     present: the layout before a switch; None at the start.
@@ -249,7 +251,7 @@ def refuse_optimizer_layout(
 
 
 def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
-    """Raise SwitchRefused for layouts in which Muon, or the type or partition of its momentum, would differ."""
+    """Raise SwitchRefused if Muon, or the type or partition of its momentum, would differ in a layout."""
     stage = layout.zero_stage
     if stage:
         _refuse_muon_under_zero(config, layout)
@@ -316,7 +318,7 @@ REFUSED: Mapping[str, str] = {
     "fusedlamb": "it scales a step by norms of whole parameters, which ZeRO's parts do not have",
     "lamb": "it scales a step by norms of whole parameters, which ZeRO's parts do not have",
 }
-"""Lower-case class names of optimizers that cannot be switched, and the reasons."""
+"""A map from the lower-case class names of optimizers that cannot be switched to the reasons."""
 
 
 def _refuse_by_name(cls: type) -> None:
@@ -351,16 +353,17 @@ def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Numb
 
 
 _NO_BETA = -1.0
-"""A beta that no optimizer has: torch and DeepSpeed require 0 <= beta < 1."""
+"""A beta that no optimizer has, since torch and DeepSpeed require 0 <= beta < 1."""
 
 
 def forget_running_products(optimizer: Any) -> None:
-    """Make a compiled optimizer recompute its powers of the betas at the next step. Call it on every member.
+    """Make a compiled optimizer recompute its powers of the betas at the next step. Call this on every member.
 
     `Adam_Optimizer` (csrc/includes/cpu_adam.h) updates these powers by a multiplication in each step, in float. A
     member that has trained all along and one that has just become active would correct their averages by numbers that
-    differ in the last bit, and replicas would drift apart. A call with other betas makes it compute the powers anew.
-    FusedAdam has one such object per process and mode, each DeepSpeedCPUAdam has its own, and Lion has none.
+    differ in the last bit, and replicas would drift apart. A call with other betas makes the optimizer compute the
+    powers anew. FusedAdam has one such object per process and mode, each DeepSpeedCPUAdam has its own, and Lion has
+    none.
     """
     if full_name(type(optimizer)) == MUON and optimizer.aux_optimizer is not None:
         optimizer = optimizer.aux_optimizer

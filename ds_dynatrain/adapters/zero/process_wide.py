@@ -1,8 +1,8 @@
-"""State that DeepSpeed keeps once per process and not per engine, apart from groups (`worlds`).
+"""State that DeepSpeed keeps once per process rather than per engine, apart from groups (`worlds`).
 
 It consists of globals that DeepSpeed sets, and of random streams in addition to torch's: those of the tracker of
 activation checkpointing, and the accelerator's own. Code that runs under `get_cuda_rng_tracker().fork(name)` draws from
-the tracker's named states, which every fork advances; nothing else in a job saves them.
+the tracker's named states, which every fork advances. Nothing else in a job saves these states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_dynatrain.adapters.zero.stage3 import restore_linear
 class ProcessWide:
     """Globals that an engine sets for its whole process.
 
-    linear: `torch.nn.functional.linear`, which stage 3 replaces by one that rounds differently.
+    linear: `torch.nn.functional.linear`, which stage 3 replaces with a function that rounds differently.
     is_autocast: whether torch autocast was configured.
     autocast: the type in which ranks add up gradients under autocast.
     """
@@ -36,7 +36,7 @@ class ProcessWide:
 
     @staticmethod
     def capture() -> ProcessWide:
-        """Return the globals as they are at present."""
+        """Return the current values of the globals."""
         given = torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE
         return ProcessWide(torch.nn.functional.linear, *given)
 
@@ -48,7 +48,7 @@ class ProcessWide:
 
 
 def put_plain() -> None:
-    """Set the globals as they are in a process without an engine."""
+    """Set the globals to the values that they have in a process without an engine."""
     restore_linear()
     ProcessWide(torch.nn.functional.linear).put()
 
@@ -58,7 +58,7 @@ _TRACKED = "checkpointing:"
 
 
 def further_streams() -> dict[str, np.ndarray[Any, Any]]:
-    """Return the state (as bytes) of each random stream in use that is not torch's own, by name."""
+    """Return a map from the name of each random stream in use that is not torch's own to its state, as bytes."""
     found: dict[str, np.ndarray[Any, Any]] = {}
     for name, state in get_cuda_rng_tracker().get_states().items():
         found[f"{_TRACKED}{name}"] = state.cpu().numpy()
@@ -68,7 +68,7 @@ def further_streams() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Restore random streams from `further_streams`. Streams of the tracker that are not listed are removed."""
+    """Restore random streams from `further_streams`. The tracker's other streams are removed."""
     tracked: dict[str, torch.Tensor] = {}
     for name, held in streams.items():
         state = torch.from_numpy(held.copy())
@@ -80,7 +80,7 @@ def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
 
 
 def seed_accelerator(seed: int) -> None:
-    """Seed the accelerator's random generator; do nothing if DeepSpeed's accelerator is the CPU."""
+    """Seed the accelerator's random generator. Does nothing if DeepSpeed's accelerator is the CPU."""
     if is_accelerated():
         get_accelerator().manual_seed(seed)
 
@@ -91,7 +91,10 @@ def is_of_tensor_index(name: str) -> bool:
 
 
 def seeded_stream(seed: int) -> np.ndarray[Any, Any]:
-    """Return the state that the accelerator's generator would have if it were seeded with `seed`; it is not changed."""
+    """Return the state that the accelerator's generator would have if seeded with `seed`.
+
+    The generator is not changed.
+    """
     accelerator = get_accelerator()
     before = accelerator.get_rng_state()
     try:

@@ -1,6 +1,6 @@
-"""Changes to the registered trainable parameters and optimizer groups, and to schedulers that follow them.
+"""Changes to the registered trainable parameters and optimizer groups, and to the schedulers that follow them.
 
-Schedulers keep lists with one entry per optimizer group; these are adjusted when groups are added or dropped.
+Schedulers keep lists with one entry per optimizer group. These lists are adjusted when groups are added or dropped.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ds_dynatrain.support import usage
 
 Group = dict[str, Any]
 LIKE = "like"
-"""Key of a requested group: number of the existing group whose hyper-parameters and schedule it copies."""
+"""Key of a requested group: the number of the existing group whose hyper-parameters and schedule it copies."""
 
 
 @dataclass(frozen=True)
 class NewGroup:
     """An optimizer group after a registration.
 
-    origin: number of the existing group that it continues, or whose hyper-parameters it copies.
-    fresh: whether its optimizer state starts anew.
-    names: names of its parameters, frozen ones included.
+    origin: number of the existing group that this group continues, or whose hyper-parameters it copies.
+    fresh: whether the group's optimizer state starts anew.
+    names: names of the group's parameters, frozen ones included.
     values: hyper-parameters that differ from the origin's.
     """
 
@@ -71,10 +71,10 @@ class Regrouping:
 class RegroupRequest:
     """Changes that one registration requests.
 
-    requires_grad: whether each parameter requires a gradient from now on, by its tensor's name; parameters that are not
-    listed keep their flag.
-    groups: names of the parameters of each requested group, and the group's other entries.
-    begun: whether the optimizer has states already.
+    requires_grad: a map from tensor name to whether the parameter requires a gradient from now on. Parameters that are
+        not listed keep their flag.
+    groups: for each requested group, the names of its parameters, and its other entries.
+    begun: whether the optimizer already has states.
     """
 
     requires_grad: Mapping[str, bool]
@@ -85,9 +85,9 @@ class RegroupRequest:
 def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, Any]], begun: bool) -> RegroupRequest:
     """Return the changes that the caller's `groups` and the `requires_grad` flags of this rank's parameters request.
 
-    begun: whether the optimizer has states already.
+    begun: whether the optimizer already has states.
 
-    Raises SwitchRefused, naming the parameter, for a parameter that the model map does not know.
+    Raises SwitchRefused, naming the parameter, if the model map does not know a parameter.
     """
     strange = _strange(model, module)
     if strange is not None:
@@ -110,11 +110,11 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
 
 
 def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: RegroupRequest) -> Regrouping | None:
-    """Return the optimizer groups that a request leads to, or None if the groups do not change.
+    """Return the optimizer groups that result from a request, or None if the groups do not change.
 
-    A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group that it was
-    listed in, because ZeRO counts steps once per group. Before the first step it stays in that group. Raises
-    SwitchRefused, naming the parameter, for an impossible request.
+    A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group in which it was
+    listed, because ZeRO counts steps once per group. Before the first step, the parameter stays in its group. Raises
+    SwitchRefused, naming the parameter, if the request is invalid.
     """
     names = [tensor.name for tensor in model.tensors]
     was = dict(zip(names, model.requires_grad, strict=True))
@@ -177,7 +177,7 @@ def refuse_changes(host: Any) -> None:
 
 
 def _strange(model: ModelMap, module: nn.Module) -> str | None:
-    """Describe a parameter that is not the object that was registered; return None if all are."""
+    """Return a description of a parameter that is not the registered object; None if all are."""
     present = set()
     for name, parameter in module.named_parameters():
         if id(parameter) not in model.numbers:
@@ -197,7 +197,7 @@ def _asked(
     model: ModelMap,
     optimizer: torch.optim.Optimizer,
 ) -> NewGroup:
-    """Check one requested group and return it; raises SwitchRefused with the reason if it cannot be added."""
+    """Check one requested group and return it. Raises SwitchRefused, with the reason, if it cannot be added."""
     more = {key: value for key, value in rest.items() if key != LIKE}
     if not names:
         raise SwitchRefused(
@@ -241,7 +241,7 @@ Lists = list[tuple[Any, str, list[Any]]]
 def lists_per_group(scheduler: Any, groups: int) -> Lists:
     """Return every list with one entry per group that a scheduler, or a scheduler inside it, holds.
 
-    Raises SwitchRefused, naming the class, for a scheduler whose lists are not known.
+    Raises SwitchRefused, naming the class, if a scheduler's lists are not known.
     """
     found: Lists = []
     for each in _all_of(scheduler):
@@ -271,7 +271,7 @@ def follow(lists: Lists, origins: Sequence[int]) -> None:
 
 
 def put_lists_back(lists: Lists) -> None:
-    """Restore the lists as `lists_per_group` found them."""
+    """Restore the lists to the state in which `lists_per_group` found them."""
     for scheduler, name, held in lists:
         setattr(scheduler, name, held)
 

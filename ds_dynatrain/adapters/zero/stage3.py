@@ -1,8 +1,8 @@
-"""ZeRO stage 3: every parameter cut over the ranks, the parts of a sub-group side by side in flat buffers.
+"""ZeRO stage 3: every parameter is cut over the ranks, and the parts of a sub-group lie side by side in flat buffers.
 
-The tail of the last rank's part is padding with no meaning (`torch.empty` in DeepSpeed) and is never moved. In fp32 the
+The tail of the last rank's part is padding without meaning (`torch.empty` in DeepSpeed) and is never moved. In fp32 the
 weight and the master of a sub-group are one tensor. `grad_partitions_flat_buffer` is state: a parameter that got no
-gradient in a step is stepped with the one it got last (measured on 0.19.8).
+gradient in a step is stepped with its last gradient (measured on 0.19.8).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEPT_ATTRIBUTES = """
     ds_autoep_uc_meta ds_autoep_folding_param_family ds_zero_placement_family ds_zero_partition_group_name
     ds_autotp_universal_checkpoint_meta ds_is_replaced_module
 """.split()
-"""Attributes with the prefix `ds_` that AutoEP and AutoTP set once, in a new layer; they hold in every stage."""
+"""Attributes with the prefix `ds_` that AutoEP and AutoTP set once, in a new layer. They are valid in every stage."""
 _RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
@@ -72,7 +72,7 @@ class PartitionedStage(ZeroStage):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return where each part lies: by `ds_tensor` for weights, by `grad_position` for masters and gradients."""
+        """Return where each part lies: by `ds_tensor` for weights, and by `grad_position` for masters and gradients."""
         zero = engine.optimizer
         rows = []
         parameter: Any
@@ -94,10 +94,10 @@ class PartitionedStage(ZeroStage):
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Remove patched containers and attributes from the module; parameters keep no data.
+        """Remove patched containers and attributes from the module. Parameters keep no data.
 
-        Under torch autocast DeepSpeed leaves a gathered parameter in the low-precision type; it gets the model's type
-        back.
+        Under torch autocast, DeepSpeed leaves a gathered parameter in the low-precision type. The parameter is given
+        the model's type again.
         """
         reset_counters()
         offload = getattr(engine.optimizer, "parameter_offload", None)
@@ -128,7 +128,7 @@ class PartitionedStage(ZeroStage):
 
 
 def _refill_host_memory(zero: Any, buffers: Buffers) -> None:
-    """Restore the host memory of `offload_param`: one block per optimizer group, which its sub-groups are slices of.
+    """Restore the host memory of `offload_param`: one block per optimizer group, of which its sub-groups are slices.
 
     The blocks are separate if DeepSpeed allocated them, and contiguous if a switch did.
     """
@@ -142,22 +142,22 @@ def _refill_host_memory(zero: Any, buffers: Buffers) -> None:
 def restore_linear() -> None:
     """Restore torch's own `linear`.
 
-    Stage 3 replaces it for the whole process, and the backward pass of its replacement yields gradients in another
-    order. If only some ranks had the replacement, stage 2 would add up gradients of different parameters.
+    Stage 3 replaces `linear` for the whole process, and the backward pass of the replacement yields gradients in
+    another order. If only some ranks had the replacement, stage 2 would add up gradients of different parameters.
     """
     if hasattr(InsertPostInitMethodToModuleSubClasses, "linear_bk"):
         torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 def whole(buffers: Buffers, kind: str) -> torch.Tensor:
-    """Return the buffer that all sub-group buffers of a state kind are consecutive slices of."""
+    """Return the buffer of which all sub-group buffers of a state kind are consecutive slices."""
     first = buffers[kind, BufferId("subgroup", 0)]
     size = sum(held.numel() for (name, place), held in buffers.items() if name == kind and place.place == "subgroup")
     return first.as_strided((size,), (1,), first.storage_offset())
 
 
 def forget_traces() -> None:
-    """Empty the stack and the cache in which DeepSpeed keeps coordinators and modules of every engine indefinitely.
+    """Empty the stack and the cache in which DeepSpeed keeps every engine's coordinators and modules indefinitely.
 
     Both exist once per process, and are filled again in the next step (measured on 0.19.8: a module outlived its
     engine).

@@ -1,21 +1,22 @@
-"""Choice of the `ZeroStage` for a DeepSpeed optimizer, by its class and not by its number; stages 0, 1 and 2.
+"""Choice of the `ZeroStage` for a DeepSpeed optimizer, by its class rather than its number; stages 0, 1 and 2.
 
 | class | its groups |
 |---|---|
-| a torch optimizer (stage 0, fp32) | none: it steps the parameters themselves, weight and master are the same memory |
+| a torch optimizer (stage 0, fp32) | none: it steps the parameters themselves; weight and master are the same memory |
 | `FP16_UnfusedOptimizer` (stage 0, low precision) | none: one fp32 clone of each parameter |
 | `FP16_Optimizer` (stage 0, low precision with FusedAdam) | whole on every rank, without padding |
-| `DeepSpeedZeroOptimizer` (stages 1 and 2) | weights whole, one part as fp32 master |
+| `DeepSpeedZeroOptimizer` (stages 1 and 2) | whole weights, and one part as fp32 master |
 | `BF16_Optimizer` (stage 1 for bf16 weights whose gradients are accumulated in fp32) | the same, in plain order |
 
-Muon's momentum is one flat tensor with that of all of `params_in_partition[group]`, whole; a rank without such a
-parameter has none. Its staging for a step (`_muon_pending_momentum`) is written before it is read, so it is no state.
-Nor are the whole fp32 gradients of BF16_Optimizer, which are zero between two steps.
+Muon's momentum is one flat tensor, kept whole for all of `params_in_partition[group]`. A rank without such a parameter
+has none. Its staging for a step (`_muon_pending_momentum`) is written before it is read, so it is not state. Neither
+are the whole fp32 gradients of BF16_Optimizer, which are zero between two steps.
 
-`param._hp_mapping` is not read: it is derived. DeepSpeed 0.19.8 links a parameter to its fragment of the flat master by
-the order of registration, and by true offsets only if there is padding between tensors. Under `round_robin_gradients`
-alone the flat order is another one, and `safe_get_full_fp32_param`, its setters and the universal checkpoint then read
-and write the elements of other parameters. `correct_fragments` corrects the links.
+`param._hp_mapping` is not read, because it is derived. DeepSpeed 0.19.8 links a parameter to its fragment of the flat
+master by the order of registration; it uses true offsets only if there is padding between tensors. With only
+`round_robin_gradients`, the flat order differs from the order of registration, so `safe_get_full_fp32_param`, its
+setters and the universal checkpoint read and write the elements of other parameters. `correct_fragments` corrects the
+links.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ReplicatedStage(ZeroStage):
     """ZeRO stage 0: every rank holds every tensor whole.
 
     If a pipeline stage has no tensor of an optimizer group, a placeholder element (see `fill_empty_groups`) counts the
-    group's steps there.
+    group's steps on that stage.
     """
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
@@ -98,7 +99,7 @@ def count_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> Non
 
 
 def _holders_of_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[int, torch.Tensor]:
-    """Return the placeholder element of each empty optimizer group, by the group's number."""
+    """Return a map from the number of each empty optimizer group to its placeholder element."""
     groups = enumerate(optimizer.param_groups)
     return {number: group["params"][-1] for number, group in groups if is_empty_group(model, number)}
 
@@ -116,19 +117,19 @@ def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
 
 
 class FlatGroups(ZeroStage):
-    """Stages with a flat weight buffer and a flat fp32 master, whole or a rank's part, for each optimizer group."""
+    """Stages with a flat weight buffer and a flat fp32 master (the whole or a rank's part) for each optimizer group."""
 
     flats: ClassVar[str]
     masters: ClassVar[str]
-    """Attributes in which DeepSpeed's optimizer lists flat weights and masters."""
+    """Names of the attributes in which DeepSpeed's optimizer lists flat weights and masters."""
 
     @abstractmethod
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
         """Return where this rank's master begins in a flat group, and the slots of the group's tensors.
 
-        Both come from DeepSpeed's own bookkeeping.
-
         held: DeepSpeed's optimizer.
+
+        Both results come from DeepSpeed's own bookkeeping.
         """
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
@@ -141,8 +142,8 @@ class FlatGroups(ZeroStage):
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
         """Return weights as whole tensors at the parameters' addresses, and masters in DeepSpeed's order in a group.
 
-        Moments that are kept for whole tensors are listed in the order in which DeepSpeed reads them, and offloaded
-        gradients at the places to which the reduction copies them (`grad_position`).
+        Moments that are kept for whole tensors are listed in the order in which DeepSpeed reads them. Offloaded
+        gradients are listed at the positions to which the reduction copies them (`grad_position`).
         """
         held, basic, rows = engine.optimizer, engine.basic_optimizer, super().census(engine, model)
         for each in self.stepped(engine, model):
@@ -163,10 +164,10 @@ class FlatGroups(ZeroStage):
         return rows
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Put buffers in as all stages do; also link parameters to their parts of the masters, and masters to moments.
+        """Put buffers in as all stages do. Also link parameters to their parts of the masters, and masters to moments.
 
         DeepSpeed would link moments only in the next step, and `safe_get_full_optimizer_state` would not find them
-        before. FP16_Optimizer has no such links.
+        before that step. FP16_Optimizer has no such links.
         """
         super().refill(engine, model, buffers, scalars)
         held = engine.optimizer
@@ -201,7 +202,7 @@ class FlatStages(FlatGroups):
     flats, masters = "bit16_groups_flat", "single_partition_of_fp32_groups"
 
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """Read the slots from the flat order that DeepSpeed keeps for its reduction."""
+        """Return the start of this rank's master, and the slots in the flat order kept for DeepSpeed's reduction."""
         size = int(held.partition_size[group])  # 0.18 has a float
         low = dist.get_rank(group=held.real_dp_process_group[group]) * size
         ordered = zip(held.round_robin_bit16_groups[group], flat_offsets(held, group), strict=True)
@@ -238,11 +239,14 @@ STAGES: tuple[tuple[type, ZeroStage], ...] = (
     (FP16_UnfusedOptimizer, ReplicatedStage()),
     (torch.optim.Optimizer, ReplicatedStage()),
 )
-"""Pairs of optimizer class and stage; the first class that an optimizer is an instance of applies."""
+"""Pairs of optimizer class and stage. The first class of which an optimizer is an instance applies."""
 
 
 def stage_of(optimizer: object) -> ZeroStage:
-    """Return the stage of an engine's current optimizer. Raise UnsupportedError, naming the class, if there is none."""
+    """Return the stage of an engine's current optimizer.
+
+    Raises UnsupportedError, naming the class, if there is none.
+    """
     for kind, stage in STAGES:
         if isinstance(optimizer, kind):
             return stage
@@ -256,7 +260,7 @@ def stage_of(optimizer: object) -> ZeroStage:
 
 
 def correct_fragments(zero: Any) -> None:
-    """Link parameters of stages 1 and 2 to their masters by their true offsets; do nothing for other optimizers."""
+    """Link parameters of stages 1 and 2 to their masters by their true offsets. Does nothing for other optimizers."""
     if not getattr(zero, "round_robin_gradients", False):
         return
     for group, master in enumerate(zero.single_partition_of_fp32_groups):
@@ -287,8 +291,8 @@ def correct_fragments(zero: Any) -> None:
 def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
     """Make a pipeline stage without experts add 0 to the norm of the experts' gradients. Called before a step.
 
-    DeepSpeed sums this norm over pipeline stages in a collective, which a stage would skip if no expert had a gradient
-    there.
+    DeepSpeed sums this norm over pipeline stages in a collective. A stage on which no expert has a gradient would skip
+    the collective.
     """
     for group, has_gradient in enumerate(optimizer.fp32_groups_has_gradients):
         if is_empty_group(model, group) and optimizer.param_groups[group].get("moe"):
@@ -297,7 +301,7 @@ def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
 
 @contextmanager
 def stage_without_gradients(optimizer: Any) -> Iterator[None]:
-    """Make a pipeline stage without gradients add 0 to the norm inside the block; DeepSpeed would fail in that case."""
+    """Context manager in which a pipeline stage without gradients adds 0 to the norm, where DeepSpeed would fail."""
     own = optimizer.get_grads_for_norm
 
     def at_least_one(for_clipping: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Descriptions of an engine's state: its buffers, where they lie, and the scalars of its optimizer."""
+"""Descriptions of an engine's state: its buffers, where they lie, and its optimizer's scalars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ds_dynatrain.space import BufferId
 
 Buffers = dict[tuple[str, BufferId], torch.Tensor]
-"""(state kind, buffer) -> the flat local tensor that holds it."""
+"""A map from (state kind, buffer) to the flat local tensor that holds the buffer."""
 
 
 class Found(NamedTuple):
@@ -25,10 +25,13 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Scalars:
-    """Optimizer scalars per tensor number, such as {"step": {0: 12.0, ...}}; empty before the first step."""
+    """Optimizer scalars, keyed by name and then by tensor number: {"step": {0: 12.0, ...}}.
+
+    Empty before the first step.
+    """
 
     values: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def of(self, tensor: int) -> dict[str, float]:
-        """Return the scalars of one tensor, by name."""
+        """Return the scalars of one tensor, keyed by name."""
         return {name: table[tensor] for name, table in self.values.items() if tensor in table}

@@ -1,7 +1,7 @@
 """Element type and memory of each state kind: one table for all code that allocates or checks buffers.
 
-On a CPU there is one memory. With an accelerator there are two: states are on the device, except for those that ZeRO
-offloads, which lie where DeepSpeed's constructors put them (0.19.8, `stage_1_and_2.py`, `stage3.py`).
+On a CPU there is one memory. With an accelerator there are two: state is on the device, except for state that ZeRO
+offloads, which lies where DeepSpeed's constructors put it (0.19.8, `stage_1_and_2.py`, `stage3.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ElementTypes:
     """Element type of each state kind; the same in every layout.
 
     weight: the type of the parameters.
-    gradient: the type of accumulated gradients, also of the last gradients that ZeRO-3 keeps.
-    master: the type of the masters, and of moments that are not listed.
-    moments: the types of moments, by name.
+    gradient: the type of accumulated gradients, and of the last gradients that ZeRO-3 keeps.
+    master: the type of the masters, and of moments that are not listed in `moments`.
+    moments: a map from the names of moments to their types.
     """
 
     weight: torch.dtype
@@ -41,7 +41,7 @@ class ElementTypes:
 class MemoryPlace(NamedTuple):
     """A device, and the kind of its memory.
 
-    pinned: whether it is page-locked host memory, which an accelerator copies from and to by itself.
+    pinned: whether the memory is page-locked host memory, from and to which an accelerator copies by itself.
     """
 
     device: torch.device
@@ -56,7 +56,7 @@ class MemoryPlace(NamedTuple):
 
 
 HERE = MemoryPlace(HOST)
-"""Host memory that is not pinned; its pages are allocated when they are first touched."""
+"""Host memory that is not pinned. Its pages are allocated when they are first touched."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,13 @@ class Memory:
 
 
 def place_of(config: Any, kind: str, zero_stage: int) -> MemoryPlace:
-    """Return the memory in which DeepSpeed keeps a state kind under a ZeRO stage. config: DeepSpeed's parsed one.
+    """Return the memory in which DeepSpeed keeps a state kind under a ZeRO stage.
+
+    config: DeepSpeed's parsed configuration.
 
     State is on the device unless `offload_optimizer` or `offload_param` moves it to the host, where it is pinned if
-    they say so. Moments, which the CPU optimizer allocates itself, and stage 3's masters are never pinned; stage 3's
-    offloaded weights always are.
+    they say so. Moments, which the CPU optimizer allocates itself, and stage 3's masters are never pinned. Stage 3's
+    offloaded weights are always pinned.
     """
     device, is_weight = compute_device(), kind == WEIGHT
     block = config.zero_config.offload_param if is_weight else config.zero_config.offload_optimizer
@@ -83,5 +85,5 @@ def place_of(config: Any, kind: str, zero_stage: int) -> MemoryPlace:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in pinned memory, which the accelerator copies from and to by itself."""
+    """Return whether a tensor lies in pinned memory, from and to which the accelerator copies by itself."""
     return bool(get_accelerator().is_pinned(tensor))

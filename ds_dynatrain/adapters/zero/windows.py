@@ -1,12 +1,13 @@
-"""Records that a boundary checks: the parameters that got a gradient, and the open `GatheredParameters` blocks.
+"""Records that are checked between two steps: which parameters got a gradient, and which gather blocks are open.
 
-ZeRO-3 steps a parameter that got no gradient with the last gradient that it had. So a hook records the parameters that
+ZeRO-3 steps a parameter that got no gradient with the last gradient that it had, so a hook records the parameters that
 get one.
 
-An evaluation may leave ZeRO-3's parameters gathered by DeepSpeed's own hooks: no code relies on them, and a switch puts
-them back. A user's own `GatheredParameters` block is different: the values that it reads would vanish during a switch,
-and its end would partition into memory that is gone. DeepSpeed keeps no list of open blocks, so the class's
-`__init__`, `__enter__` and `__exit__` are wrapped while an engine lives, and put back when it is destroyed.
+An evaluation may leave ZeRO-3's parameters gathered by DeepSpeed's own hooks. No code relies on these, and a switch
+partitions them again. A user's own `GatheredParameters` block is different: the values that it reads would vanish
+during a switch, and its end would partition into memory that is gone. DeepSpeed keeps no list of open blocks, so the
+class's `__init__`, `__enter__` and `__exit__` are wrapped while an engine lives, and restored when the engine is
+destroyed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class GatherWatch:
 
         @functools.wraps(init)
         def note(block: Any, params: Any, *arguments: Any, **named: Any) -> None:
-            """Record whether a block asks for one of our parameters; below stage 3 DeepSpeed ignores such a block."""
+            """Record whether a block asks for one of our parameters. Below stage 3, DeepSpeed ignores such a block."""
             listed = [params] if isinstance(params, torch.Tensor) else params
             listed = list(listed) if isinstance(listed, Iterable) else listed
             init(block, listed, *arguments, **named)
@@ -63,7 +64,7 @@ class GatherWatch:
             self._wrapped.enter_context(replaced(GatheredParameters, name, own))
 
     def stop(self) -> None:
-        """Put DeepSpeed's own methods back; a second call does nothing."""
+        """Put DeepSpeed's own methods back. A second call does nothing."""
         self._wrapped.close()
         self.open.clear()
 

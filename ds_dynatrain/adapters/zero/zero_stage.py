@@ -1,9 +1,9 @@
 """The state of DeepSpeed's optimizers in every ZeRO stage: how it is read, detached and restored.
 
 Each optimizer steps some tensors, the *masters*, with a torch optimizer, and casts weights from them. There is one
-master per tensor, per optimizer group (or a rank's part of it), or per sub-group. A `ZeroStage` says which tensors are
-masters and where DeepSpeed keeps them; reading and writing them is the same for all stages. Moments and scalars of a
-master are read and written by the rule of the torch optimizer's class (see `optimizers`).
+master per tensor, per optimizer group (or a rank's part of the group), or per sub-group. A `ZeroStage` determines which
+tensors are masters and where DeepSpeed keeps them; reading and writing them is the same for all stages. Moments and
+scalars of a master are read and written by the rule of the torch optimizer's class (see `optimizers`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _PARAMETER_ATTRIBUTES = """
     _index_in_param_group param_idx_in_group grad_accum _zero_optimizer _hp_grad
 """.split()
 Slots = Iterable[tuple[int, int, int]]
-"""(tensor number, position of its first element in the flat group, elements)."""
+"""Rows of (tensor number, position of the tensor's first element in the flat group, number of elements)."""
 
 
 class Stepped(NamedTuple):
     """A master, and the weights that are cast from it.
 
-    name: the name of its buffers.
+    name: the name of the master's buffers.
     group: the number of its optimizer group.
-    tensors: the numbers of the logical tensors in it.
+    tensors: the numbers of the logical tensors in the master.
     is_empty: whether it is the placeholder element of a group without tensors on this rank (see `fill_empty_groups`).
-    whole: the number of elements of all tensors that the master has a part of, if moments are kept for whole tensors
-        (see `read_state`); else None.
+    whole: the number of elements of all tensors of which the master has some part, if moments are kept for whole
+        tensors (see `read_state`); otherwise None.
     """
 
     name: BufferId
@@ -55,7 +55,7 @@ class ZeroStage(ABC):
     """One kind of DeepSpeed optimizer: where its state lies, and how it is detached from a module and restored."""
 
     alone: ClassVar[str] = "tensor"
-    """Kind of place (`BufferId.place`) of the buffers of frozen tensors."""
+    """Kind of place (`BufferId.place`) in which the buffers of frozen tensors lie."""
 
     @abstractmethod
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
@@ -83,21 +83,24 @@ class ZeroStage(ABC):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return where each parameter's elements lie by DeepSpeed's own bookkeeping, which has few of the moments."""
+        """Return where each parameter's elements lie by DeepSpeed's own bookkeeping, which omits most moments."""
         rows: list[Found] = []
         for number, parameter in enumerate(model.parameters):
             rows += rows_of(WEIGHT, parameter, [(number, 0, parameter.numel())])
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Remove the optimizer's attributes from the module, but no buffers. Called after the optimizer's `destroy`."""
+        """Remove the optimizer's attributes, but no buffers, from the module.
+
+        Called after the optimizer's `destroy`.
+        """
         for parameter in model.parameters:
             parameter.grad = None
             for name in _PARAMETER_ATTRIBUTES:
                 parameter.__dict__.pop(name, None)
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Put real buffers into an optimizer that was built without memory.
+        """Put real buffers into an optimizer that was built without storage.
 
         Raises SwitchRefused if tensors that share a master have different scalars.
         """
@@ -154,11 +157,12 @@ def is_empty_group(model: ModelMap, group: int) -> bool:
 
 
 def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
-    """Give each empty group one element that belongs to no tensor, because DeepSpeed accepts no group without elements.
+    """Give each empty group one element that belongs to no tensor, because DeepSpeed refuses groups without elements.
 
-    The element is stepped with the others (without ZeRO see `stages.count_empty_groups`), so a group's step counts are
-    the same on all pipeline stages. Returns the names of the elements, because DeepSpeed requires a name for every
-    parameter.
+    The element is stepped like any other (without ZeRO see `stages.count_empty_groups`), so a group's step counts are
+    the same on all pipeline stages.
+
+    Returns the names of the elements, because DeepSpeed requires a name for every parameter.
     """
     names: dict[nn.Parameter, str] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -180,9 +184,11 @@ def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict
 def read_state(
     optimizer: torch.optim.Optimizer, holder: torch.Tensor, group: int, whole: int | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return (moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
+    """Return the moments (flat views) and the scalars, keyed by name, that `optimizer` keeps for `holder`.
 
-    whole: number of elements of all tensors that the holder has a part of, if moments are kept for whole tensors.
+    holder: the tensor that the optimizer steps.
+    group: the number of its optimizer group.
+    whole: number of elements of all tensors of which the holder has some part, if moments are kept for whole tensors.
 
     Both results are empty before the first step. Raises CensusError for states that the optimizer's rule does not list.
     """
@@ -212,9 +218,9 @@ def write_state(
     moments: dict[str, torch.Tensor],
     scalars: dict[str, float],
 ) -> None:
-    """Give `holder` these moments (in its shape, unless it is flat) and scalars; do nothing if both are empty.
+    """Give `holder` these moments (in its shape, unless it is flat) and scalars. Does nothing if both are empty.
 
-    Scalars get the types of their first values; torch's fused optimizers keep counts on the stepped tensor's device.
+    Scalars get the types of their first values. torch's fused optimizers keep counts on the stepped tensor's device.
     """
     if not moments and not scalars:
         return
@@ -234,7 +240,8 @@ def write_state(
 def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str, float]:
     """Return the scalars that all `tensors` of one flat buffer share.
 
-    Raises SwitchRefused if they differ: a tensor that some steps did not use cannot share a step count with the others.
+    Raises SwitchRefused if they differ: a tensor that was left out of some steps cannot share a step count with the
+    others.
     """
     common: dict[str, float] = {}
     for name, table in scalars.values.items():
@@ -251,9 +258,9 @@ def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str
 
 
 def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
-    """Give each tensor the highest step count in its group, if the optimizer counts on one tensor for the whole group.
+    """Give each tensor its group's highest step count, if the optimizer counts on one tensor for the whole group.
 
-    groups: the optimizer group of each tensor, by its number.
+    groups: the optimizer group of each tensor number.
     """
     if not rule_of(optimizer).counts_by_group:
         return
@@ -267,8 +274,8 @@ def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Seq
 def fill_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
     """Add empty moments, and step counts, for trained tensors that only other pipeline stages hold.
 
-    The counts are copied from a tensor on this rank, if possible of the same group. If that tensor was left out of a
-    step, the counts of pipeline stages disagree, which the certificate of the switch reports.
+    The counts are copied from a tensor on this rank, of the same group if possible. If that tensor was left out of a
+    step, the counts of the pipeline stages disagree, which the certificate of the switch reports.
     """
     counted = {number for table in scalars.values.values() for number in table}
     for number, tensor in enumerate(model.tensors[: model.trainable]):

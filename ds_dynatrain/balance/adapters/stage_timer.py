@@ -1,14 +1,14 @@
-"""The timer of a pipeline stage: the seconds of each layer, pass by pass, in the steps of a window.
+"""The timer of a pipeline stage: the seconds of each layer, for each pass, in the steps of a window.
 
 During a window the stage's callables and DeepSpeed's forward and backward instructions are replaced. No module gets a
-hook, and nothing is compiled again. A pass is recorded as a list of marks: from a mark on, time counts for the mark's
-layer. In a forward pass a mark is set when a layer is called; in a backward pass, when the gradient of a layer's output
-arrives (by a hook on that tensor), or when a layer is called again to recompute its activations. All time of a pass
-therefore belongs to some layer; the loss belongs to the last one. Waiting for other stages falls between passes.
+hook, and nothing is compiled again. A pass is recorded as a list of marks (a layer and a time): from a mark on, time
+counts for the mark's layer. In a forward pass, a mark is set when a layer is called. In a backward pass, a mark is set
+when the gradient of a layer's output arrives (by a hook on that tensor), or when a layer is called again to recompute
+its activations. All time of a pass therefore belongs to some layer; the loss belongs to the last one. Waiting for other
+stages falls between passes. The thread's time outside passes is recorded separately: loading samples, messages, and the
+rest of a step.
 
-The thread's time outside passes is recorded separately: loading samples, messages, and the rest of a step.
-
-On a CPU torch runs both passes in the thread that is timed.
+On a CPU, torch runs both passes in the thread that is timed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StageTimer(Timer):
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Time the engine's steps within this context."""
+        """Context manager that times the engine's steps."""
         layers = [self._timed_layer(number, layer) for number, layer in enumerate(self._module.forward_funcs)]
         known = self._engine._INSTRUCTION_MAP
         passes = {
@@ -76,7 +76,7 @@ class StageTimer(Timer):
             self._wholes.append(time.thread_time() - begin)
 
     def times(self) -> StageTimes:
-        """Return the timings of all passes so far, once the device has finished."""
+        """Return the timings of all passes so far. Waits until the device has finished."""
         found = replace(super().times(), output_bytes=tuple(self._output_bytes), kept_bytes=tuple(self._kept_bytes))
         if not len(found.backward):  # a stage that does not go backward takes no time for it
             found = replace(found, backward=np.zeros_like(found.forward))
@@ -110,7 +110,7 @@ class StageTimer(Timer):
         return timed
 
     def _hook(self, tensors: Any, maker: int) -> None:
-        """Hook these tensors so that time counts for the layer that made them once their gradients arrive.
+        """Hook these tensors so that, once their gradients arrive, time counts for the layer that made them.
 
         If a layer returns an input unchanged, an earlier layer made it. A stage's outputs get hooks as well: if there
         are several, DeepSpeed runs their backward passes one after the other.
@@ -124,7 +124,7 @@ class StageTimer(Timer):
     # ---- a layer -----------------------------------------------------------------------------------------------------
 
     def _timed_layer(self, number: int, layer: Layer) -> Layer:
-        """Wrap a layer so that its calls are timed, in a forward pass or when its activations are recomputed."""
+        """Wrap a layer so that its calls are timed, both in a forward pass and when its activations are recomputed."""
         may_count = not _is_compiled(layer)
 
         def timed(inputs: Any) -> Any:
@@ -146,7 +146,7 @@ class StageTimer(Timer):
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
     def _counting(self, number: int, inputs: Any) -> AbstractContextManager[Any]:
-        """Return a context that counts the bytes that autograd keeps for a layer, each storage once."""
+        """Return a context manager that counts the bytes that autograd keeps for a layer, with each storage once."""
         interval = int(self._module.activation_checkpoint_interval)
         if interval:
             if number % interval == 0:
@@ -179,7 +179,7 @@ def _adding(run: Callable[..., None], seconds: list[float]) -> Callable[..., Non
 def _is_compiled(layer: Layer) -> bool:
     """Return whether any part of the layer is compiled.
 
-    In such a layer, hooks on the tensors that autograd saves would cause a recompilation.
+    In a compiled layer, hooks on the tensors that autograd saves would cause a recompilation.
     """
     parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
     if any(hasattr(part, "_torchdynamo_orig_callable") for part in parts):

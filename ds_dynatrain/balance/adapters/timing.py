@@ -1,14 +1,14 @@
-"""The clock by which the layers on one rank are timed, and the timer of a model without pipeline stages.
+"""The clock with which a rank's layers are timed, and the timer of a model without pipeline stages.
 
-On a CPU the clock is the CPU time of this thread, since wall time says little when cores are shared. On an accelerator
-a time is an event on the current stream, which is read once the device has reached it.
+On a CPU the clock is the CPU time of this thread, because wall time says little when cores are shared. On an
+accelerator a time is an event on the current stream, which is read once the device has reached it.
 
-A pass is recorded as a list of marks: from a mark on, time counts for the mark's layer. In a model without stages the
-layers are the named modules, followed by the rest of the model. In a forward pass a module's time is that of its call.
-In a backward pass it begins when the gradient of the module's output arrives, and ends when that of its input does; a
-module whose inputs need no gradient gets the remainder of the pass, until another module's time begins. Modules have
-hooks only in the forward passes of a window. If no module is named, the time that an accelerator's stream waits for
-messages within a pass counts as well.
+A pass is recorded as a list of marks (a layer and a time): from a mark on, time counts for the mark's layer. In a model
+without stages, the layers are the named modules, followed by the rest of the model. In a forward pass, a module's time
+is that of its call. In a backward pass, a module's time begins when the gradient of its output arrives, and ends when
+that of its input does. A module whose inputs need no gradient gets the remainder of the pass, until another module's
+time begins. Modules have hooks only in the forward passes of a window. If no module is named, the time for which an
+accelerator's stream waits for messages within a pass counts as well.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compil
 from ds_dynatrain.errors import ConfigError
 
 Mark = tuple[int, Any]
-"""The number of a layer, and the time from which the clock counts for it; the last mark of a pass ends the pass."""
+"""The number of a layer, and the time from which the clock counts for that layer. The last mark ends the pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
     """The timings of one rank.
 
-    forward, backward: [passes, layers of the stage], the seconds of each pass.
+    forward: [passes, layers of the stage], the seconds of each forward pass.
+    backward: [passes, layers of the stage], the seconds of each backward pass.
     step_seconds: the optimizer's seconds for the `stepped` elements, without norms and messages.
     stepped: the number of elements that the optimizer stepped.
     output_bytes: the bytes of each layer's output for one micro-batch.
-    kept_bytes: the bytes that each layer's forward pass keeps for its backward pass; with activation checkpointing, the
-    inputs for recomputing it; 0 for a compiled layer.
-    load_seconds, message_seconds, beside_seconds: see `balance.profile.Profile`; they are thread time, so 0 on
-    accelerators.
+    kept_bytes: the bytes that each layer's forward pass keeps for its backward pass. With activation checkpointing
+        these are the inputs for recomputing the pass. 0 for a compiled layer.
+    load_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
+    message_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
+    beside_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
     """
 
     forward: npt.NDArray[np.float64]
@@ -61,7 +63,7 @@ class StageTimes:
 
 
 def now() -> Any:
-    """Return the present time by this thread's clock, or an event on the device's stream."""
+    """Return the current time by this thread's clock, or an event on the device's stream."""
     if not is_accelerated():
         return time.thread_time()
     event = get_accelerator().Event(enable_timing=True)
@@ -70,14 +72,17 @@ def now() -> Any:
 
 
 def between(begin: Any, end: Any) -> float:
-    """Return the seconds between two results of `now`; with events, the device must have reached the second one."""
+    """Return the seconds between two results of `now`.
+
+    If they are events, the device must have reached the second one.
+    """
     return end - begin if isinstance(begin, float) else 1e-3 * float(begin.elapsed_time(end))
 
 
 class Timer:
     """Base class of the timers, which time this rank's layers in the steps of a window.
 
-    optimizer: the optimizer that steps the elements, inside of ZeRO's.
+    optimizer: the optimizer inside ZeRO's optimizer, which steps the elements.
     layers: the number of layers.
     """
 
@@ -93,22 +98,22 @@ class Timer:
         """Number of elements stepped, over all steps of the optimizer."""
 
     def timing(self) -> AbstractContextManager[None]:
-        """Return a context that times a whole step, if a step is one call."""
+        """Return a context manager that times a whole step, if a step is one call."""
         return nullcontext()
 
     def passing(self, is_backward: bool, share: float) -> AbstractContextManager[None]:
-        """Return a context that times one pass, if a step is several calls.
+        """Return a context manager that times one pass, if a step is several calls.
 
         share: the samples of this pass, divided by those of a micro-batch of the profile.
         """
         return nullcontext()
 
     def updating(self) -> AbstractContextManager[None]:
-        """Return a context that times the optimizer's step, if that is a separate call."""
+        """Return a context manager that times the optimizer's step, if that is a separate call."""
         return nullcontext()
 
     def times(self) -> StageTimes:
-        """Return all timings once the device has finished; bytes are 0 for a model without stages."""
+        """Return all timings once the device has finished. Bytes are 0 for a model without stages."""
         synchronize()
         none = (0,) * self._layers
         return StageTimes(self._seconds(False), self._seconds(True), self._update_seconds, self._stepped, none, none)
@@ -119,7 +124,7 @@ class Timer:
             self._marks.append((layer, now()))
 
     def _seconds(self, is_backward: bool) -> npt.NDArray[np.float64]:
-        """Return [passes, layers], scaled to a whole micro-batch; passes without samples of this rank are left out."""
+        """Return [passes, layers], scaled to a whole micro-batch. Passes without samples of this rank are left out."""
         counted = [(marks, share) for marks, share in self._passes[is_backward] if share]
         found = np.zeros((len(counted), self._layers))
         for row, (marks, share) in zip(found, counted, strict=True):
@@ -133,7 +138,7 @@ class Timer:
 
     @contextmanager
     def _timed_updates(self) -> Iterator[None]:
-        """Time the optimizer's steps within this context."""
+        """Context manager that times the optimizer's steps."""
         with ExitStack() as stack:
             stack.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
             stack.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
@@ -149,7 +154,7 @@ class Timer:
 
 
 def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules with these names.
+    """Return a map from each name to the module of that name.
 
     Raises ConfigError if a name is missing or given twice, if two modules overlap, or if any part of the model is
     compiled.
@@ -177,7 +182,7 @@ def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 class ModuleTimer(Timer):
-    """The timer of a model without stages: of some modules and the rest of the model, or of the whole model."""
+    """Timer of a model without stages: it times some modules and the rest of the model, or the whole model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
         super().__init__(optimizer, len(modules) + 1)
@@ -187,7 +192,7 @@ class ModuleTimer(Timer):
 
     @contextmanager
     def passing(self, is_backward: bool, share: float) -> Iterator[None]:
-        """Time a forward or backward pass; in a forward pass the modules have hooks."""
+        """Context manager that times a forward or backward pass. In a forward pass, the modules have hooks."""
         marks = self._marks = [(self._rest, now())]
         try:
             with nullcontext() if is_backward else self._hooked():
@@ -198,7 +203,7 @@ class ModuleTimer(Timer):
             self._marks, self._given = None, []
 
     def updating(self) -> AbstractContextManager[None]:
-        """Return a context that times the optimizer's step."""
+        """Return a context manager that times the optimizer's step."""
         return self._timed_updates()
 
     @contextmanager
@@ -237,7 +242,10 @@ def with_gradients(given: Any) -> list[torch.Tensor]:
 
 
 def tensors_in(given: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, also in lists, tuples and dictionaries, such as the outputs of transformers."""
+    """Yield the tensors in a value.
+
+    Lists, tuples and dictionaries, such as the outputs of transformers, are searched.
+    """
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, Mapping):

@@ -1,4 +1,6 @@
-"""Checkpoints of other tools, described as tensors at offsets in their files: read in place, never loaded whole.
+"""Checkpoints of other tools, described as tensors at offsets in their files.
+
+They are read in place, never loaded whole.
 
 | file | role |
 |---|---|
@@ -9,9 +11,8 @@
 | `universal_folder` `dcp_folder` `safetensors` | read and write DeepSpeed's universal format, DCP, safetensors |
 | `recognize` | finds out which tool wrote the checkpoint at a path |
 
-This package uses neither an engine nor DeepSpeed; it knows only what the files contain.
-
-May import what `checkpoint` may; start with `recognize`.
+This package uses neither an engine nor DeepSpeed; it knows only what the files contain. May import what `checkpoint`
+may; start with `recognize`.
 """
 
 from ds_dynatrain.checkpoint.others.torch_files import (

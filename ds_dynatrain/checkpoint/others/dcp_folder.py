@@ -6,16 +6,16 @@ piece of a tensor.
 
 | key | what is read from it |
 |---|---|
-| `model.NAME`, else all tensors | weights; masters are made of the trained ones |
+| `model.NAME`, or all tensors without `model` | weights; masters are made from the trained ones |
 | `optim.state.NAME.exp_avg` `.step` | moments and steps |
 | `optim.param_groups.NAME.lr` | hyper-parameters by tensor, from which groups are made again |
 | `optim.param_groups.0.lr` `.params` | a group's hyper-parameters, and the names of its tensors |
 
-`optim` may also be called `optimizer`. Its levels are separate (`optim`, `state`, NAME, `exp_avg`), or joined to one
+`optim` may also be called `optimizer`. Its levels are separate (`optim`, `state`, NAME, `exp_avg`), or joined into one
 name below `optim`, as in torch with `flatten_optimizer_state_dict=True`.
 
-A written folder has the names of torch's `get_state_dict`. The values of `model` are the masters, unless another type
-is requested.
+A folder that we write has the names of torch's `get_state_dict`. The values of `model` are the masters, unless another
+type is requested.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ STAND_INS = (
     "pathlib",
     "pathlib._local",
 )
-"""Modules whose classes may occur in the metadata; their objects become `Opaque`."""
+"""Modules whose classes may occur in the metadata. Their objects become `Opaque`."""
 PLAIN: Mapping[str, Any] = {
     "torch.Size": tuple,
     "torch.serialization._get_layout": Opaque,
     "collections.OrderedDict": dict,
 }
-"""Other classes that may occur in the metadata besides torch's element types, with their replacements."""
+"""A map from other classes that may occur in the metadata, besides torch's element types, to their replacements."""
 
 
 def is_dcp(path: Path) -> bool:
@@ -95,9 +95,9 @@ def is_dcp(path: Path) -> bool:
 
 
 def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Return a description of a torch distributed checkpoint; tensor values are not read.
+    """Return a description of a torch distributed checkpoint. Tensor values are not read.
 
-    trust_pickle: whether to unpickle values that are neither tensors nor plain; the metadata is never executed.
+    trust_pickle: whether to unpickle values that are neither tensors nor plain. The metadata is never executed.
 
     Raises CheckpointError for refused content, and CheckpointDamaged if a part is missing or invalid.
     """
@@ -105,7 +105,7 @@ def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that makes only plain values and `Opaque` objects, and never imports a class that the file names."""
+    """An unpickler that makes only plain values and `Opaque` objects, and never imports a class named in the file."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -124,7 +124,7 @@ class _Folder:
     """A checkpoint as described by its metadata.
 
     keys: the levels of each key.
-    shapes: the shape of each key's tensor; None if its value is no tensor.
+    shapes: the shape of each key's tensor; None if its value is not a tensor.
     places: the pieces of each key's value, as (offset in the tensor, file, first byte, length in bytes).
     """
 
@@ -197,7 +197,7 @@ class _Folder:
         return Foreign(self.path, FORMAT, manifest, tensors, step, carry, left_out=tuple(left_out), archives=archives)
 
     def _weights(self) -> dict[str, str]:
-        """Return the key of each weight, by parameter name."""
+        """Return a map from parameter name to the key of its weight."""
         tops = {each[0] for each in self.keys.values() if len(each) > 1}
         if MODEL in tops:
             return {".".join(each[1:]): key for key, each in self.keys.items() if each[0] == MODEL and len(each) > 1}
@@ -210,7 +210,7 @@ class _Folder:
 
     @cached_property
     def _states(self) -> dict[str, dict[str, str]]:
-        """The keys of the optimizer's states: tensor name -> state name -> key."""
+        """The keys of the optimizer's states: a map from tensor name to a map from state name to key."""
         found: dict[str, dict[str, str]] = {}
         for key, each in self.keys.items():
             if each[:2] == STATE and len(each) > 3 and self.shapes[key] is not None:
@@ -218,12 +218,13 @@ class _Folder:
         return found
 
     def _groups(self, weights: Collection[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Return (hyper-parameters of each optimizer group, number of each tensor's group).
+        """Return (hyper-parameters of each optimizer group, map from each tensor to its group's number).
 
         weights: the names of all weights.
 
-        If the checkpoint has hyper-parameters per tensor, tensors with equal ones form a group. Otherwise it has
-        groups. Raises CheckpointError if a group lists something that is no weight or is in two groups.
+        If the checkpoint has hyper-parameters per tensor, tensors with equal ones form a group. Otherwise the
+        checkpoint has groups. Raises CheckpointError if a group lists something that is not a weight, or is in two
+        groups.
         """
         said: dict[str, dict[str, Any]] = {}
         for key, each in self.keys.items():
@@ -266,7 +267,7 @@ class _Folder:
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
     def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> list[ManifestRow]:
-        """Return the manifest rows of a tensor's pieces; each piece is a box, stored in row-major order."""
+        """Return the manifest rows of a tensor's pieces. Each piece is a box, stored in row-major order."""
         shape, rows = self._shape(key), list[ManifestRow]()
         if shape != tensor.shape:
             raise CheckpointError(
@@ -297,8 +298,8 @@ class _Folder:
 def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
     """Derive the levels of a key whose path the metadata does not give.
 
-    keys: all keys of the checkpoint. If some belong to an optimizer, keys are split as torch's `get_state_dict` joins
-    them; otherwise a key is a parameter name with a single level.
+    keys: all keys of the checkpoint. If some belong to an optimizer, keys are split the way torch's `get_state_dict`
+        joins them; otherwise a key is a parameter name with a single level.
     """
     if not any(each.startswith(f"{OPTIM}.") for each in keys):
         return (key,)
@@ -310,7 +311,7 @@ def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def _levels(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Bring the levels of a key into one form: `optim` as the name of the optimizer, and its levels separate."""
+    """Return the levels of a key in normal form: with `optim` as the optimizer's name, and its levels separate."""
     top, *rest = path
     if top not in OPTIMS or not rest:
         return path
@@ -345,13 +346,13 @@ def to_dcp(
     dtype: torch.dtype | None = None,
     progress: Progress = silent,
 ) -> Path:
-    """Convert one of our checkpoints to torch's format, in the new folder `path`; return the folder.
+    """Convert one of our checkpoints to torch's format, in the new folder `path`. Return the folder.
 
     The folder becomes visible when it is complete.
 
-    carry: the decoded shared extra state of the checkpoint.
+    carry: the checkpoint's shared extra state, decoded.
     dtype: the type of the values of `model`; None to write masters, and frozen weights in their own type.
-    progress: called with the bytes of each tensor.
+    progress: called with the number of bytes of each tensor.
 
     The conversion needs memory for the largest tensor. Raises CheckpointError if the folder exists, and
     CheckpointDamaged if values are not what was saved.
@@ -407,7 +408,7 @@ def to_dcp(
 
 
 def _written(item: Any, value: Any, file: BinaryIO) -> Any:
-    """Append a tensor, or bytes that torch has serialized, to the file; return torch's record of its position."""
+    """Append a tensor, or bytes that torch has serialized, to the file. Return torch's record of the position."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
 
@@ -421,7 +422,7 @@ def _written(item: Any, value: Any, file: BinaryIO) -> Any:
 
 
 def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
-    """Put a value into nested dictionaries, one per level of its key; a level may contain dots."""
+    """Put a value into nested dictionaries, one per level of its key. A level may contain dots."""
     *tables, last = path
     for name in tables:
         state = state.setdefault(name, {})
@@ -429,7 +430,7 @@ def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
 
 
 def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[LogicalTensor, str, torch.dtype]]:
-    """Return the tensors to write, as (tensor, state kind, element type) by key in the new checkpoint."""
+    """Return a map from each key in the new checkpoint to its tensor, as (tensor, state kind, element type)."""
     found: dict[Keys, tuple[LogicalTensor, str, torch.dtype]] = {}
     rows = saved.manifest.rows
     for tensor in saved.record.logical_tensors():
@@ -445,7 +446,7 @@ def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[Logical
 
 
 def _plain(saved: Saved, carry: Mapping[str, Any]) -> dict[Keys, Any]:
-    """Return the optimizer's scalars and hyper-parameters of each tensor, by key in the new checkpoint."""
+    """Return the optimizer's scalars and hyper-parameters of each tensor, keyed as in the new checkpoint."""
     found: dict[Keys, Any] = {}
     tensors = saved.record.logical_tensors()
     for name, table in carry.get("scalars", {}).items():

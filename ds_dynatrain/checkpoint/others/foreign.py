@@ -1,20 +1,20 @@
 """Description of another tool's checkpoint: where each value is stored, and what state it has outside tensors.
 
-The state outside tensors is called the carry; it is a dictionary.
+The state outside tensors is called the carry. It is a dictionary.
 
 | key of the carry | value |
 |---|---|
-| `groups` | hyper-parameters of each optimizer group, by name |
-| `scalars` | the optimizer's scalars: name -> number of the tensor, as text -> number |
+| `groups` | hyper-parameters of each optimizer group, keyed by name |
+| `scalars` | the optimizer's scalars: a map from name to a map from the tensor's number, as text, to the value |
 | `counters` `windows` | as in the carry of a running job |
-| `scaler` | the loss scaler's fields, by DeepSpeed's names |
-| `scheduler` `random-LTD` | the states of the learning rate schedule and of random-LTD |
+| `scaler` | the loss scaler's fields, keyed by DeepSpeed's names |
+| `scheduler` `random-LTD` | the states of the learning-rate schedule and of random-LTD |
 
 A job that loads the checkpoint keeps its own values for everything that the checkpoint lacks.
 
-`take` converts such a checkpoint to one of ours, tensor by tensor and atomically, like a save. This needs memory for
-the largest tensor in one state kind. If the checkpoint has only weights, masters are made from them, and the optimizer
-of a job that loads the result starts fresh.
+`take` converts such a checkpoint to one of ours, tensor by tensor and atomically, like a save. The conversion needs
+memory for the largest tensor in one state kind. If the checkpoint has only weights, masters are made from them, and the
+optimizer of a job that loads the result starts fresh.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of weights from which float32 masters can be made."""
+"""Element types of weights from which float32 masters can be made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +48,12 @@ class Foreign:
     """The description of another tool's checkpoint.
 
     path: its folder or file.
-    format: the name of its format for messages.
-    manifest: the position of each value; rows refer to files below `path` and have no digests.
+    format: the name of its format, for messages.
+    manifest: the position of each value. Rows refer to files below `path` and have no digests.
     tensors: the logical tensors, ordered by group, frozen ones last.
     step: number of optimizer steps done.
     carry: the state outside tensors, as in the table above.
-    buffers: the module's buffers by name.
+    buffers: the module's buffers, keyed by name.
     left_out: names of content that is not converted.
     archives: the zip files whose CRC32s cover all values.
     """
@@ -77,7 +77,7 @@ class Foreign:
 def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> ManifestRow:
     """Return the manifest row of a tensor that is stored as a whole.
 
-    Raises CheckpointError if the stored tensor has another size or is not in row-major order.
+    Raises CheckpointError if the stored tensor differs in size or is not in row-major order.
     """
     if stored.numel != tensor.numel or not stored.is_dense:
         raise CheckpointError(
@@ -99,7 +99,7 @@ def cast_from_master(tensor: LogicalTensor, dtype: torch.dtype) -> ManifestRow:
 
 
 def in_order(tensors: Iterable[LogicalTensor]) -> tuple[LogicalTensor, ...]:
-    """Sort tensors by group, with frozen ones last; tensors of one group keep their order."""
+    """Sort tensors by group, with frozen ones last. Tensors of one group keep their order."""
     return tuple(sorted(tensors, key=lambda tensor: (not tensor.trainable, tensor.group)))
 
 
@@ -109,7 +109,7 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_of(folder: Path, value: Any) -> float:
-    """Return a scalar of an optimizer as a number.
+    """Return an optimizer's scalar as a number.
 
     value: a number, or a stored tensor, which is read from its file in `folder`.
 
@@ -123,15 +123,15 @@ def number_of(folder: Path, value: Any) -> float:
 def take(
     foreign: Foreign, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress = silent
 ) -> Path:
-    """Convert another tool's checkpoint into the latest checkpoint of a folder of ours; return the path of the result.
+    """Convert another tool's checkpoint into the latest checkpoint of one of our folders. Return the result's path.
 
     carry: the encoded shared extra state.
     rest: the encoded extra state of rank 0.
     tensors: the tensors to which `rest` refers.
-    progress: called with the bytes of each tensor.
+    progress: called with the number of bytes of each tensor.
 
-    Raises CheckpointDamaged, naming tensor and kind, for an impossible description, or, naming file and member, for
-    values with a wrong CRC32. Raises CheckpointError if the folder already has a checkpoint of that step. A failure
+    Raises CheckpointDamaged, naming tensor and kind, if the description is invalid, or, naming file and member, if
+    values have a wrong CRC32. Raises CheckpointError if the folder already has a checkpoint of that step. A failure
     leaves nothing behind.
     """
     check_names([each.name for each in foreign.tensors], foreign.kinds)
@@ -167,7 +167,7 @@ def take(
 
 
 def bytes_of(foreign: Foreign) -> int:
-    """Return the number of bytes that `take` reports to its `progress` in total."""
+    """Return the total number of bytes that `take` reports to its `progress`."""
     return sum(tensor.numel * dtype.itemsize for tensor in foreign.tensors for _, dtype in _stored(foreign, tensor))
 
 
@@ -199,8 +199,8 @@ def _rows_of(
 ) -> list[ManifestRow]:
     """Write one state kind of a tensor, and return its manifest rows.
 
-    A master that the checkpoint lacks is made from the weight. For a master, the row of the weights that are cast from
-    it is returned as well.
+    If the checkpoint lacks a master, it is made from the weight. With a master, the row of the weights that are cast
+    from it is returned as well.
     """
     there = reader.manifest.rows
     values = whole(reader, tensor, kind if (tensor.name, kind) in there else WEIGHT, dtype).view(1, -1)
@@ -227,5 +227,5 @@ def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torc
 
 
 def _place(kind: str) -> tuple[int, str]:
-    """Return the key by which state kinds are sorted: weights first, then masters, then moments by name."""
+    """Return the sort key of a state kind: weights first, then masters, then moments by name."""
     return ({WEIGHT: 0, MASTER: 1}.get(kind, 2), kind)

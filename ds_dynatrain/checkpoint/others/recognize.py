@@ -1,4 +1,4 @@
-"""Recognition of the format of another tool's checkpoint by the names of its files."""
+"""Recognition of the format of another tool's checkpoint by its file names."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ SORTS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, bool], Foreign
     f"a folder of DeepSpeed's universal format ({ZERO}/{OPTIMIZER})": (is_universal, read_universal),
     f"a safetensors file, or a folder with {INDEX} or one such file": (is_safetensors, read_safetensors),
 }
-"""The known formats by description: a function that tests whether a path has the format, and its reader."""
+"""The known formats: a map from a description to (function that tests whether a path has the format, reader)."""
 
 
 def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Return a description of another tool's checkpoint at a path, whose format is recognized from its files.
+    """Return a description of another tool's checkpoint at a path. The format is recognized from the files.
 
-    If the path is a folder in which a file such as `latest` names a checkpoint, that checkpoint is described. Raises
-    CheckpointError if there is no checkpoint, if it is one of ours, or if its format is ambiguous; CheckpointDamaged if
-    it cannot be read; and the errors of the format's reader.
+    If the path is a folder in which a file such as `latest` names a checkpoint, that checkpoint is described.
+
+    Raises CheckpointError if there is no checkpoint, if it is one of ours, or if its format is ambiguous. Raises
+    CheckpointDamaged if the checkpoint cannot be read. Errors of the format's reader pass through.
     """
     if (path / RECORD).is_file():
         raise CheckpointError(f"{path} is a checkpoint of ds_dynatrain already; load it as it is, or give another --to")

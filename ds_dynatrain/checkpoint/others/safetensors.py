@@ -1,7 +1,7 @@
 """Reading weights from safetensors files, and writing the weights of one of our checkpoints to one.
 
-The reader takes a single file, or a folder as written by Hugging Face: with `model.safetensors`, or with an index that
-maps tensors to files. The writer makes a single file, tensor by tensor, and needs memory for the largest tensor only.
+The reader takes a single file, or a folder in Hugging Face's form: with `model.safetensors`, or with an index that maps
+tensors to files. The writer makes a single file, tensor by tensor, and needs memory only for the largest tensor.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ TYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Element types by their names in safetensors."""
+"""Element types, keyed by their names in safetensors."""
 WRITTEN = {TYPES[name]: name for name in ("F64", "F32", "F16", "BF16")}
-"""Element types in which weights can be written, with their names in safetensors."""
+"""A map from each element type in which weights can be written to its name in safetensors."""
 MOST_BYTES = 100_000_000
-"""Largest accepted size of an index, in bytes."""
+"""Maximum accepted size of an index, in bytes."""
 
 
 def is_safetensors(path: Path) -> bool:
@@ -66,11 +66,12 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_safetensors(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Return a description of a safetensors file, or of a folder of them; tensor values are not read.
+    """Return a description of a safetensors file, or of a folder of them. Tensor values are not read.
 
-    The format contains no pickles, so `trust_pickle` has no effect. Raises CheckpointError if it is not clear which
-    file of a folder to read, or for an unknown element type, and CheckpointDamaged for a file that is truncated or not
-    a safetensors file.
+    trust_pickle: has no effect, because the format contains no pickles.
+
+    Raises CheckpointError if it is not clear which file of a folder to read, or for an unknown element type. Raises
+    CheckpointDamaged if a file is truncated or not a safetensors file.
     """
     tensors, rows = [], []
     for name, stored in _tensors(path):
@@ -108,7 +109,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Read the index of a folder, and return the name of each tensor's file, by tensor name.
+    """Read the index of a folder, and return a map from each tensor's name to its file.
 
     Raises CheckpointDamaged if the index is invalid or a file is missing.
     """
@@ -122,10 +123,10 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def header_of(path: Path) -> dict[str, Stored]:
-    """Return the position, type and shape of each tensor in a safetensors file, by name.
+    """Return a map from each tensor's name in a safetensors file to its position, type and shape.
 
     The library checks that values lie in the order of `offset_keys`, after the header and without gaps. Raises
-    CheckpointDamaged, naming the file, if it is invalid, and CheckpointError for an unknown element type.
+    CheckpointDamaged, naming the file, if the file is invalid, and CheckpointError for an unknown element type.
     """
     with open(open_regular(path, links=True), "rb") as file:
         at, found = 8 + int.from_bytes(file.read(8), "little"), dict[str, Stored]()
@@ -152,7 +153,7 @@ def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, p
     The file gets its name when it is complete.
 
     dtype: the type to which weights are converted; None to keep their types.
-    progress: called with the bytes of each tensor.
+    progress: called with the number of bytes of each tensor.
 
     Raises CheckpointError if the file exists or a type cannot be written, and CheckpointDamaged if values are not what
     was saved.

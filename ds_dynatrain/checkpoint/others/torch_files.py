@@ -1,15 +1,15 @@
 """Files of `torch.save`, read as plain Python values in which a `Stored` represents each tensor.
 
-Such a file is an uncompressed zip of a pickle and of tensor values. Torch's own reader for untrusted files
+Such a file is an uncompressed zip of a pickle and of tensor values. torch's own reader for untrusted files
 (`weights_only`) reads the pickle, and builds only plain values, tensors, and `Opaque` objects for a short list of
 DeepSpeed's classes. Anything else is refused or, if the caller trusts the file, unpickled. Tensor values are not read;
-only their positions are recorded. `zipfile` checks the CRC32 of each zip member, which torch never does; a CRC32 of 0
+only their positions are recorded. `zipfile` checks the CRC32 of each zip member, which torch never does. A CRC32 of 0
 means that none was computed (`torch.serialization.set_crc32_options`).
 
-The values that a pickle would make are counted before it is read, because a short pickle can make far too many values.
-Sixty tuples, each of which contains the one before it twice, take 200 bytes but are 2^60 values for a reader that
-follows them, and hashing such a key, as `weights_only` does, never ends. So a shared value is counted each time that it
-is used.
+The values that a pickle would make are counted before the pickle is read, because a short pickle can make far too many.
+Sixty tuples, each of which contains the previous one twice, take 200 bytes but are 2^60 values for a reader that
+follows them, and hashing such a key, as `weights_only` does, never ends. A shared value is therefore counted each time
+it is used.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ds_dynatrain.checkpoint.files import MOST_VALUES, WHERE_DAMAGED, open_regul
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 MOST_BYTES = 1 << 28
-"""Largest accepted size in bytes of a pickle, and of a small tensor that is read by value, such as a step count."""
+"""Maximum accepted size in bytes of a pickle, and of a small tensor that is read by value, such as a step count."""
 MOST_DEPTH = 200
 MOST_BITS = 4096
-"""Most bits of an integer; Python refuses to print larger ones."""
+"""Maximum number of bits of an integer. Python refuses to print larger ones."""
 PER_VALUE = 16
-"""A text or byte string counts as one more value for every so many characters or bytes."""
+"""Number of characters or bytes of a string that count as one additional value."""
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
 _FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 """Pickle operations that add to an existing value."""
@@ -45,21 +45,21 @@ _FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 class Opaque:
     """A replacement for an instance of a class that is not imported.
 
-    args: the arguments of its constructor.
-    fields: the attributes set on it.
+    args: the arguments of the instance's constructor.
+    fields: the attributes set on the instance.
     """
 
     args: tuple[Any, ...]
     fields: dict[str, Any]
 
     def __new__(cls, *args: Any) -> Opaque:
-        """Make an instance as pickle does."""
+        """Make an instance the way pickle does."""
         made = super().__new__(cls)
         made.args, made.fields = args, {}
         return made
 
     def __setstate__(self, state: Any) -> None:
-        """Set the fields as pickle does."""
+        """Set the fields the way pickle does."""
         if isinstance(state, Mapping):
             self.fields.update(state)
 
@@ -68,7 +68,7 @@ class Opaque:
 class _Made:
     """A value that a pickle operation makes.
 
-    values: number of values that it contains, itself included.
+    values: number of values that it contains, including itself.
     depth: nesting depth.
     is_shared: whether it was fetched from the pickle's memo.
     """
@@ -111,7 +111,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _taken(stack: list[_Made | None], opcode: pickletools.OpcodeInfo) -> list[_Made]:
-    """Pop the operands of an operation from the stack; return them, lowest first."""
+    """Pop the operands of an operation from the stack. Return them, lowest first."""
     before, found = opcode.stack_before, list[_Made | None]()
     if pickletools.markobject in before:
         while (top := stack.pop()) is not None:
@@ -134,7 +134,7 @@ Archive = tuple[str, tuple[int, int] | None]
 
 
 class FilePart(io.RawIOBase):
-    """A part of an open file, as a file object of its own.
+    """A part of an open file, as a separate file object.
 
     place: the first byte and the length of the part; None for the whole file.
 
@@ -168,7 +168,7 @@ class FilePart(io.RawIOBase):
 
 @contextmanager
 def opened(folder: Path, archive: Archive) -> Iterator[IO[bytes]]:
-    """Open a file of `torch.save`, or the part of a file that contains one."""
+    """Context manager that opens a file of `torch.save`, or the part of a file that contains one."""
     name, place = archive
     with open(open_regular(folder / name, links=True), "rb") as file:
         yield cast(IO[bytes], FilePart(file, place) if place else file)
@@ -188,7 +188,7 @@ def directory(file: IO[bytes]) -> zipfile.ZipFile:
 
 
 def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Raise BadZipFile if the content of a zip member does not match its CRC32; accept a member without a CRC32."""
+    """Raise BadZipFile if the content of a zip member does not match its CRC32. Accepts a member without a CRC32."""
     if entry.CRC:
         with archive.open(entry) as member:
             while member.read(READ_BYTES):
@@ -198,7 +198,8 @@ def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
 def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places: int = 1) -> None:
     """Compare the members of `torch.save` files with their CRC32s.
 
-    place, places: check only every `places`-th member, beginning with number `place`; other processes check the others.
+    place: number of the first member to check.
+    places: interval between members to check. Other processes check the others.
 
     Raises CheckpointDamaged, naming file and member, if a member does not match.
     """
@@ -229,7 +230,7 @@ ALLOWED = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.utils.fragment_address",
 )
-"""Classes of DeepSpeed 0.14 to 0.19 that are in every checkpoint: plain records, read as `Opaque`."""
+"""Classes of DeepSpeed 0.14 to 0.19 that occur in every checkpoint: plain records, read as `Opaque`."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class Stored:
     """The position of a tensor's values in a file.
 
     file: the path of the file, relative to the checkpoint's folder.
-    offset: the first byte of the values in the file.
+    offset: the position of the values' first byte in the file.
     dtype: the element type.
     shape: the shape of the tensor.
     is_dense: whether the values are in row-major order without gaps.
@@ -260,17 +261,17 @@ class Stored:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an `Opaque` or of an unpickled object, by name."""
+    """Return the attributes of an `Opaque` or of an unpickled object, keyed by name."""
     return value.fields if isinstance(value, Opaque) else dict(getattr(value, "__dict__", {}))
 
 
 def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[int, int] | None = None) -> Any:
-    """Return the content of a file of `torch.save`, with a `Stored` in place of each tensor; values are not read.
+    """Return the content of a file of `torch.save`, with a `Stored` in place of each tensor. Values are not read.
 
-    trust_pickle: whether to run the pickle if `weights_only` refuses it; only for files that you wrote yourself.
-    part: (first byte, length) if such a file lies inside another one.
+    trust_pickle: whether to run the pickle if `weights_only` refuses it. Only for files that you wrote yourself.
+    part: (first byte, length) if the content lies inside another file.
 
-    Raises CheckpointError for content that is refused, and CheckpointDamaged for a file that has another format, is cut
+    Raises CheckpointError if the content is refused. Raises CheckpointDamaged if the file has another format, is cut
     off, or stands for more values than are accepted.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
@@ -323,10 +324,11 @@ def _loaded(file: IO[bytes], trust_pickle: bool) -> Any:
 
 
 def _stored(tensor: torch.Tensor, name: str, first: int, size: int) -> Stored:
-    """Return the position of a tensor, which was loaded without values.
+    """Return the position of a tensor that was loaded without values.
 
     name: the file.
-    first, size: the first byte of the zip in the file, and its length.
+    first: the position of the zip's first byte in the file.
+    size: the length of the zip.
 
     Raises CheckpointError if torch did not report the position, and CheckpointDamaged if the tensor exceeds the zip.
     """
@@ -344,7 +346,7 @@ def _stored(tensor: torch.Tensor, name: str, first: int, size: int) -> Stored:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """Return a copy of nested containers in which each instance of `kind` is replaced by what `change` returns for it.
+    """Return a copy of nested containers in which each instance of `kind` is replaced with the result of `change`.
 
     A part that occurs in several places is changed once, and stays shared.
     """
@@ -370,7 +372,7 @@ def mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -
 
 
 def value_of(folder: Path, stored: Stored) -> torch.Tensor:
-    """Read the values of one small tensor.
+    """Return the values of one small tensor.
 
     Raises CheckpointError if the tensor is too large or not in row-major order, and CheckpointDamaged if its file is
     cut off.
@@ -394,7 +396,7 @@ def value_of(folder: Path, stored: Stored) -> torch.Tensor:
 
 
 def with_values(folder: Path, tree: Any) -> Any:
-    """Return a copy of nested containers in which each `Stored` is replaced by its tensor, which must be small."""
+    """Return a copy of nested containers in which each `Stored` is replaced with its tensor, which must be small."""
     return mapped(tree, lambda stored: value_of(folder, stored), Stored)
 
 

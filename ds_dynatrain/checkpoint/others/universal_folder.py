@@ -2,14 +2,14 @@
 
 | file | content |
 |---|---|
-| `zero/NAME/fp32.pt` and other states | `{"param": values}` or, in stage 3, the flat values alone |
-| `zero/NAME/step.pt`, else in `optimizer_state.pt` | step counts |
+| `zero/NAME/fp32.pt` and other states | `{"param": values}` or, in stage 3, only the flat values |
+| `zero/NAME/step.pt`, or `optimizer_state.pt` | step counts |
 | `zero/optimizer_state.pt` | hyper-parameters of the groups, the loss scale |
 | `*_model_states.pt` | names and shapes by group, counters, schedule, buffers, frozen weights (in parts in stage 3) |
 
 A folder that we write has one small file per tensor and state, and one file with all weights of the model, which is
-filled tensor by tensor. DeepSpeed reads it in ZeRO stages 1 to 3 on any number of data ranks; other axes would need
-additional metadata of DeepSpeed's.
+filled tensor by tensor. DeepSpeed reads such a folder in ZeRO stages 1 to 3 on any number of data ranks. Other axes
+would need additional metadata of DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def is_universal(path: Path) -> bool:
 
 
 def read_universal(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Return a description of a checkpoint in DeepSpeed's universal format; tensor values are not read.
+    """Return a description of a checkpoint in DeepSpeed's universal format. Tensor values are not read.
 
     trust_pickle: whether to unpickle content that is neither tensors nor plain values.
 
-    Raises CheckpointError if the checkpoint cannot be read without its model, and CheckpointDamaged if a part of it is
-    missing.
+    Raises CheckpointError if the checkpoint cannot be read without its model, and CheckpointDamaged if part of the
+    checkpoint is missing.
     """
     return _Folder(path, replace(ZeroFolder.open(path, trust_pickle), layers={})).foreign()
 
@@ -92,7 +92,7 @@ class _Folder:
     """A checkpoint folder in the universal format.
 
     path: the folder.
-    files: the files with model states in it.
+    files: the files with model states in the folder.
     """
 
     path: Path
@@ -121,7 +121,7 @@ class _Folder:
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
-        """The part of the optimizer's state that all tensors share."""
+        """The optimizer state that all tensors share."""
         return self.files.tree(f"{ZERO}/{OPTIMIZER}")
 
     @property
@@ -131,7 +131,7 @@ class _Folder:
 
     @cached_property
     def trained(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Group and shape of each trained tensor by name, in the optimizer's order."""
+        """A map from each trained tensor's name to its group and shape, in the optimizer's order."""
         found: dict[str, tuple[int, tuple[int, ...]]] = {}
         for (_, rank), file in sorted(self.files.models.items()):
             if rank:
@@ -151,7 +151,7 @@ class _Folder:
     def _states(self, tensor: LogicalTensor, steps: dict[str, float]) -> Iterator[ManifestRow]:
         """Yield the manifest rows of a trained tensor's states, and put its step count into `steps`.
 
-        Raises CheckpointDamaged if the master is missing, and CheckpointError if it is cut over tensor ranks.
+        Raises CheckpointDamaged if the master is missing, and CheckpointError if the master is cut over tensor ranks.
         """
         name, step = tensor.name, self._common_step
         folder = self.path / ZERO / name
@@ -189,14 +189,14 @@ class _Folder:
 
     @cached_property
     def _common_step(self) -> float | None:
-        """The step count in the shared optimizer state; None if it contains none or different ones."""
+        """The step count in the shared optimizer state; None if there is none, or if there are different ones."""
         own = self.optimizer.get("optimizer_state_dict")
         states = own.get("state", {}).values() if isinstance(own, Mapping) else ()
         found = {number_of(self.path, state[STEP]) for state in states if STEP in state}
         return found.pop() if len(found) == 1 else None
 
     def _frozen(self, tensor: LogicalTensor) -> Iterator[ManifestRow]:
-        """Yield the manifest rows of a frozen tensor: one row if it is stored whole, else one per rank (stage 3)."""
+        """Yield a frozen tensor's manifest rows: one row if it is stored whole, otherwise one per rank (stage 3)."""
         if self.files.parts > 1:
             raise CheckpointError(
                 f"{self.path}: {tensor.name!r} is frozen, and may be cut over model-parallel ranks; load it into an "
@@ -229,13 +229,13 @@ def to_universal(
     path: Path,
     progress: Progress = silent,
 ) -> Path:
-    """Convert one of our checkpoints to DeepSpeed's universal format; return the new folder, a subfolder of `path`.
+    """Convert one of our checkpoints to DeepSpeed's universal format. Return the new folder, a subfolder of `path`.
 
     The subfolder is named after the checkpoint's tag, and becomes visible when it is complete.
 
-    carry: the decoded shared extra state of the checkpoint.
+    carry: the checkpoint's shared extra state, decoded.
     buffers: the buffers of the module.
-    progress: called with the bytes of each tensor.
+    progress: called with the number of bytes of each tensor.
 
     The conversion needs memory for the largest tensor. Raises CheckpointError if DeepSpeed's format cannot represent
     the content or the subfolder exists, and CheckpointDamaged if values are not what was saved.
@@ -301,9 +301,9 @@ def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder
 
 
 def _optimizer(carry: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, Any]:
-    """Return the part of the optimizer's state that all tensors share, in DeepSpeed's format.
+    """Return the optimizer state that all tensors share, in DeepSpeed's format.
 
-    It is present twice: at the top level for stages 1 and 2, and one level below for stage 3.
+    The state appears twice: at the top level for stages 1 and 2, and one level below for stage 3.
     """
     groups = [{**group, "params": []} for group in carry["groups"]]
     state = {0: {STEP: torch.tensor(max(steps.values()))}} if steps else {}
@@ -366,7 +366,7 @@ def _write_models(
 def _note_crcs(file: IO[bytes], crcs: Mapping[int, int]) -> None:
     """Set the CRC32s of zip members whose values were written after `torch.save`.
 
-    crcs: the CRC32 of a member's values, by their position in the file.
+    crcs: a map from the position of a member's values in the file to their CRC32.
     """
     with zipfile.ZipFile(file, "a") as archive:
         entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
@@ -377,7 +377,7 @@ def _note_crcs(file: IO[bytes], crcs: Mapping[int, int]) -> None:
 
 
 def _put(file: IO[bytes], at: int, values: torch.Tensor) -> int:
-    """Write values to a file at byte `at`; return their CRC32."""
+    """Write values to a file at byte `at`. Return their CRC32."""
     view = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     file.seek(at)
     file.write(view)

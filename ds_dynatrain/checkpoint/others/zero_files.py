@@ -6,8 +6,8 @@ model-parallel rank (in stage 3 one per rank) and, in stages 1 to 3, one file of
 | stage | masters | moments | frozen weights |
 |---|---|---|---|
 | 0 | `module` (fp32), `optimizer.fp32_groups`, `optimizer.fp32_groups_flat` | by tensor, or flat | `module` |
-| 1, 2 | `single_partition_of_fp32_groups`, without padding at the end | flat, as the masters | `module` |
-| 3 | `fp32_flat_groups`, one for each sub-group | flat, as the masters | `frozen_param_fragments` |
+| 1, 2 | `single_partition_of_fp32_groups`, without padding at the end | flat, like the masters | `module` |
+| 3 | `fp32_flat_groups`, one for each sub-group | flat, like the masters | `frozen_param_fragments` |
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 Shape = tuple[int, ...]
 MOST_RANKS = 1 << 16
-"""Largest accepted size of an axis; a damaged folder may claim impossibly many ranks."""
+"""Maximum accepted size of an axis. A damaged folder may claim an absurd number of ranks."""
 _EXPERT = re.compile(r".*expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 
 
@@ -49,9 +49,9 @@ class OptimizerFile:
 
     stage: the kind of file: 0 without ZeRO, 1 for stages 1 and 2, 3 for stage 3.
     masters: the masters' buffers in order, flat or one per tensor.
-    states: for each buffer, its moments (`Stored` with at least one dim) and scalars by name.
+    states: for each buffer, its moments (`Stored` with at least one dim) and scalars, keyed by name.
     groups: the hyper-parameters of each optimizer group.
-    raw: the optimizer's `state_dict` as the file has it.
+    raw: the optimizer's `state_dict` as stored in the file.
     """
 
     stage: int
@@ -67,10 +67,10 @@ class ZeroFolder:
 
     path: the folder.
     trust_pickle: whether to unpickle content that is neither tensors nor plain values.
-    models, optimizers: names of the files with model states and with optimizer states, by (model-parallel rank, data
-        rank).
-    layers: names of the files with pipeline layers, by layer number.
-    prefixes: the name prefix of each layer's parameters; a layer beyond its end has its number as prefix.
+    models: names of the files with model states, keyed by (model-parallel rank, data rank).
+    optimizers: names of the files with optimizer states, keyed by (model-parallel rank, data rank).
+    layers: names of the files with pipeline layers, keyed by layer number.
+    prefixes: the name prefix of each layer's parameters. A layer without an entry has its number as prefix.
     """
 
     path: Path
@@ -85,8 +85,8 @@ class ZeroFolder:
     def open(path: Path, trust_pickle: bool = False, prefixes: tuple[str, ...] = ()) -> ZeroFolder:
         """Find the files of a checkpoint by their names.
 
-        Raises CheckpointError if the folder is no checkpoint or has files of experts, and CheckpointDamaged if files of
-        optimizer states are missing.
+        Raises CheckpointError if the folder is not a checkpoint or has files of experts, and CheckpointDamaged if files
+        of optimizer states are missing.
         """
         experts = _matches(path, _EXPERT)
         if experts:
@@ -118,7 +118,7 @@ class ZeroFolder:
         return folder
 
     def check_ranks(self) -> None:
-        """Raise CheckpointDamaged if the files are from fewer or more data ranks than the checkpoint says."""
+        """Raise CheckpointDamaged if the files come from fewer or more data ranks than the checkpoint says."""
         said = int(self.model(0)["dp_world_size"])
         if self.ranks != said:
             raise CheckpointDamaged(
@@ -126,11 +126,11 @@ class ZeroFolder:
             )
 
     def alone(self, part: int) -> ZeroFolder:
-        """Return the files of one model-parallel rank as a checkpoint of their own.
+        """Return the files of one model-parallel rank as a separate checkpoint.
 
         part: the model-parallel rank.
 
-        Raises CheckpointDamaged if it has no model states.
+        Raises CheckpointDamaged if that rank has no model states.
         """
         models, optimizers = (
             {(0, rank): name for (of, rank), name in files.items() if of == part}
@@ -162,7 +162,7 @@ class ZeroFolder:
 
     @cached_property
     def stage(self) -> int:
-        """The ZeRO stage of the job; 0 without optimizer files, 1 if they name no stage (BF16_Optimizer)."""
+        """The ZeRO stage of the job; 0 without optimizer files, and 1 if these name no stage (BF16_Optimizer)."""
         if not self.optimizers:
             return 0
         said = self.optimizer(0, 0).raw.get("zero_stage")
@@ -172,7 +172,7 @@ class ZeroFolder:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The DeepSpeed configuration of the job that saved the checkpoint; empty if it is not stored."""
+        """The DeepSpeed configuration of the job that saved the checkpoint; {} if it is not stored."""
         name = self.optimizers.get((0, 0))
         held = (self.tree(name) if name else self.model(0)).get("ds_config")
         return held if isinstance(held, Mapping) else {}
@@ -215,9 +215,9 @@ class ZeroFolder:
             raise CheckpointDamaged(f"{name}: unknown optimizer states ({type(error).__name__}: {error})") from None
 
     def shapes(self, part: int) -> list[dict[str, Shape]] | None:
-        """Return the names and shapes of the tensors that a model-parallel rank trained, by group.
+        """Return, for each group, a map from the name to the shape of each tensor that a model-parallel rank trained.
 
-        In stage 3 they are listed by sub-group. Return None if the checkpoint does not list them.
+        In stage 3, tensors are listed by sub-group. Returns None if the checkpoint does not list them.
         """
         said = self.model(part).get("param_shapes")
         if said is None:
@@ -228,7 +228,7 @@ class ZeroFolder:
         ]
 
     def _without_empty(self, file: OptimizerFile, part: int) -> OptimizerFile:
-        """Drop the buffers of groups without a tensor on this rank; in stages 1 and 2 each group has a buffer."""
+        """Drop the buffers of groups without a tensor on this rank. In stages 1 and 2 each group has a buffer."""
         shapes = self.shapes(part)
         if not file.stage or file.stage == 3 or shapes is None or len(shapes) != len(file.masters):
             return file
@@ -237,7 +237,7 @@ class ZeroFolder:
         return replace(file, masters=list(itertools.compress(file.masters, kept)), states=states)
 
     def weights(self, part: int) -> dict[str, Stored]:
-        """Return the weights and module buffers of a model-parallel rank that are stored whole, by name."""
+        """Return a model-parallel rank's weights and module buffers that are stored whole, keyed by name."""
         module = self.model(part).get("module")
         found = _stored_in(module if isinstance(module, Mapping) else {})
         for number, name in self.layers.items():
@@ -247,15 +247,15 @@ class ZeroFolder:
 
     @property
     def archives(self) -> tuple[Archive, ...]:
-        """Every file of the checkpoint, as a zip file whose CRC32s cover all values."""
+        """Every file of the checkpoint, as zip files whose CRC32s cover all values."""
         names = {*self.models.values(), *self.optimizers.values(), *self.layers.values()}
         return tuple((name, None) for name in sorted(names))
 
     def global_batches(self) -> range:
-        """Return the possible sizes of the global batch, in samples; the range is empty if they are unknown.
+        """Return the possible sizes of the global batch, in samples. The range is empty if they are unknown.
 
         If the number of samples is a multiple of the number of steps, the quotient is the size. Otherwise the range
-        ends with the size in the configuration, which may have been rounded up for ranks with unequal shares.
+        ends with the configured size, which may have been rounded up for ranks with unequal shares.
         """
         said = self.model(0)
         steps, samples = int(said.get("global_steps", 0)), int(said.get("global_samples", 0))
@@ -283,7 +283,7 @@ def _stored_in(tree: Mapping[str, Any]) -> dict[str, Stored]:
 
 
 def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    """Return the matches of a pattern among the names of the files in a folder, in descending order of the names.
+    """Return the matches of a pattern among the file names in a folder, in descending order of the names.
 
     Names without a data rank thus come after names with one.
     """
@@ -294,9 +294,9 @@ def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
 def _optimizer_file(raw: Mapping[str, Any], stage: int | None) -> OptimizerFile:
     """Interpret the `state_dict` of any of DeepSpeed's optimizers or, in stage 0 with fp32, of the basic optimizer.
 
-    stage: 0 if the checkpoint has no optimizer files, else None.
+    stage: 0 if the checkpoint has no optimizer files, otherwise None.
 
-    Raises KeyError for an unknown structure.
+    Raises KeyError if the structure is unknown.
     """
     if "fp32_flat_groups" in raw:
         return _with_states(3, raw["fp32_flat_groups"], raw["optimizer_state_dict"], raw)
@@ -328,7 +328,7 @@ def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw
 def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[str, Any]:
     """Return the extra state outside tensors (the carry, see `foreign`) that DeepSpeed's files contain.
 
-    path: the folder, from which small tensors are read.
+    path: the folder from which small tensors are read.
     said: the model states.
     file: the optimizer states.
     """
@@ -347,13 +347,13 @@ def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[s
 
 
 def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], trained: Iterable[str]) -> dict[str, Shape]:
-    """Return the shapes of the frozen tensors by name.
+    """Return a map from the name of each frozen tensor to its shape.
 
     said: the model states.
     weights: the weights and module buffers in the files.
     trained: the names of the trained tensors.
 
-    If the model states do not list frozen tensors, they are the weights that are neither trained nor buffers nor
+    If the model states do not list frozen tensors, these are the weights that are neither trained nor buffers nor
     shared.
     """
     if said.get("frozen_param_shapes") is not None:
@@ -363,7 +363,7 @@ def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], traine
 
 
 def configured_type(config: object) -> torch.dtype:
-    """Return the type of the weights according to DeepSpeed's configuration: bfloat16, float16 or float32."""
+    """Return the element type of the weights in DeepSpeed's configuration: bfloat16, float16 or float32."""
     for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         if isinstance(config, Mapping) and (config.get(name) or {}).get("enabled"):
             return dtype
@@ -371,12 +371,12 @@ def configured_type(config: object) -> torch.dtype:
 
 
 def groups_of(path: Path, groups: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Return the number of the optimizer group to which each of `count` tables of parameter names belongs.
+    """Return, for each of `count` tables of parameter names, the number of the optimizer group to which it belongs.
 
     path: the checkpoint's folder, for messages.
     groups: the hyper-parameters of each group.
 
-    Raises CheckpointError if the numbers of tables and groups do not fit together.
+    Raises CheckpointError if the numbers of tables and groups do not match.
     """
     found = [number for number, group in enumerate(groups) for _ in group["params"]]
     if len(found) != count:  # one per group, or no hyper-parameters (elastic_checkpoint)

@@ -1,12 +1,12 @@
 """DeepSpeed checkpoints described as rows of a manifest.
 
-The position of each element in DeepSpeed's buffers is not stored in the checkpoint; it follows from the layout, as it
-does for running ranks. Names and sizes in the files are checked, and a checkpoint that does not match is refused.
+The checkpoint does not store the position of each element in DeepSpeed's buffers. The position follows from the layout,
+as it does for running ranks. Names and sizes in the files are checked, and a checkpoint that does not match is refused.
 
 `read_zero` does not need the model, because the files contain names, shapes and groups. The tensors of a flat buffer
 are read in buffer order, so DeepSpeed's assignment to ranks does not matter. Each pipeline stage is read as a separate
-checkpoint. ZeRO stage 0 does not store which state belongs to which parameter. The states are then matched with the
-weights in module order, provided that there is a single group and that the weights are casts of the masters.
+checkpoint. ZeRO stage 0 does not store which state belongs to which parameter; its states are matched with the weights
+in module order, provided that there is a single group and that the weights are casts of the masters.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from ds_dynatrain.space.zero import LocalSpace, flat_order
 SUB_GROUP_SIZE = 10**9
 """Number of elements of a sub-group that ZeRO-3 uses if the configuration does not set `sub_group_size`."""
 ALIGNED_BYTES = 16
-"""Alignment in bytes of each tensor's start if DeepSpeed aligned parameters."""
+"""Alignment in bytes of each tensor's start, if DeepSpeed aligned parameters."""
 FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
 TIED = "tied_modules."
-"""Name prefix of parameters in tied pipeline layers; the files of layers have layer numbers instead."""
+"""Name prefix of parameters in tied pipeline layers. The files of layers have layer numbers instead."""
 INSTEAD = "load it into an engine with load_checkpoint, and save it with engine.save"
 Shapes = Mapping[str, tuple[int, ...]]
 Held = dict[tuple[str, BufferId], Stored]
@@ -75,8 +75,8 @@ def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype)
     Trained weights are described as casts of their masters. Digests are set to 0. Frozen weights that the checkpoint
     lacks have no rows (see `frozen_left_out`).
 
-    vps: the parameter space of the job that saved (see `then`).
-    weight: the type of trained weights.
+    vps: the parameter space of the job that saved the checkpoint (see `then`).
+    weight: the element type of trained weights.
 
     Raises CheckpointError, naming the parameter, if the checkpoint belongs to another model.
     """
@@ -112,9 +112,9 @@ def layout_of(folder: ZeroFolder) -> Layout:
 
 
 def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
-    """Return `rules` changed to the partitioning settings with which a DeepSpeed checkpoint was saved.
+    """Return `rules`, changed to the partitioning settings with which a DeepSpeed checkpoint was saved.
 
-    Raises CheckpointError if the sub-group size in its configuration is no number.
+    Raises CheckpointError if the sub-group size in the checkpoint's configuration is not a number.
     """
     raw = folder.optimizer(0, 0).raw
     zero = folder.config.get("zero_optimization") or {}
@@ -138,11 +138,11 @@ def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
 
 
 def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpace:
-    """Return the parameter space of this model with the layout and rules of the job that saved a DeepSpeed checkpoint.
+    """Return the parameter space of this model in the layout, and with the rules, of a DeepSpeed checkpoint's job.
 
-    vps: the present space of the model.
+    vps: the current parameter space of the model.
 
-    Raises CheckpointDamaged if files of data ranks are missing, and CheckpointError if the model cannot have that
+    Raises CheckpointDamaged if files of data ranks are missing. Raises CheckpointError if the model cannot have that
     layout or has states that are not read from DeepSpeed's checkpoints.
     """
     folder.check_ranks()
@@ -200,7 +200,7 @@ def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
 
 
 def _order(local: LocalSpace) -> Iterator[str]:
-    """Yield the names of the trainable local tensors in the order of the optimizer's buffers."""
+    """Yield the names of the trainable local tensors, in the order of the optimizer's buffers."""
     groups = sorted({each.group for each in local.tensors if each.trainable and each.numel})
     flat = local.layout.zero_stage in (1, 2)
     for group in groups:
@@ -212,7 +212,7 @@ def _order(local: LocalSpace) -> Iterator[str]:
 
 
 def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict[BufferId, list[int]]:
-    """Return the buffers of a rank's optimizer in DeepSpeed's order, with the numbers of the tensors in each."""
+    """Return a map from each buffer of a rank's optimizer, in DeepSpeed's order, to the numbers of its tensors."""
     trained = [number for number, tensor in enumerate(local.tensors) if tensor.trainable and tensor.numel]
     found: dict[BufferId, list[int]] = {}
     if folder.stage == 3:
@@ -229,12 +229,12 @@ def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict
 
 
 def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
-    """Return the positions of one rank's buffers in the checkpoint, by (state kind, buffer name).
+    """Return the positions of one rank's buffers in the checkpoint, keyed by (state kind, buffer name).
 
     part: the model-parallel rank.
     local: the rank's local parameter space.
 
-    Raises CheckpointError if the checkpoint has other buffers than this model.
+    Raises CheckpointError if the checkpoint's buffers differ from this model's.
     """
     file = folder.optimizer(part, local.zero_rank)
     buffers = _buffers(folder, file, local)
@@ -294,8 +294,8 @@ def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> 
 
     held: the positions of the rank's buffers.
 
-    Weights without a buffer are skipped. Raises CheckpointDamaged if another buffer is missing, and CheckpointError if
-    a buffer is not as expected.
+    Weights without a buffer are skipped. Raises CheckpointDamaged if any other buffer is missing, and CheckpointError
+    if a buffer is not as expected.
     """
     for number in np.unique(pieces.buffer).tolist():
         here, name = np.flatnonzero(pieces.buffer == number), pieces.buffers[number]
@@ -336,9 +336,11 @@ def _checked_buffer(
 
 
 def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict[int, Any]]:
-    """Return the optimizer's scalars by name and tensor number, each as a number or as a one-element `Stored` tensor.
+    """Return the optimizer's scalars, keyed by name and tensor number.
 
-    vps: the parameter space of the job that saved (see `then`).
+    Each scalar is a number or a one-element `Stored` tensor.
+
+    vps: the parameter space of the job that saved the checkpoint (see `then`).
     """
     layout = vps.layout
     found: dict[str, dict[int, Any]] = {}
@@ -359,12 +361,12 @@ def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict
 
 
 def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Return a description of a checkpoint that DeepSpeed's `save_checkpoint` wrote, without needing the model.
+    """Return a description of a checkpoint that DeepSpeed's `save_checkpoint` wrote. Does not need the model.
 
     trust_pickle: whether to unpickle content that is neither tensors nor plain values.
 
-    Raises CheckpointError if the checkpoint cannot be read without its model, and CheckpointDamaged if a part of it is
-    missing.
+    Raises CheckpointError if the checkpoint cannot be read without its model, and CheckpointDamaged if part of the
+    checkpoint is missing.
     """
     folder = ZeroFolder.open(path, trust_pickle)
     folder.check_ranks()
@@ -434,11 +436,11 @@ def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
 
 
 def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
-    """Return the parameter space that the files of a single model-parallel rank describe, in the layout of the job.
+    """Return the parameter space that a single model-parallel rank's files describe, in the layout of the job.
 
     others: the shapes of all tensors that any model-parallel rank trained, and the names of module buffers.
 
-    Raises CheckpointError if the files do not say enough.
+    Raises CheckpointError if the files do not contain enough information.
     """
     layout, file = layout_of(folder), folder.optimizer(0, 0)
     if any("use_muon" in group for group in file.groups):
@@ -465,7 +467,7 @@ def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
 
 
 def weight_type(folder: ZeroFolder) -> torch.dtype:
-    """Return the type of the trained weights in a checkpoint, or the configured type if the files have no weights."""
+    """Return the type of a checkpoint's trained weights, or the configured type if the files have no weights."""
     others = {*folder.buffer_names, *(folder.model(0).get("frozen_param_shapes") or ())}
     for name, held in folder.weights(0).items():
         if name not in others and held.dtype.is_floating_point:
@@ -476,7 +478,7 @@ def weight_type(folder: ZeroFolder) -> torch.dtype:
 def _by_order(folder: ZeroFolder) -> list[LogicalTensor]:
     """Return the trained tensors of a ZeRO stage 0 checkpoint: all parameters of the module, in module order.
 
-    Raises CheckpointError if there are several groups or the optimizer's states do not match these tensors.
+    Raises CheckpointError if there are several groups, or if the optimizer's states do not match these tensors.
     """
     file = folder.optimizer(0, 0)
     found: dict[tuple[str, int], LogicalTensor] = {}

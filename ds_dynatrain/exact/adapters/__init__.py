@@ -1,4 +1,4 @@
-"""DeepSpeed's engines, adding gradients leaf by leaf.
+"""DeepSpeed's engines, adding gradients leaf by leaf (a leaf is a micro-batch of fixed size).
 
 May import what `exact` may; start with `exact_engine`.
 """

@@ -24,7 +24,10 @@ from ds_dynatrain.exact.bits.steps import ExactSteps
 
 
 class LeafHost(Host):
-    """The host of a `LeafEngine`. sums: the gradient sums of the present ZeRO optimizer; None if there is none."""
+    """The host of a `LeafEngine`.
+
+    sums: the gradient sums of the current ZeRO optimizer; None if there is none.
+    """
 
     sums: LeafSums | None = None
     _nodes: GraphNodes | None = None
@@ -35,7 +38,7 @@ class LeafHost(Host):
         super().look(basic)
 
     def optimizer_made(self) -> None:
-        """Make the new optimizer add gradients leaf by leaf, where a leaf is a micro-batch of fixed size."""
+        """Make the new optimizer add gradients leaf by leaf (a leaf is a micro-batch of fixed size)."""
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         self.sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
         self._take_nodes_away()
@@ -54,7 +57,7 @@ class LeafHost(Host):
             self.sums.forget()
 
     def let_module_go(self) -> None:
-        """Remove all hooks from the module, including those that add autograd nodes."""
+        """Remove all hooks from the module, including the hooks that add autograd nodes."""
         self._take_nodes_away()
         super().let_module_go()
 
@@ -77,20 +80,21 @@ class LeafEngine(DynatrainEngine):
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         """Make DeepSpeed wrap the optimizer in a ZeRO optimizer in all stages.
 
-        In stage 1 with bf16 weights and fp32 sums it would choose BF16_Optimizer, which reduces and clips in an order
-        of its own.
+        In stage 1 with bf16 weights and fp32 sums, DeepSpeed would choose BF16_Optimizer, which reduces and clips in an
+        order of its own.
         """
         super()._do_optimizer_sanity_check(basic_optimizer)
         return ZERO_OPTIMIZATION
 
     def compile(self, *arguments: Any, **named: Any) -> None:
-        """Raise UnsupportedError, since a compiled model may round differently in another layout."""
+        """Raise UnsupportedError, because a compiled model may round differently in another layout."""
         raise usage("exact: torch.compile").error("engine.compile")
 
     def micro_batch(self, one: MicroBatch, is_divided: bool = False) -> AbstractContextManager[None]:
-        """Return the context in which a micro-batch is trained.
+        """Return the context manager in which a micro-batch is trained.
 
-        Raises UnsupportedError if its loss is already divided: a leaf's loss may be multiplied by its weight only.
+        Raises UnsupportedError if the loss is already divided, because a leaf's loss may be multiplied only by its
+        weight.
         """
         if is_divided:
             raise usage("exact: a loss that is divided").error("engine.micro_batch(is_divided=True)")
@@ -99,7 +103,7 @@ class LeafEngine(DynatrainEngine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | None = None
     ) -> torch.Tensor:
-        """Run the backward pass of a leaf (a micro-batch of fixed size), whose loss is multiplied by its weight only.
+        """Run the backward pass of a leaf (a micro-batch of fixed size), whose loss is multiplied only by its weight.
 
         Raises UnsupportedError if the micro-batch did not come from a loader of the engine.
         """
@@ -112,7 +116,7 @@ class LeafEngine(DynatrainEngine):
         return scaled if grad is None or scaled is grad else grad * self._host.loss_weight
 
     def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """Add the gradients of the leaf (a micro-batch of fixed size) after every backward pass, also in stage 1."""
+        """Add the gradients of the leaf (a micro-batch of fixed size) after every backward pass, even in stage 1."""
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
         self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 

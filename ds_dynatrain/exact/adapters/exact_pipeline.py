@@ -1,8 +1,8 @@
 """A pipeline engine whose micro-batches are leaves (micro-batches of fixed size), on any number of stages.
 
-All columns (pipelines side by side) run the same number of micro-batches; a column without a leaf for its last
-micro-batch borrows leaf 0, and multiplies its loss by 0. Before each layer of a leaf the random generators are set by
-the layer's number in the whole model, also when activations are recomputed. The output of every layer is laid out in
+All columns (pipelines side by side) run the same number of micro-batches. A column without a leaf for its last
+micro-batch borrows leaf 0, and multiplies its loss by 0. Before each layer of a leaf, the random generators are set by
+the layer's number in the whole model, even when activations are recomputed. The output of every layer is laid out in
 memory as if it had been received in a message, whether it is sent or not, so cutting the model elsewhere changes no
 bits.
 """
@@ -46,8 +46,8 @@ class LeafPass:
     """A micro-batch of this rank's pipeline.
 
     leaf: the number of the leaf (a micro-batch of fixed size).
-    weight: the factor of its loss; 0 if the leaf is borrowed from another pipeline.
-    step: the micro-step to which it belongs.
+    weight: the factor for the micro-batch's loss; 0 if the leaf is borrowed from another pipeline.
+    step: the micro-step to which the micro-batch belongs.
     """
 
     leaf: int
@@ -60,8 +60,9 @@ class Leaves:
     """The micro-batches of this rank's pipeline in a global batch.
 
     passes: the micro-batches in order.
-    seed: sets the random generators for a leaf and a layer.
-    forward, backward: the numbers of micro-batches that have begun each pass.
+    seed: function that sets the random generators for a leaf (a micro-batch of fixed size) and a layer.
+    forward: the number of micro-batches that have begun the forward pass.
+    backward: the number of micro-batches that have begun the backward pass.
     now: the index of the micro-batch whose pass is running.
     """
 
@@ -83,12 +84,15 @@ class Leaves:
 
 
 class LeafStageHost(LeafHost, StageHost):
-    """The host of a `LeafPipelineEngine`. uses: the parameters of this stage that several layers share."""
+    """The host of a `LeafPipelineEngine`.
+
+    uses: the parameters of this stage that several layers share.
+    """
 
     uses = Uses(())
 
     def optimizer_made(self) -> None:
-        """Make the new optimizer add gradients leaf by leaf, where a leaf is a micro-batch of fixed size."""
+        """Make the new optimizer add gradients leaf by leaf (a leaf is a micro-batch of fixed size)."""
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         trained = {tensor.name: held for tensor, held in self.trained()}
         self.uses = Uses.of(self.module, self.shaper.template, {id(held) for held in trained.values()})
@@ -202,7 +206,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         """Return the mean loss over all samples.
 
         Losses are added in the order of the leaves (micro-batches of fixed size). If no global batch of leaves is being
-        trained, it is DeepSpeed's loss.
+        trained, the result is DeepSpeed's loss.
         """
         if self._leaves is None:
             return super()._total_loss()
@@ -226,8 +230,8 @@ def as_sent(output: Any, number: int) -> Any:
 
     number: the number of the layer, for the error.
 
-    Raises UnsupportedError if there are several floating-point tensors, since a stage makes a backward pass for each of
-    them.
+    Raises UnsupportedError if there are several floating-point tensors, because a stage runs a backward pass for each
+    of them.
     """
     parts = output if isinstance(output, tuple) else (output,)
     if sum(torch.is_tensor(part) and part.is_floating_point() for part in parts) > 1:

@@ -4,12 +4,12 @@ DeepSpeed adds gradients in an order that depends on the world: first those of e
 the ranks. Here each micro-step sends every slice of every leaf's gradient to the slice's owner, in an all-to-all, and
 the owner adds leaves in the order of their numbers (`exact.bits.sums`). A leaf is a micro-batch of fixed size. All ZeRO
 stages do this, with the same bits: stages 2 and 3 as soon as gradients arrive, stage 1 at the end of a backward pass,
-as it holds whole gradients anyway.
+because it holds whole gradients anyway.
 
-Gradients are sent in the type of the weights, and added in fp32; with fp16 they are gradients of the scaled loss. A sum
-that is not finite makes the norm infinite, which alone makes DeepSpeed skip a step, in all stages alike.
+Gradients are sent in the type of the weights, and added in fp32. With fp16 they are gradients of the scaled loss. A sum
+that is not finite makes the norm infinite; only the norm makes DeepSpeed skip a step, in all stages alike.
 
-Gradients are sent in chunks (`lines`), by the same plan on every rank: a parameter without a gradient is sent as zeros,
+Gradients are sent in chunks (`lines`), by the same plan on every rank. A parameter without a gradient is sent as zeros,
 so ranks need not use the same parameters (except in stage 3, whose layers are gathered on all ranks at once).
 """
 
@@ -35,7 +35,7 @@ from ds_dynatrain.space.leaves import MicroStep
 class LeafSums:
     """The gradient sums of one ZeRO optimizer, added leaf by leaf. A leaf is a micro-batch of fixed size.
 
-    now: returns the latest micro-step; None if there was none.
+    now: function that returns the latest micro-step; None if there was none.
     """
 
     def __init__(self, zero: Any, lines: Lines, now: Callable[[], MicroStep | None]) -> None:
@@ -51,19 +51,19 @@ class LeafSums:
 
     @staticmethod
     def put_on(zero: Any, order: Mapping[int, int], now: Callable[[], MicroStep | None]) -> LeafSums | None:
-        """Make a ZeRO optimizer use such sums, and a norm that does not depend on the ranks; return the sums.
+        """Make a ZeRO optimizer use gradient sums and a norm that do not depend on the ranks. Return the sums.
 
-        Returns None if it is not a ZeRO optimizer.
+        Returns None if the optimizer is not a ZeRO optimizer.
 
-        order: the number of each parameter in the module, by the parameter's id.
-        now: returns the latest micro-step.
+        order: a map from each parameter's id to its number in the module.
+        now: function that returns the latest micro-step.
         """
         lines = lines_of(zero, order)
         return None if lines is None else LeafSums.over(lines, zero, now)
 
     @staticmethod
     def over(lines: Lines, zero: Any, now: Callable[[], MicroStep | None]) -> LeafSums:
-        """Do the same as `put_on` for a ZeRO optimizer whose lines are known."""
+        """Do the same as `put_on` for a ZeRO optimizer whose lines (gradients that are reduced together) are known."""
         sums = LeafSums(zero, lines, now)
         zero.has_overflow = lambda partition_gradients=True: False  # an infinite norm skips the step instead
         zero.overlapping_partition_gradients_reduce_epilogue = sums.finish
@@ -103,7 +103,7 @@ class LeafSums:
             self._send_next()
 
     def finish(self) -> None:
-        """End a backward pass; after the last one of a global batch, give the sums to DeepSpeed."""
+        """End a backward pass. After the last one of a global batch, give the sums to DeepSpeed."""
         self.end_leaf()
         if self._zero.is_gradient_accumulation_boundary():
             self.close()
@@ -121,7 +121,10 @@ class LeafSums:
         self._done += 1
 
     def close(self) -> None:
-        """End a global batch: give the sums to DeepSpeed. The rank may have trained none of the batch's samples."""
+        """End a global batch, and give the sums to DeepSpeed.
+
+        This rank may have trained none of the batch's samples.
+        """
         self._done = 0
         for line in range(len(self._lines.lengths)):
             self._lines.take(line, self._close(line, self._present().leaves))
@@ -143,7 +146,7 @@ class LeafSums:
             parameter.grad = None
 
     def _rows(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """Exchange a chunk. Returns an iterator over the gradients that each rank has for this rank's part of it."""
+        """Exchange a chunk. Return an iterator over each rank's gradients for this rank's part of the chunk."""
         send, size = self._filled(chunk), len(chunk.splits)
         if size == 1:
             return iter([send])
@@ -154,7 +157,7 @@ class LeafSums:
         return iter(receive.view(size, mine))
 
     def _filled(self, chunk: Chunk) -> torch.Tensor:
-        """Fill the send buffer with this rank's gradients of a chunk, in the type of the weights, and return it."""
+        """Fill the send buffer with this rank's gradients of a chunk, in the weights' type, and return the buffer."""
         self._make_room()
         send = self._send[: chunk.numel]
         if sum(piece.numel for piece in chunk.pieces) < chunk.numel:
@@ -177,9 +180,9 @@ class LeafSums:
 
     @torch.no_grad()
     def _close(self, line: int, leaves: int) -> torch.Tensor:
-        """Return the sum over all leaves of this rank's part of a line; zeros in it are never negative.
+        """Return the sum over all leaves of this rank's part of a line. Zeros in the sum are never negative.
 
-        A leaf is a micro-batch of fixed size; a line is an array of gradients that are reduced together.
+        A leaf is a micro-batch of fixed size. A line is an array of gradients that are reduced together.
         """
         levels = self._sums_of(line)
         newest, *older = rest_of(leaves)
@@ -189,9 +192,9 @@ class LeafSums:
         return total.add_(0.0)
 
     def _sums_of(self, line: int) -> list[torch.Tensor]:
-        """Return a line's partial sums, one for each level, and allocate those that are missing. Padding stays 0.
+        """Return a line's partial sums, one for each level, and allocate missing ones. Padding stays 0.
 
-        A line is an array of gradients that are reduced together; for levels see `exact.bits.sums`.
+        A line is an array of gradients that are reduced together. `exact.bits.sums` explains levels.
         """
         held = self._levels.setdefault(line, [])
         while len(held) < levels_of(self._present().leaves):

@@ -1,9 +1,9 @@
 """Additional autograd nodes that make the graph of an exact job the same in all ZeRO stages.
 
-ZeRO-3 passes the inputs and outputs of a module through nodes of its own. If a tensor is used twice inside a module and
-once outside, as with Llama's norm and the residual connection around it, its gradient is then the sum of two, plus the
-third; without the nodes it is one sum of all three, in the order in which they arrive. Stages 1 and 2 therefore get
-such nodes on the same modules.
+ZeRO-3 passes the inputs and outputs of a module through nodes of its own. Consider a tensor that is used twice inside a
+module and once outside, as with Llama's norm and the residual connection around it. With the nodes, its gradient is the
+sum of two, plus the third. Without them, it is one sum of all three, in the order in which they arrive. Stages 1 and 2
+therefore get such nodes on the same modules.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import nn
 class _Node(torch.autograd.Function):
     """An identity that only adds a node to the graph.
 
-    A view (`value[...]`) would be a node in C++, and faster. But measured gradients then differed with
+    A view (`value[...]`) would be a node in C++, and faster. But measurements showed that gradients then differed with
     deepspeed.checkpointing that partitions activations, which empties tensors and fills them again.
     """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        """Return the detached value, as DeepSpeed's node does.
+        """Return the detached value, the way DeepSpeed's node does.
 
-        There is no `setup_context`, since torch would then bind the arguments again in every call.
+        There is no `setup_context`, because torch would then bind the arguments again in every call.
         """
         return value.detach()
 
@@ -55,7 +55,7 @@ class GraphNodes:
 
 
 def _with_hooks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules on which ZeRO-3 has hooks; a module inside several others is yielded several times."""
+    """Yield the modules on which ZeRO-3 has hooks. A module inside several others is yielded several times."""
     if not z3_leaf_module(module):
         for child in module.children():
             yield from _with_hooks(child)

@@ -1,8 +1,8 @@
-"""The positions of gradients in ZeRO stages 1 to 3, by which the gradient sums of an exact job are planned.
+"""The positions of gradients in ZeRO stages 1 to 3, with which the gradient sums of an exact job are planned.
 
-A *line* is an array of gradients that are reduced together: those of an optimizer group in stages 1 and 2, those of all
-parameters in stage 3. Each rank owns an equal part of a line. A *chunk* is sent in one message; each rank owns a part
-of it, which is contiguous in the rank's part of the line.
+A *line* is an array of gradients that are reduced together: those of an optimizer group in stages 1 and 2, and those of
+all parameters in stage 3. Each rank owns an equal part of a line. A *chunk* is sent in one message. Each rank owns a
+part of the chunk, which is contiguous in the rank's part of the line.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import nn
 from ds_dynatrain.adapters.versions.deepspeed_versions import flat_offsets
 
 LEAST_CHUNK = 1 << 20
-"""Number of elements that make a message worth its latency."""
+"""Smallest number of elements that makes a message worth its latency."""
 Run = tuple[int, int]
-"""A range of elements in a line: the first one, and the one behind the last."""
+"""A range of elements in a line: its first element, and the one after its last."""
 Span = tuple[nn.Parameter, int, int]
 """A parameter, and the range in a line that holds its gradient: start and stop."""
 
@@ -44,7 +44,7 @@ class GradientPiece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Gradients that are sent in one message, sorted by owner; gaps between the pieces are zeros.
+    """Gradients that are sent in one message, sorted by owner. Gaps between the pieces are zeros.
 
     line: the number of the line (the gradients that are reduced together).
     pieces: the ranges of gradients in the chunk.
@@ -66,11 +66,11 @@ class Chunk:
 
 
 class Lines:
-    """The gradients of one ZeRO optimizer, as lines; base class of `FlatLines` and `CutLines`.
+    """The gradients of one ZeRO optimizer, as lines. Base class of `FlatLines` and `CutLines`.
 
     A line is an array of gradients that are reduced together.
 
-    is_eager: whether chunks are sent while a backward pass still runs.
+    is_eager: whether chunks are sent while a backward pass is still running.
     chunks: the messages in the order of sending, which begins with the layers that a backward pass reaches first.
     lengths: the number of elements that this rank owns of each line, including padding.
     """
@@ -89,7 +89,7 @@ class Lines:
 
     @property
     def sharing(self) -> list[Any]:
-        """Process groups over which the tensors of `held` together hold the whole gradient, each element once."""
+        """Process groups over which the tensors in `held` together contain the whole gradient, each element once."""
         return [self._zero.dp_process_group]
 
     def group(self, line: int) -> Any:
@@ -104,14 +104,14 @@ class Lines:
         raise NotImplementedError
 
     def held(self) -> list[torch.Tensor]:
-        """Return the gradient sums that DeepSpeed holds, in fp32; padding is 0."""
+        """Return the gradient sums that DeepSpeed holds, in fp32. Padding is 0."""
         raise NotImplementedError
 
 
 def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
     """Return the `Lines` (positions of gradients) of a ZeRO optimizer of stages 1 to 3; None for another optimizer.
 
-    order: the number of each parameter in the module, by the parameter's id.
+    order: a map from each parameter's id to its number in the module.
     """
     if isinstance(zero, DeepSpeedZeroOptimizer):
         return FlatLines(zero, order)
@@ -119,7 +119,7 @@ def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
 
 
 class FlatLines(Lines):
-    """The gradients in ZeRO stages 1 and 2, with one line for each optimizer group.
+    """The gradients in ZeRO stages 1 and 2, with one line (gradients reduced together) for each optimizer group.
 
     The parameters of a group lie end to end. The line is cut into equal parts, which may begin within a parameter.
     """
@@ -161,9 +161,9 @@ class FlatLines(Lines):
 
 
 class CutLines(Lines):
-    """The gradients in ZeRO stage 3, in a single line.
+    """The gradients in ZeRO stage 3, in a single line (gradients reduced together).
 
-    Each parameter is cut into equal parts, of which the last is padded. A rank's parts lie end to end.
+    Each parameter is cut into equal parts, the last of which is padded. A rank's parts lie end to end.
     """
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
@@ -179,7 +179,7 @@ class CutLines(Lines):
     def take(self, line: int, total: torch.Tensor) -> None:
         """Copy the sum into DeepSpeed's flat buffer, and set slices of it as the averaged gradients of the parameters.
 
-        The buffer counts as state here: it keeps each parameter's latest gradient.
+        The buffer counts as state here, because it keeps each parameter's latest gradient.
         """
         zero, position = self._zero, 0
         zero.grad_partitions_flat_buffer.copy_(total)
@@ -212,7 +212,7 @@ class CutLines(Lines):
     def _chunk(self, parameters: Sequence[nn.Parameter], begin: int, ranks: int) -> Chunk:
         """Return the chunk of these parameters, which are adjacent in the line.
 
-        A line is an array of gradients that are reduced together; a chunk is sent in one message.
+        A line is an array of gradients that are reduced together. A chunk is sent in one message.
         """
         parts = [(held, int(held.partition_numel()), int(held.ds_numel)) for held in parameters]  # type: ignore[attr-defined]
         size, pieces = sum(part for _, part, _ in parts), []
@@ -231,9 +231,10 @@ def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[
 
     end: the number of elements in the line.
     size: the number of elements that each rank owns.
+    ranks: the number of ranks.
     most: the largest number of elements in a chunk.
-    is_eager: whether a chunk consists of adjacent elements, whose gradients arrive at about the same time; otherwise it
-    takes equally many from each rank's part, so that all ranks receive equally much.
+    is_eager: whether a chunk consists of adjacent elements, whose gradients arrive at about the same time. Otherwise it
+        takes equally many elements from each rank's part, so that all ranks receive the same amount.
 
     A chunk is small enough that no rank receives more than it owns.
     """
@@ -248,7 +249,7 @@ def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[
 
 
 def in_order(chunks: list[Chunk], order: Mapping[int, int]) -> list[Chunk]:
-    """Return the chunks in the order of sending, and set `freed`: each parameter is in that of its last chunk."""
+    """Return the chunks in the order of sending, with `freed` set: each parameter is freed with its last chunk."""
 
     def reached(chunk: Chunk) -> int:
         return -min((order.get(id(piece.parameter), 0) for piece in chunk.pieces), default=0)
@@ -271,6 +272,7 @@ def _pieces(spans: list[Span], runs: list[Run]) -> Iterator[GradientPiece]:
     """Yield the pieces of parameters in a chunk, which holds these ranges of a line end to end.
 
     spans: the ranges of the parameters in the line.
+    runs: the ranges of the line in the chunk.
     """
     base = 0
     for run in runs:

@@ -1,6 +1,6 @@
 """Checks that refuse what an exact job cannot have: models, optimizers, settings.
 
-`machine` returns the settings that must be the same on all its machines.
+`machine` returns the settings that must be the same on all of the job's machines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOSE_MODES = ("", "OFF", "AUTO")
 
 
 def refuse_series(series: Series | None = None) -> None:
-    """Raise UnsupportedError if exact jobs were not tested with a series of DeepSpeed, by default the installed one."""
+    """Raise UnsupportedError if exact jobs were not tested with a DeepSpeed series, by default the installed one."""
     if not (series or present()).follows_leaves:
         raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
 
@@ -86,8 +86,8 @@ def _has_further_losses(model: nn.Module) -> bool:
 def exact_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return DeepSpeed's configuration with the settings of an exact job, which give all ZeRO stages the same bits.
 
-    ZeRO-3's own linear layer is off, since its weight gradients have other bits. Gradients are summed in fp32, whatever
-    the type of the weights, and DeepSpeed receives the sums in fp32.
+    ZeRO-3's own linear layer is off, because its weight gradients have different bits. Gradients are summed in fp32,
+    whatever the type of the weights, and DeepSpeed receives the sums in fp32.
     """
     zero = {**(config.get("zero_optimization") or {}), "memory_efficient_linear": False}
     types = {**(config.get("data_types") or {}), "grad_accum_dtype": "fp32"}
@@ -104,9 +104,9 @@ def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Raise UnsupportedError if a forward pass within this context changes a floating-point buffer.
+    """Context manager that raises UnsupportedError if a forward pass changes a floating-point buffer.
 
-    Each rank would change it by its own micro-batches, so buffers would differ between worlds.
+    Each rank would change the buffer by its own micro-batches, so buffers would differ between worlds.
     """
     before = [(name, held, held._version) for name, held in module.named_buffers() if held.is_floating_point()]
     yield
@@ -117,7 +117,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def machine(low: bool = True) -> dict[str, str]:
-    """Return the settings that decide how this process rounds; they must be equal in all processes of an exact job.
+    """Return the settings that determine how this process rounds. They must be equal in all processes of an exact job.
 
     low: whether the weights have 16 bits.
     """

@@ -1,8 +1,8 @@
 """Tied weights in an exact job: their gradients are first summed over leaves, then over the layers that use them.
 
-A leaf is a micro-batch of fixed size. With several stages, each has the gradients from its own layers; on one stage
-autograd would add them for every leaf. Since the order of sums matters in floating point, the sum over leaves comes
-first in every layout. To this end, if a stage has several layers that share a parameter, all but the first use a
+A leaf is a micro-batch of fixed size. With several stages, each stage has the gradients from its own layers. On one
+stage, autograd would add them for every leaf. Because the order of sums matters in floating point, the sum over leaves
+comes first in every layout. If a stage has several layers that share a parameter, all but the first therefore use a
 substitute, a second parameter with the same data, which receives their gradient.
 """
 
@@ -29,9 +29,9 @@ class Tied:
     key: the name under which the pipeline ties the module.
     parameter: the tied parameter.
     places: all positions of the parameter, as (module, attribute).
-    layers: the numbers of the layers of the whole model that use it.
-    grads: for each of these layers on this stage, the parameter that receives its gradient: the tied one for the first
-    layer, a substitute with the same data for each of the others.
+    layers: the numbers of the layers of the whole model that use the parameter.
+    grads: a map from each of these layers on this stage to the parameter that receives its gradient: the tied parameter
+        for the first layer, and a substitute with the same data for each of the others.
     """
 
     key: str
@@ -51,6 +51,7 @@ class Uses:
     def of(module: PipelineModule, template: PipelineTemplate, trained: Collection[int]) -> Uses:
         """Return the tied parameters of a module that has the layers of its stage.
 
+        template: the template of the whole pipeline.
         trained: the ids of the trained parameters.
         """
         found = []
@@ -65,21 +66,21 @@ class Uses:
 
     @property
     def stand_ins(self) -> list[nn.Parameter]:
-        """The substitutes for tied parameters, which receive the gradients of all layers but the first.
+        """The substitutes for tied parameters, which receive the gradients of all layers except the first.
 
         Their order is the same on all ranks of a stage.
         """
         return [grad for each in self.tied for grad in each.grads.values() if grad is not each.parameter]
 
     def renew(self) -> None:
-        """Point the substitutes for tied parameters to the memory that the parameters have now."""
+        """Point the substitutes for tied parameters to the current memory of these parameters."""
         for each in self.tied:
             for grad in each.grads.values():
                 grad.data = each.parameter.data
 
     @contextmanager
     def of_layer(self, layer: int) -> Iterator[None]:
-        """Put the parameters that receive this layer's gradient into their modules within this context."""
+        """Context manager in which modules hold the parameters that receive this layer's gradient."""
         used = [each for each in self.tied if layer in each.grads]
         for each in used:
             _put(each.places, each.grads[layer])
@@ -116,16 +117,16 @@ class StageLines(FlatLines):
 
     @property
     def sharing(self) -> list[Any]:
-        """The process groups of `Lines.sharing`, and the group of all stages if there are several."""
+        """The process groups of `Lines.sharing`, plus the group of all stages if there are several."""
         zero = self._zero
         return [*super().sharing, *([zero.model_parallel_group] if zero.model_parallel_world_size > 1 else [])]
 
     def group(self, line: int) -> Any:
-        """Return the process group whose ranks own the parts of a line, also for the lines of substitutes."""
+        """Return the process group whose ranks own the parts of a line. Lines of substitutes are included."""
         return super().group(line) if line < self._own else self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Keep the sum of a line. With the last line, add up the gradients of the layers that share a parameter."""
+        """Keep the sum of a line. After the last line, add up the gradients of the layers that share a parameter."""
         self._totals[line] = total
         if line < self._own:
             super().take(line, total)
@@ -146,7 +147,7 @@ class StageLines(FlatLines):
     def _add_layers(self, tied: Tied) -> None:
         """Add the gradients of the layers that share a parameter, in the order of the layers.
 
-        Only one rank has an element of each layer, so adding the zeros of other ranks does not change it.
+        For each layer, only one rank has a given element, so adding the zeros of other ranks does not change it.
         """
         rows = torch.zeros(len(tied.layers), tied.parameter.numel(), dtype=torch.float32, device="cpu")
         for layer, grad in tied.grads.items():
@@ -176,7 +177,8 @@ class StageLines(FlatLines):
 def _counted(begin: int, end: int, spans: list[tuple[nn.Parameter, int, int]]) -> Iterator[Run]:
     """Yield the parts of a range that lie outside the parameters that another stage counts.
 
-    begin, end: the range.
+    begin: the start of the range.
+    end: the end of the range.
     spans: the parameters, and the range in which each lies.
     """
     for held, low, high in spans:
@@ -189,7 +191,7 @@ def _counted(begin: int, end: int, spans: list[tuple[nn.Parameter, int, int]]) -
 
 
 def _places(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[nn.Module, str], ...]]:
-    """Return all positions of each parameter in the module, as (module, attribute)."""
+    """Return a map from each parameter in the module to all its positions, as (module, attribute)."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,9 +1,9 @@
 """Records of an exact job and of each of its steps, in bits: lines of the report file, and a whole run read from them.
 
-A line about the job precedes its first step, and also comes wherever steps are not consecutive: after a load, or if
-another process continues the file. If a step number comes again, the job went back to that step, so the earlier lines
-about it and about later steps no longer count. Each line about a step has a digest of everything else in it, so that
-damage is noticed.
+A line about the job precedes its first step. Such a line also comes wherever steps are not consecutive: after a load,
+or if another process continues the file. If a step number comes again, the job went back to that step, so the earlier
+lines about that step and about later steps no longer count. Each line about a step has a digest of everything else in
+the line, so that damage is noticed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ExactJob:
     """The facts that must be equal in two runs for their bits to be equal.
 
     seed: the seed of the job's random streams.
-    batch_size, leaf_size: the samples of a global batch, and of a leaf (a micro-batch of fixed size).
+    batch_size: the number of samples in a global batch.
+    leaf_size: the number of samples in a leaf (a micro-batch of fixed size).
     kinds: the names of the state kinds.
     tensors: the names and shapes of the tensors, in the order of their names.
     """
@@ -48,7 +49,7 @@ class ExactJob:
         return _line({"event": JOB, **to_record(self)})
 
     def difference(self, other: ExactJob) -> str:
-        """Return the first fact in which another job differs, in words; "" if there is none."""
+        """Return a description of the first fact in which another job differs; "" if there is none."""
         for name in ("batch_size", "leaf_size", "seed", "kinds"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -69,7 +70,7 @@ class ExactStep:
     step: the number of completed steps, including this one.
     norm: the norm of the gradients before clipping; None if it was not computed.
     losses: the loss of each leaf (micro-batch of fixed size); None if the engine was not given one.
-    state: by state kind, the digests of all tensors, `DIGEST_BYTES` each; empty if they were not computed.
+    state: a map from state kind to the digests of all tensors, `DIGEST_BYTES` each; {} if they were not computed.
     """
 
     step: int
@@ -115,7 +116,11 @@ class ExactStep:
 
 @dataclass(frozen=True)
 class ExactRun:
-    """The steps of an exact job that count, by number, in order. path: the report file that they come from."""
+    """The steps of an exact job that count, keyed by number, in order.
+
+    path: the report file from which they come.
+    job: the facts about the job.
+    """
 
     path: str
     job: ExactJob
@@ -126,7 +131,7 @@ def read_exact(path: str | Path) -> ExactRun:
     """Read the run of an exact job from a report file, skipping lines about other events.
 
     Raises ValueError, naming the file and the line, if the file is damaged, cut off, about two jobs, or without an
-    exact job; OSError if it cannot be opened.
+    exact job. Raises OSError if the file cannot be opened.
     """
     reading = _Reading()
     with Path(path).open("rb") as file:
@@ -190,7 +195,7 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
 
 
 def _plain(value: float | None) -> float | str | None:
-    """Return the value in a form that JSON can hold: a number with all its digits; a word for infinities and nan."""
+    """Return the value in a form that JSON can hold: a number with all its digits, or a word for infinities and nan."""
     return value if value is None or math.isfinite(value) else str(value)
 
 

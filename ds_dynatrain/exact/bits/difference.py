@@ -12,9 +12,9 @@ from ds_dynatrain.exact.bits.bit_records import ExactRun, ExactStep, read_exact
 
 LOSS, NORM = "loss", "norm"
 MOST_LINES = 10
-"""Largest number of differences of a step that are printed; the JSON has all of them."""
+"""Maximum number of differences of a step that are printed. The JSON has all of them."""
 _FIRST_KINDS = ("weight", "master")
-"""The state kinds that are reported first; moments follow, as they are the least interesting."""
+"""The state kinds that are reported first. Moments follow, because they are the least interesting."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Difference:
     """One value that differs.
 
     kind: "loss", "norm", "leaves" (their number), or a state kind.
-    name: the leaf, such as "leaf 3", or the tensor; empty for "norm" and "leaves".
-    one, other: the two values; for tensors, their digests.
+    name: the leaf, such as "leaf 3" (a leaf is a micro-batch of fixed size), or the tensor; "" for "norm" and "leaves".
+    one: the value in the first run; for tensors, their digest.
+    other: the value in the second run; for tensors, their digest.
     """
 
     kind: str
@@ -40,13 +41,13 @@ class Difference:
 class BitComparison:
     """The result of comparing two runs.
 
-    steps: the steps that both runs have, up to the first that differs, without that one.
+    steps: the steps that both runs have, up to but not including the first that differs.
     states: those of `steps` for which both runs have digests of weights and moments.
     unknown: the number of losses and norms in these steps that only one run has, for example because a rank died before
-    it sent its own.
+        it sent its own.
     step: the first step that differs; None if there is none.
     differences: all differences in that step, in the order in which a step computes the values: losses by leaf
-    (micro-batch of fixed size), the norm, weights, masters, moments.
+        (micro-batch of fixed size), the norm, weights, masters, moments.
     """
 
     steps: tuple[int, ...]
@@ -64,8 +65,8 @@ class BitComparison:
 def compare(one: ExactRun, other: ExactRun) -> BitComparison:
     """Compare two runs step by step.
 
-    Raises ValueError if they cannot be compared: they are of different jobs, have no step in common, or have no common
-    step with digests of weights and moments in both.
+    Raises ValueError if the runs cannot be compared: they belong to different jobs, have no step in common, or have no
+    common step with digests of weights and moments in both.
     """
     what = f"{one.path} and {other.path}"
     if unlike := one.job.difference(other.job):
@@ -114,7 +115,7 @@ def _numbers(step: ExactStep) -> tuple[float | None, ...]:
 
 
 def _differ(one: float | None, other: float | None) -> bool:
-    """Return whether both values are known and differ; -0.0 differs from 0.0, and nan equals nan."""
+    """Return whether both values are known and differ. -0.0 differs from 0.0, and nan equals nan."""
     return one is not None and other is not None and repr(one) != repr(other)
 
 
@@ -125,7 +126,7 @@ def _range(run: ExactRun) -> str:
 def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], BitComparison]:
     """Read and compare two report files.
 
-    Raises ConfigError if a file is damaged or has no exact job, and if the two cannot be compared.
+    Raises ConfigError if a file is damaged or has no exact job, or if the two cannot be compared.
     """
     try:
         runs = read_exact(one), read_exact(other)
@@ -171,7 +172,7 @@ def lines(runs: tuple[ExactRun, ExactRun], found: BitComparison) -> Iterator[str
 
 
 def _before(found: BitComparison) -> str:
-    """Return a sentence on what was still equal before the first difference, to show where to look for the reason."""
+    """Return a sentence on what was still equal before the first difference, to show where to look for the cause."""
     if not found.states:
         return "No step before it has digests of weights and moments in both."
     last = f"weights and moments were equal after step {found.states[-1]}"
@@ -181,7 +182,7 @@ def _before(found: BitComparison) -> str:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """Return these step numbers in words, followed by "is" or "are"."""
+    """Return a description of these step numbers, followed by "is" or "are"."""
     if len(steps) == 1:
         return f"step {steps[0]} is"
     whole = len(steps) == steps[-1] - steps[0] + 1

@@ -1,6 +1,6 @@
 """The rows on exact jobs (`dynatrain.exact`) in the table of features.
 
-`TRIED` and `TRIED_VALUES` are the keys of DeepSpeed's configuration that were tried in such jobs.
+`TRIED` and `TRIED_VALUES` are the keys of DeepSpeed's configuration that were tried in exact jobs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ TRIED = frozenset(
         "zero_optimization.stage3_max_reuse_distance",
     }
 )
-"""Keys of DeepSpeed's configuration of which all values were tried, or for which the value makes no difference."""
+"""Keys of DeepSpeed's configuration for which every value was tried, or the value makes no difference."""
 TRIED_VALUES: Mapping[str, object] = {
     "data_types.grad_accum_dtype": "fp32",
     "zero_optimization.reduce_scatter": True,
@@ -78,7 +78,7 @@ TRIED_VALUES: Mapping[str, object] = {
 }
 """Other keys, for which only this value was tried."""
 _OPEN = ("optimizer.params.", "scheduler.params.")
-"""Sections in which all keys are allowed."""
+"""Sections in which every key is allowed."""
 _TEST = "tests/engine/test_exact_refusals.py::test_"
 _OF_PIPELINES = "tests/engine/test_exact_pipeline.py::test_"
 

@@ -1,13 +1,13 @@
 """A sum of squares of fp32 numbers whose bits do not depend on the order of the numbers.
 
 Each square becomes two integers, whose sums are exact. A square is exact in fp64. All squares are rounded to one grid,
-which follows from the largest of them and from their number, so that the sum of all fits into 64 bits; the remainder is
-rounded to a second grid below it:
+which follows from the largest square and from the number of squares, so that the sum of all fits into 64 bits. The
+remainder is rounded to a second, finer grid:
 
     square = high * 2^(exponent - bits) + low * 2^(exponent - 2 bits) + an error below 2^(exponent - 2 bits - 1)
 
 The sums of `high` and `low` over all ranks do not depend on which rank holds which numbers (reproducible summation in
-bins, Demmel and Nguyen 2013). They are computed by C (`transfer/weigh.c`) if that was built, otherwise by numpy; both
+bins, Demmel and Nguyen 2013). They are computed by C (`transfer/weigh.c`) if that was built, otherwise by numpy. Both
 give the same integers.
 """
 
@@ -28,7 +28,7 @@ except ImportError:  # the package was installed without a C compiler
 
 Floats = npt.NDArray[np.float32]
 MOST_BITS = 50
-"""Limit of `Grid.bits`: adding 1.5 * 2^52, as the compiled sum does, rounds to whole numbers up to 2^51."""
+"""Limit of `Grid.bits`. Adding 1.5 * 2^52, as the compiled sum does, rounds to whole numbers only up to 2^51."""
 CHUNK = 1 << 15
 """Number of elements that are squared at once: 256 KiB in fp64."""
 
@@ -50,7 +50,7 @@ class Grid:
 
         largest: their largest absolute value, which must be finite and above 0.
 
-        Raises TransferError for another value, and unless there are 1 to 2^60 numbers.
+        Raises TransferError if `largest` is invalid, and unless there are 1 to 2^60 numbers.
         """
         if not (0 < largest < math.inf) or not 0 < count <= 1 << 60:
             raise TransferError(f"no grid for squares of {count} numbers up to {largest}: both must be finite, above 0")
@@ -59,13 +59,14 @@ class Grid:
     def total(self, high: int, low: int) -> float:
         """Return the sum of squares that these two sums of integers represent, rounded once.
 
-        high, low: the sums over all ranks.
+        high: the sum of `high` over all ranks.
+        low: the sum of `low` over all ranks.
         """
         return math.ldexp(float((high << self.bits) + low), self.exponent - 2 * self.bits)
 
 
 def largest(values: Floats) -> float:
-    """Return the largest absolute value: 0.0 if there are no values, and inf if one is inf or nan.
+    """Return the largest absolute value; 0.0 if there are no values, and inf if one is inf or nan.
 
     values: a 1-D contiguous array.
     """
@@ -76,7 +77,7 @@ def largest(values: Floats) -> float:
 def square_sums(values: Floats, grid: Grid) -> tuple[int, int]:
     """Return the sums of the integers (high, low) to which the squares of the values are rounded.
 
-    values: a 1-D contiguous array, in which nothing exceeds the largest value for which the grid was made.
+    values: a 1-D contiguous array. No absolute value in it may exceed the largest one for which the grid was made.
     """
     _check(values)
     by = math.ldexp(1.0, grid.bits - grid.exponent), math.ldexp(1.0, grid.bits)

@@ -1,10 +1,10 @@
 """The results of each step of an exact job, in bits: losses, the gradient norm, and digests of weights and moments.
 
 Each rank has the losses of its own leaves (micro-batches of fixed size) and parts of the state. It puts them into one
-vector of integers, whose sum over all ranks does not depend on which rank holds what: a loss as the bits of its fp64
-number, which no other rank has; a tensor's digest as the digest of the rank's parts. If several ranks or stages hold a
-whole weight, only one of them counts. To show a copy that differs, a second sum over all copies is added, which is 0 if
-they are equal (`reshard.certificate`).
+vector of integers, whose sum over all ranks does not depend on which rank holds what. A loss enters as the bits of its
+fp64 number, which no other rank has. A tensor's digest enters as the digest of the rank's parts. If several ranks or
+stages hold a whole weight, only one of them counts. To reveal a copy that differs, a second sum over all copies is
+added, which is 0 if they are equal (`reshard.certificate`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Batch:
-    """A trained global batch, as far as this rank knows it.
+    """The data that this rank has about a trained global batch.
 
     place: the segment of training, and the step.
     leaves: the number of leaves (micro-batches of fixed size).
@@ -62,7 +62,10 @@ class ExactSteps:
         """The job, and the step of the last line that this process wrote."""
 
     def note_loss(self, loss: object) -> None:
-        """Record the loss of the micro-batch that this rank trains; a later loss of the same one replaces it."""
+        """Record the loss of the micro-batch that this rank trains.
+
+        A later loss of the same micro-batch replaces it.
+        """
         host = self._engine.host
         if host.micro_step is None or host.slot_is_borrowed or not _is_loss(loss):
             return
@@ -70,7 +73,7 @@ class ExactSteps:
         self._losses[leaf] = _kept(loss)
 
     def note_losses(self, losses: Sequence[torch.Tensor]) -> None:
-        """Record the losses of all micro-batches of a pipeline, in order; called on its last stage."""
+        """Record the losses of all micro-batches of a pipeline, in order. Called on the pipeline's last stage."""
         step = self._engine.host.micro_step
         if step is not None:
             mine = range(self._engine.place("data"), step.leaves, step.data)
@@ -87,9 +90,9 @@ class ExactSteps:
             self._trained = _Batch(self._place, step.leaves, self._losses)
 
     def finish_step(self) -> None:
-        """Reduce the record of the step over all ranks, and write it.
+        """Reduce the record of the step over all ranks, and write the record.
 
-        All ranks call it after each step that ended a global batch.
+        All ranks call this after each step that ended a global batch.
         """
         batch, self._trained = self._trained, None
         if batch is None or batch.place != self._place:  # the world ended before the step was recorded
