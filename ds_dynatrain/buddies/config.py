@@ -25,7 +25,8 @@ class BuddiesConfig(Block):
     @model_validator(mode="before")
     @classmethod
     def _refuse_removed(cls, block: Any) -> Any:
-        """Raise ConfigError for what earlier versions took: why it is gone, and what to use."""
+        """Raise ConfigError for values that earlier versions accepted. The error says why they were removed, and what
+        to use."""
         given = block if isinstance(block, Mapping) else {}
         if (mode := given.get("mode")) in ("replay", "auto"):
             raise ConfigError(
