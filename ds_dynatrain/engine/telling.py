@@ -23,7 +23,8 @@ def event_of(
     was: tuple[Layout, tuple[int, ...]],
     pause_ms: float,
 ) -> SwitchEvent:
-    """Return the event of a switch as this member reports it: bytes are sums over all members, phases are its own."""
+    """Return the event of a switch as this member reports it. Bytes are sums over all members, phases are this member's
+    own."""
     proposal = preparation.proposal
     everyone = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
     kinds = measured.kinds
@@ -69,10 +70,10 @@ def tell(
     log: Callable[[SwitchEvent], None] = log_event,
     write: Callable[[EventWriter, SwitchEvent], None] | None = EventWriter.write,
 ) -> None:
-    """Report an event to the log and the report file. Only rank 0 does so.
+    """Report an event to the log and the report file. Takes effect only on rank 0.
 
-    log: function that logs the event.
-    write: function that writes the event's line into the report file; None to write no line.
+    log: logs the event.
+    write: writes the event's line into the report file; None to write no line.
     """
     if engine.rank != 0:
         return
@@ -83,7 +84,8 @@ def tell(
 
 
 def tell_of_switch(engine: EngineCore, event: SwitchEvent) -> None:
-    """Report a switch, whatever its outcome, to the log, the monitors and the coordinator. Only rank 0 does so."""
+    """Report a switch, whatever its outcome, to the log, the monitors and the coordinator. Takes effect only on rank
+    0."""
     tell(engine, event)
     if engine.rank == 0:
         if engine.settings.report.monitor:
@@ -92,7 +94,8 @@ def tell_of_switch(engine: EngineCore, event: SwitchEvent) -> None:
 
 
 def _write_to_monitors(engine: Any, event: SwitchEvent) -> None:
-    """Write an event to DeepSpeed's monitors; log an error of a monitor, since it must not undo a committed switch."""
+    """Write an event to DeepSpeed's monitors. An error of a monitor is only logged, because it must not undo a
+    committed switch."""
     try:
         engine.monitor.write_events(rows(event, int(engine.global_samples)))
     except Exception as error:  # a monitor's library may raise any exception
