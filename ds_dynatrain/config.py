@@ -249,7 +249,7 @@ def _validated(block: object) -> DynatrainConfig:
     try:
         return DynatrainConfig.model_validate(dict(block))
     except ValidationError as error:
-        errors = error.errors(include_url=False)  # a misspelt key explains one that is missing
+        errors = error.errors(include_url=False)  # a misspelt key explains a missing one
         first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
         path = tuple(part for part in first["loc"] if part not in (NAME, TABLE))
         where = ".".join([BLOCK, *map(str, path)])
@@ -277,7 +277,7 @@ def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     """Return the keys that are valid at a path inside the block."""
     model: type[BaseModel] = DynatrainConfig
     for key in path:
-        if key in model.model_fields:  # else it is one of a table of blocks
+        if key in model.model_fields:  # otherwise it is a key in a table of blocks
             model = block_at(str(key), model.model_fields[str(key)].annotation) or model
     return list(model.model_fields)
 

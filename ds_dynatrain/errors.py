@@ -23,7 +23,8 @@ class LayoutError(DynatrainError):
 
 
 class ProfileError(DynatrainError):
-    """A profile cannot be used: it belongs to another model or version, is truncated, or contains an invalid number."""
+    """A profile cannot be used, because it belongs to another model or version, is truncated, or contains an invalid
+    number."""
 
 
 class DataError(DynatrainError):

@@ -137,7 +137,7 @@ class Extension:
         """
 
     def attach(self, engine: Any) -> None:
-        """Attach to the engine, whose state does not exist yet. Called once."""
+        """Attach to the engine before the engine's state exists. Called once."""
         self.engine = engine
 
     def on_start(self) -> None:

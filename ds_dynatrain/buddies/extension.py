@@ -229,7 +229,7 @@ class Buddies(Extension):
         if (now[0], registered) != self._seen[:2]:
             self._next = None
         if registered != self._seen[1]:
-            self.forget()  # the copies are of another registration
+            self.forget()  # the copies belong to another registration of parameters
         waited = sum(each.take_seconds for each in keepers)
         self._seen, self._share = (now[0], registered, now[1]), waited / max(begin - self._left_at, 1e-6)
         try:

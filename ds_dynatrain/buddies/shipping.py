@@ -256,7 +256,7 @@ class Keeper:
 
     @property
     def has_single_holders(self) -> bool:
-        """Whether some elements are held by one member only, so that its death would lose them."""
+        """Whether some elements are held by one member only, so that the death of this member would lose them."""
         return has_single_holders(self.engine.vps, self.engine.layout)
 
     def enter(self, buddies: Mapping[int, tuple[int, ...]]) -> None:

@@ -419,7 +419,7 @@ class Pass(Iterator[Any]):
         loader._at = loader._at.advance() if last else loader._at
 
     def close(self) -> None:
-        """Drop the torch loader. Its worker processes end with the last reference to it."""
+        """Drop the torch loader. Its worker processes end once nothing refers to the loader any longer."""
         self._fetch = self._torch = None
 
     def _open_window(self) -> None:

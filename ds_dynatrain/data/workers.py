@@ -97,8 +97,8 @@ def without_collection() -> Iterator[None]:
 
 
 def like_stock() -> torch.Generator:
-    """Return a generator that will draw what torch's default one would draw next, and advance the default one by that
-    draw.
+    """Return a generator that will draw what torch's default generator would draw next, and advance the default
+    generator past that draw.
 
     A pass over the data therefore advances the user's random stream exactly the way a stock `DataLoader` does when it
     starts to iterate.

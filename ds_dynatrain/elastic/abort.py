@@ -177,4 +177,4 @@ def _shut(descriptor: int, inode: int) -> bool:
             copy.shutdown(socket.SHUT_RDWR)
             return True
     except OSError:
-        return False  # closed meanwhile, or not connected
+        return False  # closed in the meantime, or not connected

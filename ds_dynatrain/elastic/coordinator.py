@@ -77,8 +77,8 @@ class Coordinator:
         self._wakes_at = 0.0
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
-        """Serve until the job has finished and all peers have disconnected, or until `stop` is set; then close all
-        connections."""
+        """Serve until the job has finished and all peers have disconnected, or until `stop` is set. All connections are
+        closed after that."""
         door = Door(listener, self._token, _refusal(self._token_file), self._take)
         keeper, doorman = asyncio.create_task(self._keep_time()), asyncio.create_task(door.serve())
         stopper = asyncio.create_task((stop or asyncio.Event()).wait())
@@ -167,7 +167,7 @@ class Coordinator:
         if not isinstance(said, Announce | Agent | Query | Dismiss):
             raise MessageError(f"{said.kind}: announce, agent, query or dismiss comes after hello")
         if isinstance(said, Announce | Agent):
-            self._check_job(hello.job)  # again: another peer may have named the job meanwhile
+            self._check_job(hello.job)  # checked again: another peer may have named the job in the meantime
             self._job = self._job or hello.job
         return said
 

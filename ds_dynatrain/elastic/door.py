@@ -113,7 +113,7 @@ class Door:
         self._complaints = Complaints()
 
     async def serve(self) -> None:
-        """Accept connections until cancelled; then close the listening socket and all connections."""
+        """Accept connections until cancelled. The listening socket and all connections are closed after that."""
         self._listener.setblocking(False)
         try:
             while True:
@@ -155,7 +155,7 @@ class Door:
         try:
             tune(link)
             reader, writer = await asyncio.open_connection(sock=link)
-        except OSError:  # the peer has gone already
+        except OSError:  # the peer is already gone
             link.close()
             return
         try:

@@ -43,7 +43,7 @@ class Generation(WireRecord):
     aborted.
     """
     members: Members
-    """The members in the order of their ranks: survivors in their old order, then newcomers."""
+    """The members in the order of their ranks: survivors in their old order, followed by newcomers."""
     survivors: Annotated[int, Field(ge=0)] = 0
     """Number of members, counted from rank 0, that were in the last entered world and hold its state."""
     leaving: Members = ()
@@ -88,7 +88,7 @@ class Generation(WireRecord):
 
     @property
     def prefix(self) -> str:
-        """Prefix of this generation's keys in the store."""
+        """Prefix of this generation's keys in the key-value store."""
         return f"world/{self.term}/{self.generation}"
 
     def rank(self, member: str) -> int | None:

@@ -24,7 +24,7 @@ PAUSE_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds, in seconds, of the histogram's buckets for pauses."""
 
 Kind = Literal["start", "join", "leave", "failure", "restore", "taken over"]
-"""The purpose of a change of the world."""
+"""Why the world has changed."""
 Cause = Literal[
     "PROGRAM_STARTUP",
     "TRAINING_PREP",

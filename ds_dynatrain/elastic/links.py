@@ -143,9 +143,8 @@ class HostLinks:
 def largest_reaching(nodes: Sequence[Node], are_parted: Callable[[Node, Node], bool]) -> tuple[Node, ...]:
     """Return the largest set of nodes that contains no disconnected pair, in their order.
 
-    If several sets are largest, the one with the first nodes is returned. The search is a vertex cover: at least one
-    node of each disconnected pair must be removed, so it removes either one node or all nodes that are disconnected
-    from it.
+    If several sets are largest, the one with the first nodes is returned. At least one node of each disconnected pair
+    must be removed, so the search removes either one node or all nodes that are disconnected from it.
     """
     apart = {node: {other for other in nodes if other != node and are_parted(node, other)} for node in nodes}
     branches, best = 0, tuple[int, ...]()

@@ -33,7 +33,7 @@ class OwnWaits:
     def waiting(self, what: str) -> Iterator[None]:
         """Context manager that declares that its block may take long.
 
-        No effect outside the main thread, because no other thread can hold up members.
+        It has no effect outside the main thread, because no other thread can hold up members.
 
         what: a word for people, such as "saving".
         """
@@ -77,7 +77,7 @@ class MainThread:
         modules of `waits_in`."""
         if not self._is_asked:
             self._asked_at, self._is_asked = time.monotonic(), True
-            self._is_asked = self._ask(self._callback, None) == 0  # else too many are pending: try again next time
+            self._is_asked = self._ask(self._callback, None) == 0  # if too many are pending, try again next time
         seconds = time.monotonic() - self._asked_at
         return 0.0 if str(OWN_WAITS) or is_in(self._waits_in) else seconds
 

@@ -447,7 +447,7 @@ class Member:
             self.leave()
 
     def _come_back(self) -> bool:
-        """Reconnect and announce this member again. Return False if the process has to end or is stopping."""
+        """Reconnect and announce this member again. Returns False if the process has to end or is stopping."""
         begin = time.monotonic()
         while not self._stopping.wait(RETRY_SECONDS):
             self._see_termination()

@@ -186,7 +186,7 @@ class MembershipStateMachine:
                 self._back[member] = missed
                 self._breach = f"{member} was heard of again"
             else:
-                self._owed.append(Publish(self._world, (member,)))  # its generation is over: tell it the newest
+                self._owed.append(Publish(self._world, (member,)))  # its generation is over: send it the newest one
         self._note(now)
 
     def _held_state_in(self, world: Generation, member: str) -> bool:
@@ -200,7 +200,8 @@ class MembershipStateMachine:
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
         """Return whether the other members no longer need a silent member.
 
-        This is so if its state has been handed over, or if another member has entered a later generation without it.
+        They do not if the member's state has been handed over, or if another member has entered a later generation
+        without it.
         """
         if member in self._world.leaving and self._is_handed_over:
             return True
@@ -227,7 +228,7 @@ class MembershipStateMachine:
         if self.roster.update(member, said, now):
             if _answered(said) >= newest:
                 self._mute.pop(member, None)
-            if self._recovery is None or not self._recovery.heard_of(member):  # else another job's
+            if self._recovery is None or not self._recovery.heard_of(member):  # otherwise the world is another job's
                 self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._break(member, said)
@@ -461,7 +462,8 @@ class MembershipStateMachine:
         return 0 < self.settings.stuck_seconds <= self.links.still_for(now)
 
     def _see_who_is_mute(self, failed: Generation, now: float) -> None:
-        """Record which members have not reported the failure of a generation. All its members should report it."""
+        """Record which members have not reported the failure of a generation. All members of that generation should
+        report it."""
         for member in failed.members:
             if member in self.roster and _answered(self.roster[member].report) < failed.generation:
                 self._mute.setdefault(member, []).append(now)
@@ -722,7 +724,7 @@ class MembershipStateMachine:
 
     @property
     def _is_handed_over(self) -> bool:
-        """Whether the leaving members of the current generation are no longer needed, because all others have their
+        """Whether the leaving members of the current generation are no longer needed, because all others hold the
         state.
 
         If all members leave, there are no others, and each member is waited for until it has gone.

@@ -89,7 +89,7 @@ class Welcome(WireRecord):
 
 
 class Refused(WireRecord):
-    """Refusal of the peer, at the start or later. The connection ends after it.
+    """Refusal of the peer, at the start or later. The connection ends after this message.
 
     Before the peer has proved the token, the refusal itself is not authenticated.
     """
@@ -137,7 +137,7 @@ class Tally(WireRecord):
     samples: Count = 0
     """Number of samples before the current step, over all ranks, counted from the start of the job."""
     stepping_seconds: Seconds = 0.0
-    """Time between pairs of boundaries with a step between them."""
+    """Time between boundaries, counting only those intervals in which a step was taken."""
     held_seconds: Seconds = 0.0
     """Time spent at boundaries and in discarded global batches."""
     saving_seconds: Seconds = 0.0

@@ -70,7 +70,7 @@ class Reach:
             self._listener = None
 
     def _try(self, addresses: Sequence[str]) -> None:
-        with suppress(OSError):  # the coordinator has gone meanwhile
+        with suppress(OSError):  # the coordinator is gone
             self._tell(*reached_of(addresses))
 
 

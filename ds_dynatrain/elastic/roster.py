@@ -83,7 +83,7 @@ class RosterEntry:
 
 
 class Roster:
-    """The workers that count as alive, by id."""
+    """The workers that count as alive, keyed by id."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RosterEntry] = {}
@@ -189,7 +189,7 @@ class Recovery:
     """Record of the worlds that returning members know. One of these worlds is chosen when the recovery ends.
 
     The recovery ends when all members of the newest world have returned, or `seconds` after the last return. If no
-    member has returned but some still may, the recovery lasts until the time that was given to `expect`.
+    member has returned but some still may, the recovery lasts until the time given to `expect`.
     """
 
     def __init__(self, until: float, seconds: float) -> None:

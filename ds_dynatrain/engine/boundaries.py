@@ -117,8 +117,9 @@ class Boundaries:
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
         """Take part in a requested switch, at a boundary of an engine other than the first.
 
-        Raises ConfigError if the first engine has not reached a boundary yet, because newcomers would wait here. Raises
-        WorldChanged if the script comes here again and again without reaching a boundary of the first engine.
+        Raises ConfigError if the first engine has not reached a boundary yet, because newcomers would wait at this one.
+        Raises WorldChanged if the script reaches this boundary again and again without reaching one of the first
+        engine.
         """
         if not self.first.has_stood:
             raise ConfigError(
@@ -190,7 +191,7 @@ class Boundaries:
         watch = Watch(self.first.control, by_hearts=False)
         with self._long_wait() as wait:
             while self.first.idle:
-                if self.driver.machine.world is None:  # without work it waits for no member
+                if self.driver.machine.world is None:  # as long as there is no change, this process waits for no member
                     wait.rest()
                 wait.look()
                 watch.control = self.first.control
@@ -224,7 +225,7 @@ class Boundaries:
     # ---- after a loss ------------------------------------------------------------------------------------------------
 
     def see_failure(self) -> None:
-        """Form a new world if a collective has failed that the script called itself, outside all calls of an engine."""
+        """Form a new world if a collective has failed that the script itself called, outside all calls of an engine."""
         failure = self.losses.failure
         if failure is not None and self.losses.explains(failure):
             self.form_anew()

@@ -94,7 +94,7 @@ class Changes:
         """
         event, (now, words) = self._engine.last_switch, PROCESS.membership.formed
         if event is not None and (event.outcome, event.generation) == ("rolled_back", before.generation):
-            if now <= formed:  # otherwise members have come or gone since
+            if now <= formed:  # otherwise members have joined or left
                 return f"rolled back: {event.reason}"
         if now != formed:
             return words

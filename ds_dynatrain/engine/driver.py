@@ -134,7 +134,7 @@ class Driver:
         self._close_boards()
 
     def say_once(self, what: str) -> None:
-        """Log a warning, unless it equals the last one logged here."""
+        """Log a warning, unless this method logged the same one last."""
         if what != self._said:
             self._said = what
             logger.warning("%s", what)
@@ -190,7 +190,7 @@ class Driver:
 
     @singledispatchmethod
     def _do(self, action: Action) -> None:
-        """Carry out one action. The method below that is registered for the action's type does this."""
+        """Carry out one action, using the method below that is registered for the action's type."""
         raise TypeError(f"no action: {action!r}")
 
     @_do.register
@@ -283,7 +283,7 @@ class Driver:
         ]
         moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
         refusals = dict[int, SwitchRefused | None]()
-        for engine, proposal in moving:  # before any thread starts, as the first thread asks each engine for its needs
+        for engine, proposal in moving:  # before any thread starts: the first one asks each engine for its needs
             with engine.turn():
                 engine.vps.mesh(proposal.source_layout), engine.vps.mesh(proposal.layout)
                 if engine.idle:

@@ -58,8 +58,8 @@ def in_turn(call: Call) -> Call:
 class DynatrainEngine(HostEngine):
     """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`.
 
-    Its parts are in `_parts`. First come the calls that DeepSpeed's engine does not have. The calls of DeepSpeed's
-    engine that do more here follow: they run in the engine's turn, in a world that may be aborted during the call.
+    Its parts are in `_parts`. The class has the calls that DeepSpeed's engine lacks, followed by those of DeepSpeed's
+    calls that do more in this engine: they run in the engine's turn, in a world that may be aborted during the call.
     """
 
     _parts: EngineParts
@@ -763,8 +763,8 @@ class DynatrainEngine(HostEngine):
         checkpoint from which only weights are requested. With `load_module_strict=False`, frozen weights that the
         checkpoint lacks stay unchanged.
 
-        A member that joins a running job loads nothing before its first batch there. In this case the call returns the
-        result of the job's own call, with the parts of the client state that JSON can hold.
+        A member that has just joined a running job loads nothing before its first batch. In this case the call returns
+        the result of the job's own call, with the parts of the client state that JSON can hold.
         """
         part = CheckpointPart(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
@@ -777,7 +777,8 @@ class DynatrainEngine(HostEngine):
     reload_states = in_turn(HostEngine.reload_states)
 
     def destroy(self) -> None:
-        """Destroy DeepSpeed's engine, and end its job, so that members that wait for work in it can end."""
+        """Destroy DeepSpeed's engine, and end the engine's job, so that members that wait for work in that job can
+        end."""
         if "_parts" not in self.__dict__:
             return
         with self.turn():

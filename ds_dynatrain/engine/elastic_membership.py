@@ -189,7 +189,7 @@ class ElasticMembership(Elastic):
         return engine is not first and first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Form a new world if a collective has failed that the script called itself.
+        """Form a new world if a collective has failed that the script itself called.
 
         Within a call that `surviving` runs, this raises WorldChanged instead, and `surviving` forms the new world.
         """
@@ -208,7 +208,7 @@ class ElasticMembership(Elastic):
             return call()
         except RuntimeError as error:
             if not losses.explains(error):
-                if found := complaint():  # every later call would fail, too, also those that end the script
+                if found := complaint():  # every later call would fail, too, including those that end the script
                     self._give_up(found)
                 raise
         finally:

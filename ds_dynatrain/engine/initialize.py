@@ -258,7 +258,7 @@ def _refuse_beside(others: list[EngineCore], model: nn.Module, place: WorkerPlac
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
     stood = [other.job.number for other in others if other.has_stood]
-    if place is not None and stood:  # members that have come would not know of this engine
+    if place is not None and stood:  # members that have joined would not know of this engine
         raise ConfigError(
             f"engine {stood[0]} of this process has dealt a batch already, and members that come would not know of a "
             "new engine; make all engines before the first batch of any of them"

@@ -1,4 +1,5 @@
-"""Loaders of an engine, which follow the world: how they are made, what they ask the engine, and means over batches."""
+"""Loaders of an engine, which follow the world: how they are made, the engine's answers to them, and means over
+batches."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Shuffling:
 
 
 class Loaders:
-    """Host of an engine's loaders (see `data.loader.Host`). It also computes means over their batches."""
+    """Host of an engine's loaders (see `data.loader.Host`). It also computes means over the loaders' batches."""
 
     def __init__(self, engine: EngineCore, switcher: Switcher, window: DiscardableBatch) -> None:
         self.engine, self._switcher, self._window = engine, switcher, window

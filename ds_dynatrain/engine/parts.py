@@ -140,7 +140,7 @@ class EngineParts(EngineCore):
             self.saver.settle()
             PROCESS.membership.say_end(self)
             self.close_loaders()
-        except RuntimeError:  # the store is gone: no member can be told
+        except RuntimeError:  # the store is gone: no member can be notified
             pass
         PROCESS.membership.remove(self)
         if self.world is not None:

@@ -162,8 +162,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         """Train a global batch the way DeepSpeed does. A pending change takes effect first. An idle member waits in
         this call.
 
-        data_iter: see `set_dataiterator`. Without it the batch comes from the previous iterator, or from the first
-            loader if there was none.
+        data_iter: see `set_dataiterator`. By default the batch comes from the previous iterator, or from the first
+            loader if no iterator was set.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -243,8 +243,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         super().set_dataiterator(iterator)
 
     def loader(self, dataset: Any, **arguments: Any) -> TrainLoader | EvaluationLoader:
-        """Return a loader, the same way as any engine. Raises DataError for a short last global batch, which a pipeline
-        cannot run."""
+        """Return a loader; see `DynatrainEngine.loader`. Raises DataError for a short last global batch, which a
+        pipeline cannot run."""
         made = super().loader(dataset, **arguments)
         if isinstance(made, EvaluationLoader):
             return made

@@ -147,8 +147,8 @@ class Switcher:
         return pending is not None and (pending.layout, pending.at, pending.late) == wanted
 
     def place_in_training(self) -> str:
-        """Return a key for a request: unique to this point in training, and the same on all members that make the
-        request there."""
+        """Return a key for a request: unique to this point in training, and the same on all members that make this
+        request."""
         now = (self.engine.segment, self.engine.micro_steps)
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
         return f"{now[0]}/{now[1]}/{self._asked[1]}"
@@ -476,7 +476,7 @@ class Switcher:
         if preparation is None:
             return
         if self.engine.pending is None and preparation.board is not self.engine.control:
-            self.engine.close_preparation()  # a change of members, which this script has not asked for
+            self.engine.close_preparation()  # a change of members, which this script did not request
             return
         tell(self.engine, self._drop(preparation, "the job ended before a boundary came for it", "cancelled"))
 

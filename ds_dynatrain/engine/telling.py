@@ -28,7 +28,7 @@ def event_of(
     proposal = preparation.proposal
     everyone = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
     kinds = measured.kinds
-    has_figures = measured.stats is not None and not measured.is_uncertain  # else the board does not answer
+    has_figures = measured.stats is not None and not measured.is_uncertain  # otherwise the board does not answer
     figures = preparation.figures(kinds) if has_figures else None
     outcome: Outcome = "committed" if measured.committed else "rolled_back"
     certificate = None

@@ -221,7 +221,7 @@ class Fallback(Extension):
     # ---- what waits for a boundary -----------------------------------------------------------------------------------
 
     def waiting(self, steps: int) -> Iterator[str]:
-        """Yield a description of each save here that waits for a boundary."""
+        """Yield a description of each save of this extension that waits for a boundary."""
         engine = self._engine
         if self._hears_termination() and engine.global_steps - self._told_at > END_STEPS:
             yield "SIGTERM has come, all working members are to save and end"
@@ -268,8 +268,8 @@ class Due:
         self._next_look: int | None = None
         self._looked = 0.0, 0
         self._again_at: float | None = None
-        """Time, by rank 0's clock, at which to retry a postponed save; None if none was postponed. On every member it
-        is None, or on none."""
+        """Time, by rank 0's clock, at which to retry a postponed save; None if no save was postponed. All members agree
+        on whether it is None."""
 
     def is_now(self) -> bool:
         """Return whether a save is due at this boundary, the first one of its step. Raises WorldChanged if a member is

@@ -107,8 +107,8 @@ def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:
 
 
 def _places(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge two reports: the position of rank 0, and one member for each other loader and step, up to a few of
-    these."""
+    """Merge two reports: keep the position of rank 0, and one member for each other loader and step, up to a small
+    number."""
     stands = {(place, step): [member, place, step] for member, place, step in (*other["elsewhere"], *one["elsewhere"])}
     return {"leader": one["leader"] or other["leader"], "elsewhere": sorted(stands.values())[:MOST_PLACES]}
 

@@ -371,8 +371,7 @@ class ChangeStage(Enum):
 class BoundaryMachine:
     """State machine that decides what one process does at a boundary (the point between two optimizer steps).
 
-    destinations: returns each engine's new layout and members if this member leads; None if there is no possible
-    layout.
+    destinations: returns each engine's new layout and members if this member leads; None if no layout is possible.
     world: the generation that the process is about to enter; None while it is in the newest one.
     proposals: the proposals of the current attempt.
     """
@@ -386,7 +385,7 @@ class BoundaryMachine:
         self.tries = 0
         self.restores = False
         self.meets_at: int | None = None
-        """Step at which all members meet; None until rank 0 has named it."""
+        """Step at which all members meet; None until rank 0 has named a step."""
         self._copies: tuple[WholeCopies, ...] = ()
         self._survivors: list[dict[str, Survivor]] = []
         """For each engine, a map from the id of every member that may hold state to its report, without copies that
@@ -586,7 +585,7 @@ class BoundaryMachine:
         if newest.generation <= max(self._passed_over, 0 if at is None else at.generation):
             return False
         is_first = self.world is None and newest.change == "planned" and own.is_switching
-        return not is_first  # the switch that the user asked for comes before a planned change
+        return not is_first  # a switch requested by the user comes before a planned change
 
     def _set_out(self, own: OwnFacts, newest: Generation) -> list[Action]:
         self.forget()
@@ -857,7 +856,7 @@ class BoundaryMachine:
         return [Post(first.meeting_key, step + 1, is_decision=True)] if own.has_waited else []
 
     def _meet_idle(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Take part, as an idle member, in a switch that begins, or follow the outcome of a switch without this
+        """Take part, as an idle member, in a switch that is beginning, or follow the outcome of a switch without this
         member."""
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:

@@ -159,7 +159,8 @@ class Control:
         return sorted(map(int, self._store.get(key).decode().rstrip(",").split(",")))
 
     def answers(self, seconds: float) -> bool:
-        """Return whether the store answers within `seconds`. A second call before the answer waits longer."""
+        """Return whether the store answers within `seconds`. A further call takes longer while an earlier one is
+        unanswered."""
         try:
             answered(lambda: self._store.check(["alive"]), seconds)
         except td.DistError:

@@ -104,7 +104,7 @@ def destinations(
     say: logs a message for users.
     """
     world, present = asked.world, list(asked.present)
-    if not world.members:  # all go: they meet as they are, to save and end at one step
+    if not world.members:  # all members leave: they meet in their current layout, to save and end at one step
         return present
     if asked.restores:
         return _of_restoring(asked, engines, say)
@@ -233,7 +233,7 @@ def growing(members: int, present: Layout) -> Iterator[Layout]:
     for data in range(members // (present.world_size // present.data), 0, -1):
         try:
             yield present.replace(data=data)
-        except LayoutError:  # experts ask for a multiple of their number
+        except LayoutError:  # experts require a multiple of their number
             continue
 
 

@@ -11,8 +11,8 @@ The model is `_DistWrapper` of torch's distributed checkpoint (`torch/distribute
 | `vote` | does its part, and reports | one decision: commit if no member failed, otherwise no commit on any |
 
 Values go up a `Tree`: a member that leads others joins their values with its own, and the first member posts one answer
-for all. Nothing here is a collective, and every wait ends. A member that fails inside `vote` writes a record against
-the commit; waiting members watch this record and leave with its reason.
+for all. None of these calls is a collective, and every wait ends. A member that fails inside `vote` writes a record
+against the commit; waiting members watch this record and leave with its reason.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Session:
         if board.member == first:
             try:
                 said: dict[str, Any] = {"value": compute()}
-            except Exception as error:  # the others wait for an answer, whatever it is
+            except Exception as error:  # the others wait for an answer, whatever the error is
                 said = {"failed": _words(error, first)}
             except BaseException as error:
                 board.post(f"{self.key}/{step}", {"failed": _words(error, first)})
@@ -262,7 +262,7 @@ class Session:
             if self.is_first:
                 try:
                     answer = {"said": joined if judge is None else judge(joined)}
-                except Exception as error:  # the others wait for an answer, whatever it is
+                except Exception as error:  # the others wait for an answer, whatever the error is
                     answer = {"failed": _words(error, self.board.member)}
                 self.board.decide(key, answer)
             found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
@@ -370,7 +370,7 @@ class Session:
             raise MemberMissing(doing, (), 0.0)
 
     def _account(self, place: str, missing: MemberMissing) -> dict[str, Any]:
-        """Return which members have not reached a step; if all have, return those in `missing`."""
+        """Return the members that have not reached a step; if all have reached it, those listed in `missing`."""
         absent = [one for one in self.members if not self.board.all_posted(f"{place}/0", [one])]
         return {"missing": absent or list(missing.members), "seconds": missing.seconds}
 

@@ -56,7 +56,7 @@ class WholeState:
 
 
 def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
-    """Return the newest whole state that the survivors hold, with as many ranks as possible; None if there is none.
+    """Return the newest whole state that the survivors hold, with as many ranks as possible; None if they hold none.
 
     Ranks of different layouts are not combined: after several losses in a row only some members may already be in the
     smaller layout.

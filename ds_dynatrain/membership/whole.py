@@ -119,8 +119,10 @@ def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | 
 
 
 def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dict[int, bool]]]]:
-    """Return, for each mark (newest first) and each rank, a map from each member with its copy to whether the copy is
-    its own."""
+    """Return (mark, holders) for each mark, newest first.
+
+    holders: a map from rank to {member with the rank's copy: whether it is a copy of the member's own state}.
+    """
     found: dict[Mark, dict[int, dict[int, bool]]] = {}
     for member, copies in sorted(had.items()):
         for copy in copies:

@@ -98,7 +98,7 @@ class _Server(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection to its end, then make room for another reader."""
+        """Serve a connection to its end, and make room for another reader after that."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -29,7 +29,7 @@ class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to show a record; called by `logging`."""
         if logging.getLogger().handlers:
-            return False  # `logging` has been configured since, and its own handlers show the record
+            return False  # `logging` was configured later, and its own handlers show the record
         return record.levelno >= logging.WARNING or os.environ.get("LOCAL_RANK", "0") == "0"
 
 

@@ -29,7 +29,7 @@ def restore_all(
     paths = [found.path.absolute() for engine in engines if (found := backups_of(engine.job.extensions))]
     left_out: list[str] = []
     while True:
-        with suppress(CheckpointDamaged):  # then the next older one, for all of them
+        with suppress(CheckpointDamaged):  # continue with the next older one, for all engines
             return _restored(engines, proposals, worlds, paths, left_out)
 
 

@@ -138,7 +138,8 @@ class LeanTransaction:
             let_go(self.engine)
 
     def _restore(self, path: Path) -> dict[str, Any]:
-        """Restore in the new world. Returns the digest and the state kinds on members that have a rank there."""
+        """Restore in the new world. Returns the digest and the state kinds on members that have a rank in the new
+        layout."""
         engine, proposal, world = self.engine, self.proposal, self.preparation.world
         if self.preparation.target_rank is None or world is None:
             return {}

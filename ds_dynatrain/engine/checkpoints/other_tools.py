@@ -70,7 +70,8 @@ class Converted(Universal):
 
     there: a map from a tensor's name in the checkpoint to (number, tensor) in the checkpoint.
     parameters: a map from each name of a parameter of this model to the parameter.
-    names: a map from a name here to the name in the checkpoint, which for a tied parameter may be another of its names.
+    names: a map from a tensor's name in this model to its name in the checkpoint, which may be another name of a tied
+        parameter.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Converted(Universal):
     def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the hyper-parameters of each group's tensors.
 
-        Raises CheckpointError if they differ between tensors that belong to one group here.
+        Raises CheckpointError if they differ between tensors that this training has in one group.
         """
         found: list[dict[str, Any]] = [{} for _ in self.present["groups"]]
         first: dict[int, str] = {}
@@ -168,7 +169,7 @@ class Converted(Universal):
         return found
 
     def _buffer(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a buffer that the other tool has stored among the tensors, without distinguishing buffers from
+        """Return a buffer that the other tool has stored among the tensors. That tool does not distinguish buffers from
         parameters."""
         tensor = self.there[name][1]
         rows: tuple[ManifestRow, ...] = ()

@@ -90,4 +90,4 @@ def _tag(path: Path, wanted: str | None) -> str:
     try:
         return folder.latest(path)
     except CheckpointError:
-        return folder.LATEST  # not a tag: loading it fails on all members alike
+        return folder.LATEST  # not a tag: loading it fails in the same way on all members

@@ -62,8 +62,8 @@ class FromCheckpoint(StateSource):
     part: the requested part; its `is_read_here` is true. It may leave the schedule unchanged, and also frozen weights
         that the checkpoint lacks (otherwise an error).
     tensors: the tensors that the checkpoint has.
-    kept: the numbers of the frozen tensors that were not saved in it.
-    registration: the registration of its parameters and optimizer groups, if it has any.
+    kept: the numbers of the frozen tensors that the checkpoint does not contain.
+    registration: the registration of the checkpoint's parameters and optimizer groups, if it has any.
     """
 
     kinds: Sequence[str] = ()
@@ -122,7 +122,7 @@ class FromCheckpoint(StateSource):
         return self._memory
 
     def _checked_tensors(self) -> dict[int, int]:
-        """Return a map from each tensor's number in the checkpoint to its number here.
+        """Return a map from each tensor's number in the checkpoint to its number in this training.
 
         Raises CheckpointError if the models differ. The error names a tensor.
         """
@@ -201,7 +201,7 @@ class FromCheckpoint(StateSource):
     def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
         """Return the shared extra state.
 
-        numbers: a map from a tensor's number in the checkpoint to its number here.
+        numbers: a map from a tensor's number in the checkpoint to its number in this training.
         """
         raise NotImplementedError
 

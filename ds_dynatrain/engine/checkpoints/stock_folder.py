@@ -81,7 +81,7 @@ def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
             return True
         return (engine.layout.pipe > 1 and not _trains_alike(engine, held)) or _is_cut_anew(engine, held)
     except CheckpointError:
-        return False  # content that is not read here: DeepSpeed needs the same layout
+        return False  # content that our code cannot read: DeepSpeed needs the same layout
 
 
 def _is_beyond(engine: EngineCore, held: ZeroFolder, part: CheckpointPart) -> bool:

@@ -141,7 +141,8 @@ class FromCopies(StateSource):
         self._give_rests(transport, time.monotonic() + seconds)
 
     def _plans(self) -> list[SwitchPlan]:
-        """Return the plans for trained state, with weights cast from masters, and for frozen weights in the copies."""
+        """Return two plans: one for trained state, whose weights are cast from masters, and one for frozen weights in
+        the copies."""
         vps = self._target.with_layout(self._layout, self._names)
         goal = self._goal.layout, self._goal.members
         trained = {tensor.group for tensor in vps.tensors if tensor.trainable}
