@@ -44,7 +44,7 @@ _HOMES = {
     "Change": "engine.changes",
     "SwitchEvent": "report",
 }
-"""Modules of the names that need heavy imports."""
+"""Map from each name that needs heavy imports to its module."""
 
 
 def __getattr__(name: str) -> Any:

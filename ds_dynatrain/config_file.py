@@ -1,4 +1,4 @@
-"""Reading of DeepSpeed configurations, in every form in which they can be given."""
+"""Reading of DeepSpeed configurations in every accepted form."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def read_config(config: Config) -> dict[str, Any]:
-    """Return a configuration as a dictionary, read as DeepSpeed reads it: a file may hold comments, and no key may
-    occur twice.
+    """Return a configuration as a dictionary, read the way DeepSpeed reads it: a file may contain comments, and no key
+    may occur twice.
 
-    Raises `ConfigError` if it cannot be read or a key occurs twice.
+    Raises `ConfigError` if the configuration cannot be read or a key occurs twice.
     """
     if isinstance(config, Mapping):
         return dict(config)
@@ -47,7 +47,7 @@ def read_config(config: Config) -> dict[str, Any]:
 
 
 def _once(name: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dictionary of one JSON object of a configuration; raise `ConfigError` for a repeated key."""
+    """Return the dictionary of one JSON object of a configuration. Raises `ConfigError` for a repeated key."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -1,4 +1,4 @@
-"""The exceptions of ds_dynatrain: one tree, each with what failed and what to do about it."""
+"""The exceptions of ds_dynatrain: one class tree. Each message says what failed and what to do about it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ from collections.abc import Iterable
 
 
 class DynatrainError(Exception):
-    """Base of every exception that ds_dynatrain raises on purpose."""
+    """Base class of every exception that ds_dynatrain raises on purpose."""
 
 
 class ConfigError(DynatrainError):
-    """The `dynatrain` block or a call's arguments cannot be used as they stand."""
+    """The `dynatrain` block or the arguments of a call cannot be used as given."""
 
 
 class UnsupportedError(ConfigError):
-    """A feature of DeepSpeed, torch or the model that a live switch would handle wrongly today; refused by name."""
+    """A feature of DeepSpeed, torch or the model is refused, because a live switch would not handle it correctly. The
+    message names the feature."""
 
 
 class LayoutError(DynatrainError):
-    """A layout is impossible in itself or in this world; the message has the arithmetic."""
+    """A layout is invalid, by itself or in this world; the message has the arithmetic."""
 
 
 class ProfileError(DynatrainError):
-    """A profile cannot be used: it belongs to another model or version, is truncated, or has an impossible number."""
+    """A profile cannot be used, because it belongs to another model or version, is truncated, or contains an invalid
+    number."""
 
 
 class DataError(DynatrainError):
@@ -30,9 +32,9 @@ class DataError(DynatrainError):
 
 
 class SwitchRefused(DynatrainError):  # noqa: N818 - a refusal is an answer, not a failure
-    """A switch was asked for and cannot be done; nothing has changed.
+    """A requested switch cannot be made; nothing has changed.
 
-    reason: why, with the numbers that failed.
+    reason: why it cannot be made, with the numbers that failed.
     way_out: what to do instead, such as the nearest valid layout or a setting.
     """
 
@@ -43,14 +45,14 @@ class SwitchRefused(DynatrainError):  # noqa: N818 - a refusal is an answer, not
 
 
 class SwitchFailed(DynatrainError):  # noqa: N818
-    """A switch failed before its commit and is rolled back; the cause is chained."""
+    """A switch failed before its commit and was rolled back; the cause is chained."""
 
 
 class OutcomeUnknown(DynatrainError, RuntimeError):  # noqa: N818
-    """The record that decides could not be read: other members may have committed, so this one must not continue
+    """The record of a decision could not be read: other members may have committed, so this one must not continue
     training.
 
-    Its state is that from before the call. End the process; in an elastic job, another one takes its place.
+    This member's state is that from before the call. End the process; in an elastic job, another one takes its place.
     """
 
     def __init__(self, what: str, seconds: float, reason: str) -> None:
@@ -62,11 +64,13 @@ class OutcomeUnknown(DynatrainError, RuntimeError):  # noqa: N818
 
 
 class CensusError(SwitchFailed):
-    """The live buffers of DeepSpeed are not where the layout says; the message names tensor, state kind and numbers."""
+    """DeepSpeed's live buffers do not match the layout; the message names the tensor, the state kind and the
+    numbers."""
 
 
 class CertificateError(SwitchFailed):
-    """A digest, a replica or extra state differs between the two sides of a switch; the message names what."""
+    """A digest, a replica or extra state differs between the two sides of a switch; the message names the
+    difference."""
 
 
 class TransferError(SwitchFailed):
@@ -83,13 +87,12 @@ class MemberMissing(TransferError):  # noqa: N818
 
 
 class CheckpointError(DynatrainError):
-    """A checkpoint could not be saved or loaded; training goes on as before."""
+    """A checkpoint could not be saved or loaded; training continues as before."""
 
 
 class CheckpointDamaged(CheckpointError):  # noqa: N818
-    """A checkpoint on disk is not as it was saved, or is of another format; the message names the file, or tensor and
-    kind.
-    """
+    """A checkpoint on disk differs from what was saved, or has another format; the message names the file, or the
+    tensor and state kind."""
 
 
 class WeightsError(DynatrainError):
@@ -97,30 +100,31 @@ class WeightsError(DynatrainError):
 
 
 class ElasticError(DynatrainError):
-    """A setting, a message or an answer about membership cannot be used; nothing was joined."""
+    """A setting, a message or an answer about membership cannot be used; the process has not joined a job."""
 
 
 class MessageError(ElasticError):
-    """Bytes that are no message of the protocol; the error says which field is wrong and why."""
+    """Bytes are not a message of the protocol; the error names the wrong field and the reason."""
 
 
 class PeerRefused(ElasticError):  # noqa: N818
-    """The coordinator does not admit this process, or no longer does; the message is its reason."""
+    """The coordinator does not admit this process, or no longer does; the message is the coordinator's reason."""
 
 
 class CoordinatorUnproved(PeerRefused):
     """The server at the coordinator's address has not proved that it is the job's coordinator.
 
-    A process that was admitted before goes on looking for the coordinator; one that starts ends with this error.
+    A process that was admitted before continues to look for the coordinator; a process that is starting ends with this
+    error.
     """
 
 
 class JobFinished(ElasticError):  # noqa: N818 - an end, not a failure
-    """The scripts of the working members have ended, so processes that wait for work can go."""
+    """The scripts of the working members have ended, so processes that wait for work can end."""
 
 
 class WorldChanged(ElasticError, RuntimeError):  # noqa: N818 - not a failure of the caller's
     """The world for which a call was meant is over: a member is gone, or another generation was published.
 
-    Collectives of the user's script raise it; the script goes on with the loader's next batch.
+    Collectives of the user's script raise this error; the script continues with the loader's next batch.
     """

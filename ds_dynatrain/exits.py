@@ -1,4 +1,4 @@
-"""Exit of a command that cannot do what it is asked: one line on stderr, and an exit code."""
+"""Exit of a command that cannot do what it was asked to do: one line on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import typer
 from ds_dynatrain.errors import DynatrainError
 
 REFUSED, UNREADABLE, INTERRUPTED = 1, 2, 130
-"""Exit codes besides 0."""
+"""Exit codes other than 0."""
 
 
 @contextmanager
 def saying(command: str) -> Iterator[None]:
-    """Report an error of this context as one line on stderr, and exit with the matching exit code."""
+    """Context manager that reports an error of its block as one line on stderr, and exits with the matching exit
+    code."""
     try:
         yield
     except (DynatrainError, OSError) as error:

@@ -1,8 +1,10 @@
-"""Extensions of an engine: hooks around its steps, boundaries and worlds, which the engine calls without knowing them.
+"""Extensions of an engine: hooks around its steps, boundaries and worlds. The engine calls the hooks without knowing
+the extensions.
 
-An engine calls every hook of every extension in one order, on all working members alike, so a hook may use collectives
-of the engine's world. Users pass their own extensions to `initialize(extensions=...)`, in the same order on every
-process. The package's own extensions are imported only if their key is in the `dynatrain` block.
+A boundary is the point between two optimizer steps. An engine calls every hook of every extension in the same order on
+all working members, so a hook may use collectives of the engine's world. Users pass their own extensions to
+`initialize(extensions=...)`, in the same order on every process. The package's own extensions are imported only if
+their key is in the `dynatrain` block.
 """
 
 from __future__ import annotations
@@ -22,38 +24,38 @@ BUILT_IN: Mapping[str, str] = {
     "buddies": "ds_dynatrain.buddies.extension:Buddies",
     "fallback": "ds_dynatrain.fallback.extension:Fallback",
 }
-"""Key of the `dynatrain` block -> class of its extension, in the order in which hooks are called."""
+"""Map from a key of the `dynatrain` block to the class of its extension, in the order in which hooks are called."""
 BLOCKS: Mapping[str, str] = {
     "balance": "ds_dynatrain.balance.config:BalanceConfig",
     "exact": "ds_dynatrain.exact.config:ExactConfig",
     "buddies": "ds_dynatrain.buddies.config:BuddiesConfig",
     "fallback": "ds_dynatrain.fallback.config:FallbackConfig",
 }
-"""Key of the `dynatrain` block -> class of the block under this key."""
+"""Map from a key of the `dynatrain` block to the class of the block under this key."""
 COMMANDS: Mapping[str, str] = {
     "compare": "ds_dynatrain.comparison.command:compare",
     "compare-exact": "ds_dynatrain.exact.command:compare_exact",
     "balance": "ds_dynatrain.balance.command:balance",
 }
-"""Command of `ds-dynatrain` -> the function that typer calls for it."""
+"""Map from a command of `ds-dynatrain` to the function that typer calls for it."""
 ROWS: Mapping[str, str] = {
     "balance": "ds_dynatrain.balance.balance_rows:ROWS",
     "buddies": "ds_dynatrain.buddies.rows:ROWS",
     "exact": "ds_dynatrain.exact.bits.rows:ROWS",
     "fallback": "ds_dynatrain.fallback.rows:ROWS",
 }
-"""Name of a support table -> the rows that an extension adds to the tables of `support`."""
+"""Map from the name of a support table to the rows that an extension adds to the tables of `support`."""
 BACKUP_KEY = "dynatrain.fallback.path"
-"""Configuration key that errors and warnings recommend if state is, or could be, lost because nothing was saved."""
+"""Configuration key that errors and warnings recommend when state is lost, or could be, because nothing was saved."""
 
 
 @dataclass(frozen=True)
 class Backups:
-    """Checkpoints that an extension saves by itself, and from which state that members have lost is restored.
+    """Checkpoints that an extension saves automatically, and from which lost state is restored.
 
     what: a name for one of them, such as "fallback checkpoint".
     path: their folder.
-    keep: how many of the newest stay in the folder.
+    keep: how many of the newest checkpoints stay in the folder.
     """
 
     what: str
@@ -62,15 +64,15 @@ class Backups:
 
 
 class Extension:
-    """Base of all extensions; no hook does anything unless a subclass overrides it.
+    """Base class of all extensions. A hook does nothing unless a subclass overrides it.
 
-    An extension that has `state_dict` and `load_state_dict` is carried and saved under `name`, as an object of
-    `engine.register_for_checkpointing`: a member that starts to work takes rank 0's state, and `engine.load` brings
-    back the state that was saved.
+    The state of an extension with `state_dict` and `load_state_dict` is saved and moved with the job's state under
+    `name`, like that of an object given to `engine.register_for_checkpointing`: a member that starts to work receives
+    rank 0's state, and `engine.load` restores the saved state.
     """
 
     name: ClassVar[str] = ""
-    """Unique in a job: the key of its block and of its state."""
+    """Name of the extension, unique in a job. It is the key of the extension's block and of its state."""
     has_leaves: ClassVar[bool] = False
     """Whether micro-batches hold the same samples in every world."""
     group: ClassVar[str] = ""
@@ -81,10 +83,11 @@ class Extension:
     # ---- when an engine is made --------------------------------------------------------------------------------------
 
     def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
-        """Raise UnsupportedError for a job that the extension does not support; called before the process joins it."""
+        """Raise UnsupportedError for a job that the extension does not support. Called before the process joins the
+        job."""
 
     def check_launch(self, is_elastic: bool) -> None:
-        """Raise DynatrainError for a launch that the extension does not support; called before the process joins the
+        """Raise DynatrainError for a launch that the extension does not support. Called before the process joins the
         job.
 
         is_elastic: whether members come and go.
@@ -93,20 +96,24 @@ class Extension:
     def check_beside(self, here: Any, there: Any, number: int) -> None:
         """Raise DynatrainError if the extension does not support a second engine in the process.
 
-        Called before the second engine is made, on the extensions of both. here: the settings of the new engine. there:
-        those of the process's engine `number`.
+        Called before the second engine is made, on the extensions of both engines.
+
+        here: the settings of the new engine.
+        there: the settings of the process's engine `number`.
         """
 
     def check_model(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
-        """Raise UnsupportedError for a model that the extension cannot train; called when it has all its layers."""
+        """Raise UnsupportedError for a model that the extension cannot train. Called when the model has all its
+        layers."""
 
     def stage_cut(
         self, config: Mapping[str, Any], exchange: Callable[[str, Any], Mapping[int, Any]]
     ) -> Callable[[int, int], tuple[int, ...]] | None:
-        """Return a function from (layers, stages) to the cut of a PipelineModule; None leaves it to DeepSpeed.
+        """Return a function from (layers, stages) to the division of a PipelineModule into stages; None leaves it to
+        DeepSpeed.
 
-        exchange: posts a value of this process under a key, and returns the values of all starting processes, by
-        member.
+        exchange: posts a value of this process under a key, and returns a map from member to value for all starting
+        processes.
         """
         return None
 
@@ -115,131 +122,138 @@ class Extension:
         return config
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return values that must be equal on all processes of the job, by name."""
+        """Return a map from name to value for values that must be equal on all processes of the job."""
         return {}
 
     def engine_class(self, kind: type[Any]) -> type[Any]:
-        """Return the class of engine to make in place of `kind`, which may be a subclass of it."""
+        """Return the engine class to use instead of `kind`, which may be a subclass of it."""
         return kind
 
     def check_layout(self, layout: Any, batch: Any, has_stages: bool) -> None:
-        """Raise SwitchRefused for a layout that the extension does not support, at the start too.
+        """Raise SwitchRefused for a layout that the extension does not support. Called for the first layout, too.
 
-        batch: `BatchSizes` of the job. has_stages: whether the model is a PipelineModule.
+        batch: the `BatchSizes` of the job.
+        has_stages: whether the model is a PipelineModule.
         """
 
     def attach(self, engine: Any) -> None:
-        """Take the engine, whose state does not exist yet; called once."""
+        """Attach to the engine before the engine's state exists. Called once."""
         self.engine = engine
 
     def on_start(self) -> None:
-        """Act on the finished engine; called at the end of `initialize` on working members, and ends it with what it
-        raises."""
+        """Act on the finished engine. Called at the end of `initialize` on working members. An error raised here ends
+        `initialize`."""
 
     # ---- when a layout is chosen -------------------------------------------------------------------------------------
 
     def step_ms(self, layout: Any, members: Sequence[int]) -> dict[str, float]:
-        """Return predicted milliseconds of a step in a layout, by name, and their `total`; empty if none are known.
+        """Return the predicted duration of a step in a layout in milliseconds: a map from name to part, with the sum
+        under `total`; empty if there is no prediction.
 
-        members: by rank.
+        members: the member at each rank.
         """
         return {}
 
     def best_layouts(self, members: int) -> Iterable[Any] | None:
-        """Return the best layouts for a number of members, best first, if `layouts` is "best"; None for no opinion."""
+        """Return the best layouts for a number of members, best first. Called if `layouts` is "best". None for no
+        opinion."""
         return None
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Surround a forward pass, in training or not; not called by pipelines."""
+        """Return a context manager for a forward pass, in training or not. Not called by pipelines."""
         return nullcontext()
 
     def after_forward(self, output: Any) -> None:
-        """Look at the output of a forward pass; not called by pipelines."""
+        """Inspect the output of a forward pass. Not called by pipelines."""
 
     def around_backward(self) -> AbstractContextManager[None]:
-        """Surround a backward pass; not called by pipelines."""
+        """Return a context manager for a backward pass. Not called by pipelines."""
         return nullcontext()
 
     def after_backward(self, loss: Any) -> None:
-        """Look at a loss after its backward pass; not called by pipelines."""
+        """Inspect a loss after its backward pass. Not called by pipelines."""
 
     def around_batch(self) -> AbstractContextManager[None]:
-        """Surround all passes of a global batch and the optimizer's step; called by pipelines alone."""
+        """Return a context manager for all passes of a global batch and the optimizer's step. Called only by
+        pipelines."""
         return nullcontext()
 
     def around_update(self) -> AbstractContextManager[None]:
-        """Surround the optimizer's step."""
+        """Return a context manager for the optimizer's step."""
         return nullcontext()
 
     def after_batch(self) -> None:
-        """Act after the optimizer's step, while the global batch that it closes is still known."""
+        """Act after the optimizer's step, while the finished global batch is still known."""
 
     def after_step(self) -> None:
-        """Act at the end of the `engine.step()` or `train_batch()` that closes a global batch.
+        """Act at the end of the `engine.step()` or `train_batch()` that finishes a global batch.
 
-        `engine.global_steps` counts the step by then. An idle member makes no step.
+        `engine.global_steps` already counts the step. An idle member takes no step.
         """
 
     def on_batch_forgotten(self) -> None:
-        """Act once no global batch is open any more, trained or discarded."""
+        """Act when a global batch is no longer open, because it was trained or discarded."""
 
     # ---- between two steps -------------------------------------------------------------------------------------------
 
     def waiting(self, steps: int) -> Iterator[str]:
-        """Yield, in words, what waits for a boundary; called after each optimizer step, and sends no message.
+        """Yield a description of each thing that waits for a boundary. Called after every optimizer step; must not
+        communicate.
 
-        steps: since the last boundary.
+        steps: number of steps since the last boundary.
         """
         yield from ()
 
     def save_if_due(self) -> None:
-        """Save the state elsewhere, if that is due now; the time that it takes counts as saving.
+        """Save the state outside the job if a save is due now. The time that this takes counts as saving.
 
-        Called at a boundary before the changes that are due, on working members. In elastic launches only the process's
+        Called on working members at a boundary, before the changes that are due. In elastic launches only the process's
         first engine calls it.
         """
 
     def save_now(self) -> None:
-        """Save the state elsewhere, because training pauses or ends here; called in elastic launches on working
-        members.
-        """
+        """Save the state outside the job, because training pauses or ends here. Called in elastic launches on working
+        members."""
 
     def at_boundary(self) -> None:
         """Act between two global batches of the process's first engine, after all changes that were due.
 
-        Called in elastic launches alone, on working members.
+        Called only in elastic launches, on working members.
         """
 
     def before_leaving_world(self) -> None:
-        """Finish all work in the present world, before its process groups are destroyed."""
+        """Finish all work in the current world, before its process groups are destroyed."""
 
     def before_load(self) -> None:
-        """Act before another state is loaded into the present world; a load that fails leaves the state as it is."""
+        """Act before another state is loaded into the current world. If the load fails, the state stays unchanged."""
 
     def backups(self) -> Backups | None:
         """Return the checkpoints from which lost state can be restored; None if the extension saves none."""
         return None
 
     def memory_in(self, layout: Any, members: tuple[int, ...]) -> int:
-        """Return the bytes of host memory that the extension would take in a layout, on the member that needs the
+        """Return the bytes of host memory that the extension would need in a layout, on the member that needs the
         most."""
         return 0
 
     def protects(self) -> Literal["", "no", "yes"]:
-        """Return "yes" or "no" if the extension knows whether the job outlives a death; else ""."""
+        """Return "yes" or "no" if the extension knows whether the job survives a death; else ""."""
         return ""
 
     def on_change(self, change: Any) -> None:
-        """Look at a change of the rank, the members or the layout, before the next batch; see `engine.on_change`."""
+        """React to a change of the rank, the members or the layout, before the next batch. See `engine.on_change`."""
 
     def on_end(self) -> None:
-        """Let go of the process; called when the engine ends, also an unfinished one, and perhaps twice."""
+        """Release everything that the extension holds in the process.
+
+        Called when the engine ends, even if it is unfinished, and perhaps twice.
+        """
 
 
 def check(extensions: Sequence[Any]) -> None:
-    """Raise ConfigError for invalid extensions of a user: of another class, without a name, or with one that is taken.
+    """Raise ConfigError for invalid user extensions: of another class, without a name, or with a name that is taken.
     Called by `initialize`."""
     for place, extension in enumerate(extensions):
         kind = type(extension).__name__
@@ -252,29 +266,29 @@ def check(extensions: Sequence[Any]) -> None:
 
 
 def made(settings: Any) -> list[Extension]:
-    """Return the package's extensions that a `dynatrain` block asks for, in their order; called by `initialize`."""
+    """Return the package's extensions that a `dynatrain` block requests, in their order. Called by `initialize`."""
     return [named(path)(settings) for key, path in BUILT_IN.items() if getattr(settings, key) is not None]
 
 
 def backups_of(extensions: Iterable[Extension]) -> Backups | None:
-    """Return the backups of the first extension that has any; None if none has."""
+    """Return the backups of the first extension that has any; None if no extension has any."""
     return next((found for each in extensions if (found := each.backups()) is not None), None)
 
 
 def rows() -> dict[str, tuple[Any, ...]]:
-    """Return the support rows of all extensions of the package, by the name of their table; for documentation."""
+    """Return the support rows of all extensions of the package, keyed by the name of their table; for documentation."""
     return {name: named(path) for name, path in ROWS.items()}
 
 
 def named(path: str) -> Any:
-    """Return the object that a path names, such as "package.module:name"; imports its module."""
+    """Import and return the object that a path names, such as "package.module:name"."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 @contextmanager
 def around(blocks: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter all context managers, each inside the one before."""
+    """Context manager that enters all given context managers, each inside the previous one."""
     with ExitStack() as stack:
         for block in blocks:
             stack.enter_context(block)

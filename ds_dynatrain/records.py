@@ -1,7 +1,7 @@
 """Records: frozen dataclasses as plain JSON, and back with their types checked.
 
-Members exchange records, and files keep them. A class whose values travel is a dataclass that needs no code of its own
-for it: `to_record` reads its fields, and `from_record` checks each field against its annotation.
+Members exchange records, and files store them. A class that is exchanged is a plain dataclass without code for it:
+`to_record` reads its fields, and `from_record` checks each field against its annotation.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def to_record(value: Any) -> Any:
 def from_record(kind: type[T], record: Any) -> T:
     """Return the object of class `kind` that `to_record` turned into `record`.
 
-    Raises:
-        TransferError: the record lacks a field, has one that the class does not know, or a value of another type.
+    Raises TransferError if the record lacks a field, has an unknown field, or has a value of a wrong type.
     """
     known: Any = kind
     try:

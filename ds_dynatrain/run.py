@@ -1,8 +1,8 @@
-"""`python -m ds_dynatrain.run SCRIPT ARGUMENTS`: run an unchanged script of Hugging Face's with elastic trainers.
+"""`python -m ds_dynatrain.run SCRIPT ARGUMENTS`: run an unchanged Hugging Face script with elastic trainers.
 
 Under torchrun: `torchrun --nnodes=2:8 --rdzv-backend=dynatrain ... -m ds_dynatrain.run train.py ARGUMENTS`, or `-m
-ds_dynatrain.run -m package.module ARGUMENTS`. Trainers whose DeepSpeed configuration has no `dynatrain` block work as
-always.
+ds_dynatrain.run -m package.module ARGUMENTS`. Trainers whose DeepSpeed configuration has no `dynatrain` block behave as
+usual.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ USAGE = "python -m ds_dynatrain.run SCRIPT [ARGUMENTS], or python -m ds_dynatrai
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script or module as `__main__`; raise ConfigError if `arguments` names none."""
+    """Run a script or module as `__main__`. Raises ConfigError if `arguments` names none."""
     is_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if is_module else arguments
     if not rest or rest[0].startswith("-"):

@@ -3,12 +3,13 @@
 | file | |
 |---|---|
 | `extension` | the extension that the engine calls: when copies are taken, and what users see of them |
-| `assignment` | which rank keeps the copies of which |
+| `assignment` | which rank keeps the copies of which other ranks |
 | `taking` | takes a copy, and turns it into bytes and a header |
-| `shipping` | sends one engine's copies in its present world from a thread, and keeps those that arrive |
+| `shipping` | sends one engine's copies from a thread, and keeps those that arrive |
 | `config`, `rows` | the `buddies` block; supported and refused uses |
 
-`engine/copies` defines a copy, its place in a process, and how a state is put together from copies.
+A *ward* of a member is another member whose copies it keeps. `engine/copies` defines a copy, where a process keeps it,
+and how a state is put together from copies.
 
 May import `engine`; start with `extension`.
 """

@@ -1,16 +1,17 @@
-"""The assignment of *buddies*, the ranks that keep copies of a rank's state: on other nodes wherever there are any.
+"""The assignment of *buddies*, the ranks that keep copies of a rank's state: on other nodes if there are any.
 
-Nodes of equal size form pairs, whose ranks keep each other's copies: if two of n nodes die, state is lost in 1/(n - 1)
-of all cases with pairs, and in 2/(n - 1) with a ring. The remaining nodes form one group, together with as many pairs
-as it takes for no node in it to be larger than all others together. In the group ranks are in a row, node by node, and
-each keeps the copy of the rank a fixed number of places before it. Every rank then keeps one copy. Only if one node has
-more ranks than all others together, these keep several each, and some ranks of the large node none.
+Nodes of equal size form pairs, whose ranks keep each other's copies. If two of n nodes die, state is lost in 1/(n - 1)
+of all cases with pairs, and in 2/(n - 1) with a ring. The remaining nodes form one group, with as many pairs added as
+needed so that no node in the group is larger than all its others together. In the group the ranks stand in a row, node
+by node, and each keeps the copy of the rank a fixed number of positions earlier. Every rank therefore keeps one copy.
+The exception is one node with more ranks than all others together: the ranks of the other nodes keep several copies
+each, and some ranks of the large node keep none.
 
-Further buddies, if more than one is asked for, are assigned by the Hungarian method (scipy's `linear_sum_assignment`):
-on nodes that have no copy of that rank yet, and not on its own node as long as there is another rank elsewhere; then as
-evenly as that allows.
+Further buddies, if more than one is requested, are assigned by the Hungarian method (scipy's `linear_sum_assignment`):
+on nodes that have no copy of that rank yet, and not on the rank's own node as long as other nodes have a free rank;
+among these, as evenly as possible.
 
-On a single node each rank counts as a node of its own: copies then protect against a process that dies alone.
+On a single node each rank counts as a node of its own: copies protect against the death of a single process.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from ds_dynatrain.plan import is_copied
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 Node = tuple[int, ...]
-"""The ranks on a node."""
+"""The ranks on one node."""
 MOMENTS = 2
-"""Number of copies kept of each rank, so that a whole one exists while the next one is written."""
+"""Number of copies kept of each rank, so that a whole copy exists while the next one is written."""
 
 
 def memory_of_copies(
@@ -39,8 +40,9 @@ def memory_of_copies(
     """Return the bytes of host memory that each rank needs for copies; 0 if there is only one rank.
 
     A rank keeps `MOMENTS` copies of its own buffers and of those of its wards, the ranks whose copies it keeps.
+
     nodes: the node of each rank.
-    copies: how many other ranks keep each copy.
+    copies: the number of other ranks that keep each copy.
     everything: see `is_copied`.
     """
     buddies = buddies_of(nodes, copies)
@@ -52,7 +54,7 @@ def memory_of_copies(
 
 
 def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, everything: bool) -> int:
-    """Return the bytes of the buffers in a rank's copy."""
+    """Return the size in bytes of the buffers in a rank's copy."""
     sizes = vps.local(layout, rank).sizes()
     kept = {key: numel for key, numel in sizes.items() if is_copied(vps, layout, *key, everything)}
     return sum(numel * vps.kind(kind).itemsize for (kind, _), numel in kept.items())
@@ -83,12 +85,12 @@ def _first(names: Sequence[str]) -> list[int]:
 
 
 def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]:
-    """Return one more buddy of each rank.
+    """Return one more buddy for each rank.
 
     names: the nodes of the ranks.
     before: the buddies assigned so far.
 
-    Each rank keeps one more copy, or as many as it takes to keep copies off the node of their own rank.
+    Each rank gets one more copy to keep, or more if this is needed to keep copies off their rank's own node.
     """
     count, ranks = len(names), np.arange(len(names))
     node = np.unique(list(names), return_inverse=True)[1]
@@ -111,12 +113,12 @@ def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]
 
 
 def wards_of(buddies: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
-    """Return the ranks whose copies a rank keeps, ascending."""
+    """Return the ranks whose copies a rank keeps, in ascending order."""
     return tuple(ward for ward, keepers in enumerate(buddies) if rank in keepers)
 
 
 def _by_size(names: Sequence[str]) -> list[Node]:
-    """Return the nodes, the largest first."""
+    """Return the ranks of each node, largest node first."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         ranks.setdefault(name, []).append(rank)
@@ -124,7 +126,7 @@ def _by_size(names: Sequence[str]) -> list[Node]:
 
 
 def _grouped(nodes: list[Node]) -> tuple[list[tuple[Node, Node]], list[Node]]:
-    """Return (pairs of equal size, all other nodes, the largest first)."""
+    """Return the pairs of nodes of equal size, and all other nodes, largest first."""
     pairs: list[tuple[Node, Node]] = []
     rest: list[Node] = []
     for node in nodes:
@@ -138,7 +140,10 @@ def _grouped(nodes: list[Node]) -> tuple[list[tuple[Node, Node]], list[Node]]:
 
 
 def _around(group: list[Node]) -> dict[int, int]:
-    """Return the buddies of ranks whose nodes form one group, the largest node first."""
+    """Return a map from rank to buddy for nodes that form one group.
+
+    group: the nodes, largest first.
+    """
     ranks = [rank for node in group for rank in node]
     shift = len(group[0]) if group else 0
     if 2 * shift <= len(ranks):

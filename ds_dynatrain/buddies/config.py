@@ -12,7 +12,7 @@ from ds_dynatrain.errors import ConfigError
 
 
 class BuddiesConfig(Block):
-    """Copies in members' memory of state that one rank holds alone, for jobs whose members come and go."""
+    """Copies, in other members' memory, of state that only one rank holds, for jobs whose members come and go."""
 
     mode: Annotated[Literal["off", "copy"] | None, Said(default='"copy" in an elastic job, else "off"')] = None
     """Whether other members keep copies; `None`: in an elastic job of two or more nodes, if half of the free memory
@@ -20,12 +20,13 @@ class BuddiesConfig(Block):
     every_steps: Steps = 1
     """Number of steps between two copies."""
     copies: Annotated[Size, Said("members")] = 1
-    """How many other members keep each copy; a job begins with more members than that."""
+    """How many other members keep each copy; a job must start with more members than that."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_removed(cls, block: Any) -> Any:
-        """Raise ConfigError for what earlier versions took: why it is gone, and what to use."""
+        """Raise ConfigError for values that earlier versions accepted. The error says why they were removed, and what
+        to use."""
         given = block if isinstance(block, Mapping) else {}
         if (mode := given.get("mode")) in ("replay", "auto"):
             raise ConfigError(

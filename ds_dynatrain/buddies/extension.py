@@ -1,11 +1,11 @@
 """The extension that keeps copies on buddies: when copies are taken, which members keep them, and what users see of it.
 
-All working members pass the same boundaries and decide from the same numbers: the results of the last round are reduced
-over their world, so that all of them take copies at the same steps, or none does. Older copies may be overwritten only
-when all members have all copies of a later boundary.
+All working members pass the same boundaries (the points between two optimizer steps) and decide from the same numbers:
+the results of the last round are reduced over their world, so either all of them take copies at a step, or none does.
+Older copies may be overwritten only when all members have all copies of a later boundary.
 
-With several engines in a process the first one decides, at its boundaries and while no other is in a global batch: all
-engines then take copies, with the same buddies, and all of these copies count or none.
+With several engines in a process the first one decides, at its own boundaries and while no other engine is in a global
+batch. All engines take copies together, with the same buddies, and either all of these copies count or none.
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ from ds_dynatrain.space import Layout
 class Protection:
     """The protection of an engine's state against a death, as this member sees it.
 
-    buddies: member -> the members that keep its copies. step: the newest step of which all keepers are known to have
-    all copies; None if there is none. is_protected: whether the death of one member costs only the steps after `step`.
-    why: the reason if not, or if nothing needs a copy. memory_bytes: host memory for copies. sent_bytes, take_ms,
-    ship_ms: of the last round: bytes sent, how long the step waited for the copy, and how long it was under way. taken,
-    skipped: number of rounds, and of those left out because the one before had not ended.
+    buddies: a map from each member to the members that keep its copies.
+    step: the newest step of which all copies are known to have arrived; None if there is none.
+    is_protected: whether the death of one member costs only the steps after `step`.
+    why: why the state is not protected, or why it needs no copies.
+    memory_bytes: host memory for copies.
+    sent_bytes: bytes sent in the last round.
+    take_ms: how long the step waited for the last copy.
+    ship_ms: how long the last round took.
+    taken: number of rounds.
+    skipped: number of rounds left out because the previous one had not ended.
     """
 
     buddies: dict[int, tuple[int, ...]]
@@ -67,13 +72,13 @@ class Protection:
 MILLIONTHS = 1_000_000
 NEW_WORLD = "no copy of this world is whole yet"
 MOST_BY_DEFAULT = 0.5
-"""Fraction of a node's free memory that copies may take if the user has not asked for them."""
+"""Fraction of a node's free memory that copies may take if the user has not requested them."""
 MUCH_OF_A_STEP = 0.1
-"""Fraction of a step's time from which waiting for copies is worth a warning."""
+"""Fraction of a step's time above which waiting for copies causes a warning."""
 
 
 class Buddies(Extension):
-    """The extension that keeps copies of one engine's state on other members, its buddies, for the whole job."""
+    """The extension that keeps copies of one engine's state on other members, its buddies, throughout the job."""
 
     name = "buddies"
     group = GROUP
@@ -86,7 +91,8 @@ class Buddies(Extension):
         self._worlds: list[World | None] = []
         """The worlds of all engines when buddies were last assigned."""
         self._by_member: dict[int, tuple[int, ...]] = {}
-        """Member -> the members that keep its copies, for all engines; the same on all working members."""
+        """Map from each member to the members that keep its copies, for all engines; the same on all working
+        members."""
         self._why = NEW_WORLD
         self._is_protected = self._is_behind = self._has_said_cost = False
         self._cannot = ""
@@ -95,18 +101,18 @@ class Buddies(Extension):
         """Reason why copies alone do not protect the state in this world; "" if they do."""
         self._last_warning = ""
         self._whole_of: dict[int, tuple[int, ...]] = {}
-        """`_by_member` as it was when the newest complete copies were taken, perhaps in an earlier world."""
+        """Value of `_by_member` when the newest complete copies were taken, perhaps in an earlier world."""
         self._seen: tuple[str, tuple[int, ...], int] = ("", (), -1)
         self._next: int | None = None
-        """The step at which the next copy is due; None for immediately."""
+        """The step at which the next copy is due; None if it is due immediately."""
         self._rounds: Sequence[Round] = ()
-        """The rounds of copies under way, one for each engine."""
+        """The rounds of copies that are under way, one for each engine."""
         self._left_at, self._share = 0.0, 0.0
         self._taken = self._skipped = 0
         self._last_error = ""
 
     def attach(self, engine: Any) -> None:
-        """Connect to the engine, and give it access to the copies that this process keeps."""
+        """Attach to the engine, and give it access to the copies that this process keeps."""
         super().attach(engine)
         self._engine = engine._parts
         self._engine.kept = self.kept
@@ -114,15 +120,14 @@ class Buddies(Extension):
 
     @property
     def _all(self) -> Sequence[Buddies]:
-        """The `Buddies` of all engines of the process, the first engine's first; only this one while its engine is
-        being made.
-        """
+        """The `Buddies` of all engines of the process, the first engine's first. While this engine is being made, only
+        this one."""
         open_ones = [found for one in open_engines() if isinstance(found := one.extension(self.name), Buddies)]
         return open_ones or (self,)
 
     @property
     def _first(self) -> Buddies:
-        """The `Buddies` of the process's first engine, which decides for all."""
+        """The `Buddies` of the process's first engine, which decides for all engines."""
         return self._all[0]
 
     @property
@@ -135,7 +140,7 @@ class Buddies(Extension):
             raise IN_A_FIXED_LAUNCH.error()
 
     def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
-        """Raise ConfigError if two engines of a process have different blocks, also if one of them has no buddies."""
+        """Raise ConfigError if two engines of a process have different blocks, or if only one of them has buddies."""
         if here.buddies != there.buddies:
             blocks = ["none" if each.buddies is None else each.buddies.model_dump() for each in (here, there)]
             raise ConfigError(
@@ -144,10 +149,11 @@ class Buddies(Extension):
             )
 
     def on_start(self) -> None:
-        """Raise ConfigError if the first world cannot have the buddies that the user asked for.
+        """Raise ConfigError if the first world cannot have the buddies that the user requested.
 
-        The reason is too few members, or too little host memory on this node for the copies of this engine and of those
-        made before. If buddies are on by default, nothing is refused: `_why_not` then gives the reason, in every world.
+        The reason is too few members, or too little host memory on this node for the copies of this engine and of
+        earlier engines. If buddies are only on by default, nothing is refused here; `_why_not` gives the reason in
+        every world.
         """
         if self._settings.mode is None:
             return
@@ -167,7 +173,7 @@ class Buddies(Extension):
             )
 
     def _needs(self, nodes: Sequence[str]) -> list[int]:
-        """Return the bytes that copies of all engines take on each rank.
+        """Return the bytes that the copies of all engines take on each rank.
 
         nodes: the node of each rank.
         """
@@ -183,7 +189,8 @@ class Buddies(Extension):
     def _why_not(self) -> str:
         """Return why no copies are taken in this world although they are on by default; "" if they are taken.
 
-        All members return the same. A collective over the engine's world if it has two nodes or more.
+        All members return the same text. This is a collective over the engine's world if the world has two nodes or
+        more.
         """
         engine, world = self._engine, self._engine.world
         where = [engine.candidates.nodes[member] for member in engine.members]
@@ -209,10 +216,10 @@ class Buddies(Extension):
     # ---- at a boundary -----------------------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """Take a copy if one is due; working members call this between two global batches, once for each step.
+        """Take a copy if one is due. Working members call this between two global batches, once for each step.
 
-        It comes last at a boundary, so that no switch waits for a copy that was taken just before it. The loss of a
-        member raises nothing here: the next collective of training finds it, too.
+        This is the last call at a boundary, so that no switch waits for a copy taken just before it. The loss of a
+        member raises nothing here, because the next collective of training detects it, too.
         """
         engine, keepers = self._engine, self._keepers
         now = engine.segment, engine.global_steps
@@ -222,7 +229,7 @@ class Buddies(Extension):
         if (now[0], registered) != self._seen[:2]:
             self._next = None
         if registered != self._seen[1]:
-            self.forget()  # the copies are of another registration
+            self.forget()  # the copies belong to another registration of parameters
         waited = sum(each.take_seconds for each in keepers)
         self._seen, self._share = (now[0], registered, now[1]), waited / max(begin - self._left_at, 1e-6)
         try:
@@ -234,13 +241,12 @@ class Buddies(Extension):
         self._left_at = time.perf_counter()
 
     def before_leaving_world(self) -> None:
-        """Wait until no copy is under way in the world, for the usual time-out."""
+        """Wait, at most for the usual time-out, until no copy is under way in the world."""
         self.keeper.settle()
 
     def before_load(self) -> None:
-        """Void all copies, since they would bring back the state that the load replaces; a collective of the working
-        members.
-        """
+        """Void all copies, because they would bring back the state that the load replaces. This is a collective of the
+        working members."""
         engine = self._engine
         if (first := open_engines()[0]) is not engine:  # copies of all engines follow the first engine's places
             first.repeat_places()
@@ -249,7 +255,7 @@ class Buddies(Extension):
         self.replace()
 
     def memory_in(self, layout: Layout, members: tuple[int, ...]) -> int:
-        """Return the bytes of copies in a layout, on the member that has the most."""
+        """Return the bytes that copies take in a layout, on the member that needs the most."""
         engine, places = self._engine, self._engine.candidates.nodes
         others = [one for one in PROCESS.engines if one is not engine]
         has_alone = has_single_holders(engine.vps, layout)
@@ -259,17 +265,19 @@ class Buddies(Extension):
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """The stretch of training (between two loads of state) to which the next copies of all engines belong."""
+        """The stretch of training (the time between two loads of state) to which the next copies of all engines
+        belong."""
         return mark_of(self._first._engine).stretch
 
     def replace(self) -> None:
-        """Void the copies of all engines, after all working members have loaded a state into one of the engines."""
+        """Void the copies of all engines. Called after all working members have loaded a state into one of the
+        engines."""
         for keeper in self._keepers:
             keeper.kept.void_before(self.stretch)
         self.forget()
 
     def forget(self) -> None:
-        """Forget all copies of this process, of every engine, and void the rounds under way."""
+        """Forget all copies of this process, for every engine, and void the rounds under way."""
         self._first._forget()
 
     def _forget(self) -> None:
@@ -295,7 +303,7 @@ class Buddies(Extension):
                 self._skipped += 1
 
     def _enter(self) -> None:
-        """Assign buddies in a new world of an engine, and determine whether they protect its state."""
+        """Assign buddies in an engine's new world, and determine whether they protect its state."""
         keepers, self._rounds, self._next = self._keepers, (), None
         self._worlds = [keeper.engine.world for keeper in keepers]
         self._cannot = self._why_not()
@@ -322,7 +330,7 @@ class Buddies(Extension):
             logger.info("buddies: %s", self._why)
 
     def _dealt(self, nodes: Sequence[str]) -> dict[int, tuple[int, ...]]:
-        """Return the members that keep the copies of each member.
+        """Return a map from each member to the members that keep its copies.
 
         nodes: the node of each rank.
         """
@@ -337,7 +345,7 @@ class Buddies(Extension):
         return {member: tuple(members[each] for each in its) for member, its in zip(members, buddies, strict=False)}
 
     def _warn(self) -> None:
-        """Log on rank 0 what a death would cost; not again while the reason stays the same."""
+        """Log on rank 0 what a death would cost. Logs again only after the reason has changed."""
         why, backups = self._why, backups_of(self._engine.extensions)
         if self._engine.rank != 0 or why == self._last_warning:
             return
@@ -353,7 +361,7 @@ class Buddies(Extension):
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Take copies of all engines, and begin a round for each of them that has a world; all have one, or none."""
+        """Take copies of all engines, and begin a round for each. Either all engines have a world, or none does."""
         for keeper in self._keepers:
             keeper.engine.agree()
         first = mark_of(self._engine)
@@ -365,7 +373,8 @@ class Buddies(Extension):
         self._taken += 1
 
     def _see(self, found: Sequence[Round]) -> None:
-        """Record the results of the last rounds if these have ended on all members; a collective over the world."""
+        """Record the results of the last rounds if these have ended on all members. This is a collective over the
+        world."""
         share, is_over = -int(self._share * MILLIONTHS), all(each.is_over for each in found)
         is_whole = is_over and all(each.is_whole for each in found)
         said = torch.tensor([int(is_over), int(is_whole), share])
@@ -386,7 +395,7 @@ class Buddies(Extension):
     def _say_cost(self, share: float) -> None:
         """Warn once, on rank 0, if steps wait long for copies.
 
-        share: the fraction of a step that the rank with the longest wait spends waiting.
+        share: the fraction of a step's time that the slowest rank spends waiting for copies.
         """
         if self._engine.rank or self._has_said_cost or share < MUCH_OF_A_STEP:
             return
@@ -398,7 +407,7 @@ class Buddies(Extension):
         )
 
     def _tell(self, found: Sequence[Round], is_whole: bool) -> None:
-        """Log each change of the protection against a death, once."""
+        """Log every change of the protection against a death, once."""
         step, error = found[0].mark.step, next((each.error for each in found if each.error), "")
         if error != self._last_error:
             self._last_error = error
@@ -429,7 +438,8 @@ class Buddies(Extension):
 
     @property
     def protection(self) -> Protection:
-        """The protection of the state against a death, as this member knows it; the value of `engine.buddies`."""
+        """The protection of the state against a death, as far as this member knows. This is the value of
+        `engine.buddies`."""
         first, keeper, whole = self._first, self.keeper, self.kept.whole
         is_known = keeper.world is self._engine.world
         return Protection(
@@ -447,7 +457,8 @@ class Buddies(Extension):
 
 
 def _lack(engine: EngineCore, nodes: Sequence[str]) -> str:
-    """Return which part of an engine's state has no copy and is lost with a node, or "".
+    """Return a description of the part of an engine's state that has no copy and would be lost with a node; "" if there
+    is none.
 
     nodes: the node of each rank.
     """

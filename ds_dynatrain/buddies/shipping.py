@@ -1,9 +1,9 @@
 """A round of copies: each member's copy goes to its buddies, over a separate group and from a thread, during training.
 
-The ward sends the length of its copy in bytes; the buddy answers whether it has room. Then come the bytes and, after
-its own length, the header, which contains the digests and is therefore the last; finally the buddy answers whether it
-has everything. A length of -1 says that there is no copy. Whatever fails on one member, all others reach the end of the
-round.
+A *ward* is a member whose copy is kept by this one. The ward sends the length of its copy in bytes, and the buddy
+answers whether it has room. After that the ward sends the bytes, then the length of the header, and the header itself.
+The header is last because it contains the digests. Finally the buddy answers whether it has received everything. A
+length of -1 says that there is no copy. Whatever fails on one member, all others reach the end of the round.
 """
 
 from __future__ import annotations
@@ -31,16 +31,21 @@ from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.transfer import GroupTransport, Handle, Transport
 
 TO_BUDDY, TO_WARD = 1, 2
-"""Tags of messages from ward to buddy, and back."""
+"""Tags of messages from ward to buddy, and from buddy to ward."""
 NOTHING = -1
 LONGEST_HEADER = 1 << 30
 SECONDS = 1800.0
-"""Time-out of a round, equal to that of training's collectives: a member that is later has stopped."""
+"""Time-out of a round. It equals that of training's collectives, so a member that takes longer has stopped."""
 
 
 @dataclass(frozen=True)
 class Ward:
-    """A member whose copy is kept here, its rank, and the room for the copy."""
+    """A member whose copy is kept here.
+
+    member: the member's number.
+    rank: the member's rank.
+    room: the memory for the copy.
+    """
 
     member: int
     rank: int
@@ -51,9 +56,9 @@ class Round:
     """The exchange of one copy of each rank.
 
     taken: this member's own copy; None if it could not be taken.
-    is_over: whether the thread has done its work.
-    is_whole: whether the own copy is with its buddies and the copies of all wards are here.
-    is_void: whether the copies of the round do not count, however it ends.
+    is_over: whether the thread has finished.
+    is_whole: whether this member's own copy has reached its buddies and the copies of all wards have arrived here.
+    is_void: whether the copies of the round do not count, whatever its outcome.
     """
 
     def __init__(
@@ -76,11 +81,11 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """Whether the round's thread has ended its work."""
+        """Whether the round's thread has finished its work."""
         return self._over.is_set()
 
     def run(self) -> None:
-        """Carry out the round; the body of its thread."""
+        """Carry out the round. This is the body of the round's thread."""
         begin = time.perf_counter()
         try:
             self._carry_out()
@@ -101,7 +106,7 @@ class Round:
     def _carry_out(self) -> None:
         """Exchange copies, headers and answers.
 
-        Sends are waited for only at the end, since each ends only when the other side receives it.
+        Sends are waited for only at the end, because each one ends only when the other side receives it.
         """
         own = None if self._taken is None else self._taken.memory
         self._offer(own, self._buddies)
@@ -130,7 +135,8 @@ class Round:
             handle.wait(self._deadline)
 
     def _header(self) -> torch.Tensor | None:
-        """Return the header of the own copy, which is kept from here on; None if it cannot be described."""
+        """Return the header of this member's own copy, which is kept from this point on; None if the copy cannot be
+        described."""
         if self._taken is None:
             return None
         try:
@@ -143,7 +149,7 @@ class Round:
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def _take_in(self, ward: Ward, said: torch.Tensor, memory: torch.Tensor | None) -> bool:
-        """Keep a ward's copy that has arrived; return whether it is the expected one.
+        """Keep a ward's copy that has arrived, and return whether it is the expected one.
 
         said: the header of the copy.
         memory: the bytes of the copy; None if they were not sent.
@@ -166,7 +172,7 @@ class Round:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _offer(self, values: torch.Tensor | None, buddies: Sequence[int]) -> None:
-        """Send these buddies the length of a message, or `NOTHING` if there is none."""
+        """Send these buddies the length of a message, or `NOTHING` if there is no message."""
         for buddy in buddies:
             self._send(torch.tensor([NOTHING if values is None else values.numel()]), buddy, TO_BUDDY)
 
@@ -183,16 +189,17 @@ class Round:
         return True
 
     def _answer(self, buddy: int) -> bool:
-        """Wait for a buddy's answer, yes or no, and return it."""
+        """Wait for a buddy's answer and return it."""
         answer = torch.zeros(1, dtype=torch.int64)
         self._way.receive(answer, buddy, TO_WARD).wait(self._deadline)
         return bool(answer.item())
 
     def _ask(self, ward: Ward, room: Room, most: int | None = None) -> torch.Tensor | None:
-        """Receive the length of a ward's message, and answer whether there is room for it here.
+        """Receive the length of a ward's message, and answer whether there is room for the message.
 
-        Return the memory for the message, or None if nothing will come.
-        most: the greatest length to accept; None for any.
+        Returns the memory for the message, or None if no message will come.
+
+        most: the greatest length to accept; None for no limit.
         """
         numel = torch.zeros(1, dtype=torch.int64)
         self._receive(numel, ward).wait(self._deadline)
@@ -228,13 +235,15 @@ GROUP = "buddies"
 
 
 class Keeper:
-    """The part of a member that sends one engine's copies to buddies, and keeps those of others, for the whole job.
+    """One member's service that sends an engine's copies to buddies, and keeps the copies of others, throughout the
+    job.
 
     kept: the copies that this process has.
     world: the world in which copies are taken.
-    buddies: the buddies of each rank in it; () if nothing is copied.
+    buddies: the buddies of each rank of that world; () if nothing is copied.
     take_seconds: how long the step waited for the last copy.
-    ship_seconds, sent_bytes: the length of the last round in seconds, and the bytes that this member sent in it.
+    ship_seconds: duration of the last round in seconds.
+    sent_bytes: the bytes that this member sent in the last round.
     """
 
     def __init__(self, engine: EngineCore, kept: Kept) -> None:
@@ -247,20 +256,20 @@ class Keeper:
 
     @property
     def has_single_holders(self) -> bool:
-        """Whether elements exist that only one member holds, so that its death would lose them."""
+        """Whether some elements are held by one member only, so that the death of this member would lose them."""
         return has_single_holders(self.engine.vps, self.engine.layout)
 
     def enter(self, buddies: Mapping[int, tuple[int, ...]]) -> None:
-        """Enter the present world of the engine.
+        """Enter the engine's current world.
 
-        buddies: member -> the members that keep its copies.
+        buddies: a map from each member to the members that keep its copies.
         """
         self.settle()
         self.world, members = self.engine.world, self.engine.members
         self.buddies = tuple(tuple(map(members.index, buddies[one])) for one in members) if buddies else ()
 
     def settle(self) -> None:
-        """Wait until no round is under way in the world's group, for the usual time-out."""
+        """Wait, at most for the usual time-out, until no round is under way in the world's group."""
         if self._thread is not None:
             self._thread.join(self.engine.settings.timeout_seconds)
             self._thread = None
@@ -270,8 +279,8 @@ class Keeper:
 
         mark: the boundary at which the copy is taken.
 
-        If no state of this engine is held by one member alone, all of its state is copied, because all engines go back
-        together.
+        If no state of this engine is held by one member alone, all of its state is copied, because all engines of a
+        process are restored together.
         """
         self.settle()
         engine, begin = self.engine, time.perf_counter()
@@ -301,7 +310,7 @@ class Keeper:
     def see(self, found: Round, is_whole: bool) -> None:
         """Record the result of a round that has ended on all members.
 
-        is_whole: whether the copies of all engines are where they belong.
+        is_whole: whether the copies of all engines have reached their buddies.
         """
         self.sent_bytes, self.ship_seconds = found.sent_bytes, found.seconds
         if is_whole:

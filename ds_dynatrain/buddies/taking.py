@@ -1,6 +1,6 @@
-"""Taking a copy at a boundary, while the step waits; and the form of a copy in memory and in transit to a buddy.
+"""Taking a copy at a boundary while the step waits, and the form of a copy in memory and on its way to a buddy.
 
-All tensors lie end to end, and a header in JSON describes them.
+All tensors lie end to end, and a JSON header describes them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ds_dynatrain.reshard.encoding import announced, encode
 from ds_dynatrain.space import BufferId, VirtualParameterSpace
 
 ALIGN = 64
-"""Alignment in bytes: each tensor starts at a multiple of it."""
+"""Alignment in bytes: each tensor starts at a multiple of this number."""
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
 Rows = Mapping[tuple[str, BufferId], Shape]
-"""(state kind, buffer) -> the element type and shape of the buffer."""
+"""Map from (state kind, buffer) to the element type and shape of the buffer."""
 
 
 def rows_of(buffers: Buffers) -> Rows:
-    """Return the type and shape of each buffer, in the order of the buffers."""
+    """Return the element type and shape of each buffer, in the order of the buffers."""
     return {key: (held.dtype, (held.numel(),)) for key, held in buffers.items()}
 
 
@@ -47,9 +47,9 @@ def nbytes_of(rows: Rows, tensors: Iterable[Shape]) -> int:
 
 
 def spread(memory: torch.Tensor, rows: Rows, tensors: Sequence[Shape]) -> tuple[Buffers, list[torch.Tensor]]:
-    """Return buffers and further tensors as views of `memory`, flat uint8.
+    """Return buffers and further tensors as views of `memory`, a flat uint8 tensor.
 
-    Raises TransferError if the memory does not have their total length.
+    Raises TransferError if the size of the memory is not their total size.
     """
     if nbytes_of(rows, tensors) != memory.numel():
         raise TransferError(f"a copy of {nbytes_of(rows, tensors)} bytes was announced, and {memory.numel()} came")
@@ -73,7 +73,8 @@ def header_of(copy: Copy) -> bytes:
 
 
 def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
-    """Return the copy that a header describes, over `memory`; raises TransferError for a header that cannot be read."""
+    """Return the copy that a header describes, with its data in `memory`. Raises TransferError for an unreadable
+    header."""
     try:
         found = json.loads(header)
         rows = dict(_row(*each) for each in found["rows"])
@@ -86,9 +87,8 @@ def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
 
 
 def shapes_of(said: dict[str, Any]) -> list[Shape]:
-    """Return types and shapes of the tensors that the encoded per-rank state in `Copy.said` refers to, in their
-    order.
-    """
+    """Return the types and shapes of the tensors to which the encoded per-rank state in `Copy.said` refers, in
+    order."""
     return [shape for _, shape in sorted(announced(said["rest"]).items())]
 
 
@@ -105,10 +105,10 @@ def _padded(shape: Shape) -> int:
 
 @dataclass(frozen=True, eq=False)
 class UndigestedCopy:
-    """A copy without its digests, which the thread of its round computes.
+    """A copy without its digests, which are computed later by the thread of its round.
 
     frozen: see `Kept`.
-    memory: the bytes of all its tensors, flat uint8.
+    memory: the bytes of all its tensors, a flat uint8 tensor.
     """
 
     vps: VirtualParameterSpace
@@ -128,7 +128,7 @@ class UndigestedCopy:
 
 
 def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
-    """Return the mark of the present boundary: the position in training of a copy that is taken now.
+    """Return the mark of the current boundary: the point in training of a copy that is taken now.
 
     first: the mark of the process's first engine, if this is another engine.
     """
@@ -137,13 +137,14 @@ def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
 
 
 def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: bool = False) -> UndigestedCopy:
-    """Copy the state that this rank holds alone into a room.
+    """Copy the state that only this rank holds into a room (the memory for one copy).
 
-    Parameters that stage 3 has gathered stay gathered: their parts are the state.
-    mark: the mark of the present boundary; None to compute it from this engine alone.
+    Parameters that stage 3 has gathered stay gathered, because the state is this rank's parts of them.
+
+    mark: the mark of the current boundary; None to compute it from this engine alone.
     everything: see `is_copied`.
 
-    Raises ConfigError for carried objects or hyper-parameters that cannot be copied.
+    Raises ConfigError for extra state or hyper-parameters that cannot be copied.
     """
     state, scalars = engine.host.state_buffers()
     held, tensors = copied(engine.vps, engine.layout, state, everything), list[torch.Tensor]()

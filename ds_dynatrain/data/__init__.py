@@ -1,9 +1,9 @@
 """Data loading that follows the world: which rank gets which samples of a global batch, in which order.
 
-`batch` assigns samples to ranks and micro-batches, if wanted in leaves that are the same in every world. `order` says
-which samples a global batch has, and how far training has come. `source` takes a data set or a torch loader apart.
-`loader` has the loaders that a user iterates over, and the protocol `LoaderHost`, which an engine implements for them.
-The package depends on torch and not on DeepSpeed.
+`batch` assigns samples to ranks and micro-batches, optionally in leaves: micro-batches of fixed size that have the same
+samples in every world. `order` determines the samples of each global batch, and records how far training has come.
+`source` extracts the data set and settings from a torch loader. `loader` has the loaders that a user iterates over, and
+the protocol `LoaderHost`, which an engine implements for them. The package depends on torch and not on DeepSpeed.
 
 May import `transfer` and `support`; start with `loader`.
 """

@@ -1,26 +1,25 @@
-"""How the samples of one global batch are assigned ("dealt") to ranks and micro-batches, and the micro-batches'
-weights.
+"""How the samples of one global batch are assigned to ranks and micro-batches, and the micro-batches' weights.
 
-The global batch has the same size in every world. Sample positions go to the ranks of the data axis in turn, as torch's
-`DistributedSampler` deals them; a rank that has its share is left out of further rounds. A rank cuts its samples into
-consecutive micro-batches, one per accumulation step. One (rank, accumulation step) is a *slot*. Where the sizes do not
-divide, slots hold unequal numbers of samples; the weight of a slot makes the accumulated gradient exactly that of the
-mean over all samples of the global batch:
+The global batch has the same size in every world. Sample positions are assigned to the ranks of the data axis in turn,
+the way torch's `DistributedSampler` does it; a rank whose share is full is skipped in further rounds. A rank cuts its
+samples into consecutive micro-batches, one per accumulation step. One (rank, accumulation step) is a *slot*. If the
+sizes do not divide evenly, slots hold unequal numbers of samples. The weight of a slot makes the accumulated gradient
+exactly that of the mean over all samples of the global batch:
 
     gradient = 1/data * sum over ranks of (1/accumulation * sum over slots of weight * mean loss of the slot)
              = 1/slots * sum over slots of (samples * slots / n) * (sum of the slot's losses / samples)
              = 1/n * sum over samples of their losses
 
-Leaves are parts of a global batch that are the same samples in every world. A leaf is `micro_batch_limit` consecutive
-places of a global batch; the last one of a batch may be smaller. Leaves go to the ranks of the data axis in turn: in
-micro-step m rank r trains leaf m * data + r. If there is no such leaf, the rank borrows leaf 0 at weight 0, so that its
-collectives match, and its gradient is added nowhere. A short batch has fewer leaves.
+A leaf is a micro-batch of fixed size that has the same samples in every world: `micro_batch_limit` consecutive
+positions of a global batch; the last one of a batch may be smaller. Leaves are assigned to the ranks of the data axis
+in turn: in micro-step m rank r trains leaf m * data + r. If there is no such leaf, the rank borrows leaf 0 at weight 0:
+its collectives match those of the other ranks, and its gradient is added nowhere. A short batch has fewer leaves.
 
-The weight of a leaf is its share of the samples, so that
+The weight of a leaf is its fraction of the samples, so that
 
     gradient = sum over leaves of (samples / n) * (mean of the leaf's losses) = 1/n * sum over samples of their losses
 
-and nothing else is divided or multiplied, in any world.
+and no further division or multiplication is needed in any world.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from ds_dynatrain.space.columns import Columns
 class Slot:
     """One micro-batch of one rank.
 
-    positions: places in the global batch, from 0 to n - 1.
-    samples: how many of these are the slot's own: all, or 0 for a slot that repeats the sample at position 0 so that
-    its collectives match.
+    positions: positions in the global batch, from 0 to n - 1.
+    samples: how many of these positions count: all, or 0 for a slot that only repeats the sample at position 0 so that
+        its collectives match those of the other ranks.
     weight: the factor by which to multiply the mean loss.
     """
 
@@ -51,20 +50,21 @@ class Slot:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the slot has no sample of its own."""
+        """Whether the slot has no samples of its own."""
         return self.samples == 0
 
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """The sizes of batches in one world, and the numbers that follow from them.
+    """The sizes of batches in one world, and the numbers derived from them.
 
     train_batch_size: samples per global batch.
     micro_batch_limit: the most samples per micro-batch.
     data: size of the data axis.
     shares: samples of a full global batch that each data rank takes; None for shares as equal as possible.
-    Raises `DataError` if a size is not a positive integer, if there is not one share for each rank, or if the shares do
-    not add up to the batch.
+
+    Raises `DataError` if a size is not a positive integer, if the number of shares differs from the number of ranks, or
+    if the shares do not add up to the batch.
     """
 
     train_batch_size: int
@@ -106,7 +106,7 @@ class BatchArithmetic:
 
     @property
     def notice(self) -> str:
-        """Explanation why micro-batches are smaller than expected, and advice; "" if they are not."""
+        """Explanation of why micro-batches are smaller than expected, and advice; "" if they are not smaller."""
         return ""
 
     def micro_batches(self, rank: int) -> int:
@@ -114,7 +114,7 @@ class BatchArithmetic:
         return self.accumulation
 
     def even(self) -> bool:
-        """Return whether all micro-batches of a full global batch have the same size, and thus weight 1."""
+        """Return whether all micro-batches of a full global batch have the same size, and therefore weight 1."""
         if self.shares is None:
             return self.train_batch_size % self.slots == 0
         return len(set(self.shares)) == 1 and self.shares[0] % self.accumulation == 0
@@ -128,7 +128,7 @@ class BatchArithmetic:
     def deal(self, samples: int) -> SlotTable:
         """Assign the samples of a global batch to the slots (micro-batches) of all ranks.
 
-        samples: size of the global batch. Raises DataError unless it is 1 to train_batch_size.
+        samples: size of the global batch. Raises DataError unless the size is from 1 to train_batch_size.
         """
         if not 1 <= samples <= self.train_batch_size:
             raise DataError(
@@ -138,7 +138,8 @@ class BatchArithmetic:
         return SlotTable(self, samples)
 
     def row(self, rank: int, samples: int) -> tuple[Slot, ...]:
-        """Return the slots (micro-batches) of a rank in a global batch of a size that `deal` accepts."""
+        """Return the slots (micro-batches) of a rank in a global batch of `samples` samples, a size that `deal`
+        accepts."""
         mine, count, found = self.positions(rank, samples), self.micro_batches(rank), list[Slot]()
         small, larger = divmod(len(mine), count)
         starts = [index * small + min(index, larger) for index in range(count + 1)]
@@ -150,15 +151,14 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class SlotTable:
-    """The slots (micro-batches) of one global batch of `samples` samples; those of a rank are computed on request."""
+    """The slots (micro-batches) of one global batch of `samples` samples. Each rank's slots are computed on request."""
 
     batch: BatchArithmetic
     samples: int
 
     def rank(self, rank: int) -> tuple[Slot, ...]:
-        """Return the slots of one rank of the data axis, in training order; raises DataError for a rank outside the
-        axis.
-        """
+        """Return the slots of one rank of the data axis, in training order. Raises DataError for a rank outside the
+        axis."""
         if not 0 <= rank < self.batch.data:
             raise DataError(
                 f"rank {rank} is outside the data axis of size {self.batch.data}; give 0 to {self.batch.data - 1}"
@@ -171,13 +171,13 @@ class ColumnArithmetic(BatchArithmetic):
     """Batch arithmetic of pipelines: all micro-batches have one size, and data ranks may have different numbers of them
     (see `Columns`).
 
-    Every slot then weighs 1, and a rank divides its sum by `columns.mean`. It does not divide by `accumulation`, which
-    is the largest number of micro-batches that any rank has.
+    Every slot therefore has weight 1, and a rank divides its sum by `columns.mean` rather than by `accumulation`, which
+    is the largest number of micro-batches of any rank.
     """
 
     @cached_property
     def columns(self) -> Columns:
-        """Micro-batch size, and number of micro-batches by data rank."""
+        """Micro-batch size, and the number of micro-batches of each data rank."""
         return Columns.of(self.train_batch_size, self.micro_batch_limit, self.data, self.shares)
 
     @property
@@ -187,7 +187,7 @@ class ColumnArithmetic(BatchArithmetic):
 
     @property
     def accumulation(self) -> int:
-        """Number of micro-batches per global batch on the rank that has most of them."""
+        """Number of micro-batches per global batch on the rank that has the most."""
         return self.columns.longest
 
     @property
@@ -203,8 +203,7 @@ class ColumnArithmetic(BatchArithmetic):
     @property
     def notice(self) -> str:
         """Explanation if only micro-batches of one sample divide the batch evenly, as with a prime batch size;
-        otherwise "".
-        """
+        otherwise ""."""
         limit = min(self.micro_batch_limit, self.largest_share)
         if self.columns.size > 1 or limit == 1:
             return ""
@@ -225,7 +224,7 @@ class ColumnArithmetic(BatchArithmetic):
         return self.columns.counts[rank]
 
     def even(self) -> bool:
-        """Return whether all ranks have equally many micro-batches."""
+        """Return whether all ranks have the same number of micro-batches."""
         return self.columns.is_even
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
@@ -248,9 +247,8 @@ class ColumnArithmetic(BatchArithmetic):
 
 
 def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
-    """Return the positions of a rank's samples: ranks take one each in turn, and skip further rounds once they have
-    their share.
-    """
+    """Return the positions of a rank's samples: ranks take one each in turn, and skip further rounds once their share
+    is full."""
     places = (
         sum(min(share, each) for share in shares) + sum(share > each for share in shares[:rank])
         for each in range(shares[rank])
@@ -259,10 +257,10 @@ def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
 
 
 def nearest_even(train_batch_size: int, micro_batch_limit: int, data: int) -> int:
-    """Return the batch size nearest to the given one that `data` ranks cut evenly; the smaller of two that are equally
-    near.
+    """Return the batch size nearest to the given one that divides evenly among `data` ranks; of two equally near sizes,
+    the smaller one.
 
-    A size of data * micro_batch_limit samples is always even, so the search ends.
+    A size of data * micro_batch_limit samples always divides evenly, so the search ends.
     """
     sizes = (train_batch_size + way * far for far in itertools.count() for way in (-1, 1))
     return next(size for size in sizes if size > 0 and BatchArithmetic(size, micro_batch_limit, data).even())
@@ -272,9 +270,10 @@ def nearest_even(train_batch_size: int, micro_batch_limit: int, data: int) -> in
 class Leaf(Slot):
     """A slot (one micro-batch of one rank) that holds one leaf, a micro-batch of fixed size.
 
-    number: index of the leaf that is trained, or borrowed.
-    micro_step: its micro-step in the global batch.
-    leaves, batch_samples: numbers of leaves and of samples in that global batch.
+    number: index of the leaf that is trained or borrowed.
+    micro_step: index of the leaf's micro-step in the global batch.
+    leaves: number of leaves in the global batch.
+    batch_samples: number of samples in the global batch.
     """
 
     number: int
@@ -285,9 +284,10 @@ class Leaf(Slot):
 
 @dataclass(frozen=True)
 class LeafArithmetic(BatchArithmetic):
-    """Batch arithmetic of a job whose batches are cut into leaves of `micro_batch_limit` samples.
+    """Batch arithmetic of a job whose batches are cut into leaves (micro-batches of fixed size) of `micro_batch_limit`
+    samples.
 
-    Raises `DataError` if shares are given, which would make leaves of another size, or if there are more ranks than
+    Raises `DataError` if shares are given, which would make leaves of a different size, or if there are more ranks than
     leaves in a full batch.
     """
 
@@ -341,7 +341,7 @@ class LeafArithmetic(BatchArithmetic):
         return range(start, min(start + self.micro_batch_limit, samples))
 
     def row(self, rank: int, samples: int) -> tuple[Leaf, ...]:
-        """Return the leaves that one rank trains, one for each micro-step, including borrowed leaves."""
+        """Return the leaves that one rank trains, one for each micro-step, including the borrowed ones."""
         count, found = self.leaves_of(samples), list[Leaf]()
         for step in range(self.accumulation):
             number = step * self.data + rank

@@ -1,23 +1,24 @@
 """The loader of training data: one object for a whole job, whose batches follow the world.
 
-A position is counted in global batches, and inside one in micro-batches. The indices that this rank reads, and the
-samples that it has prefetched, belong to a world: the iterator holds them, and makes them anew from the position when
-the generation has changed. Worker processes live as long as the iterator, as in stock torch, and outlive a change of
+A position is counted in global batches, and within a batch in micro-batches. The indices that this rank reads, and the
+samples that it has prefetched, belong to one world: the iterator holds them, and recomputes them from the position when
+the generation has changed. Worker processes live as long as the iterator, as in stock torch, and survive a change of
 world.
+
 The rules of `iter`:
 
-- A `DistributedSampler` of the user's is asked at each `iter()` for the epoch that `set_epoch` has named; a pass that
-  the job is in goes on in the order that it began with.
-- A new `iter()` is a new pass: where stock torch would start from sample 0 again, so does this one, as the next
-  epoch. A pass is over when its last batch was dealt and `StopIteration` raised, or when its iterator was dropped by
-  a `break`.
-- After `load_state_dict` of a position inside a pass, the next `iter()` goes on from there. An iterator that already
-  exists goes on from there too.
-- A global batch that was begun must be dealt in full: leaving it in the middle is an error of the next `iter()`.
-- If the host says that the other members have left their loops, the pass has no batch, and the position stays.
-- One iterator at a time: an older one raises.
+- Each `iter()` asks the user's `DistributedSampler` for the epoch that `set_epoch` has set. A pass that the job has
+  already begun continues in its original order.
+- A new `iter()` is a new pass: stock torch would start from sample 0 again, and so does this loader, as the next epoch.
+  A pass is over when its last batch was returned and `StopIteration` raised, or when its iterator was dropped by a
+  `break`.
+- After `load_state_dict` of a position inside a pass, the next `iter()` continues from this position. So does an
+  iterator that already exists.
+- A global batch that was begun must be returned in full: leaving it in the middle is an error of the next `iter()`.
+- If the host reports that the other members have left their loops, the pass has no batch, and the position stays.
+- Only one iterator may be used at a time: an older one raises.
 
-The loader of evaluation data has no position and no boundary, and the same number of batches on every rank.
+The loader of evaluation data has no position and no boundary, and returns the same number of batches on every rank.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from ds_dynatrain.errors import DataError
 
 
 class LoaderHost(Protocol):
-    """The present world, as an engine shows it to its loaders. It changes inside `before_batch` and
-    `before_micro_batch` only.
+    """The current world, as an engine shows it to its loaders. It changes only inside `before_batch` and
+    `before_micro_batch`.
 
     On an idle member `data_rank` is undefined; `batch` still has the `train_batch_size`, which is the same in every
     world.
@@ -50,63 +51,67 @@ class LoaderHost(Protocol):
 
     @property
     def data_rank(self) -> int:
-        """This member's index on the data axis, 0 to data - 1; members with equal indices get the same samples.
-        Undefined on an idle member.
-        """
+        """This member's index on the data axis, 0 to data - 1. Members with equal indices get the same samples.
+        Undefined on an idle member."""
 
     @property
     def batch(self) -> BatchArithmetic:
-        """The rule by which the samples of a global batch are assigned to ranks in the present world."""
+        """The rule by which the samples of a global batch are assigned to ranks in the current world."""
 
     @property
     def generation(self) -> int:
-        """Number of the present world; when it changes, a loader assigns its samples to ranks anew."""
+        """Number of the current world. When it changes, a loader assigns its samples to ranks anew."""
 
     @property
     def idle(self) -> bool:
-        """Whether this member holds no state at present."""
+        """Whether this member currently holds no state."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return a context in which the process's random streams are those of this job; every call of a loader enters
-        it.
-        """
+        """Return a context manager within which the process's random streams are those of this job. Every call of a
+        loader runs inside this context."""
 
     def begin_epoch(self, loader: TrainLoader) -> int | None:
-        """Return the epoch that the job has set the loader's sampler to; called by `iter` of a train loader.
+        """Return the epoch that the job has set for the loader's sampler. Called by `iter` of a train loader.
 
-        Return None on a member that joined late, if the others have left their loops: the pass then has no batch.
+        Returns None on a member that joined late if the others have left their loops. In this case the pass has no
+        batch.
         """
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
-        """Return whether the other members also make this pass over an evaluation loader; called by its `iter`."""
+        """Return whether the other members also make this pass over an evaluation loader. Called by the loader's
+        `iter`."""
 
     def before_micro_batch(self) -> None:
-        """Let the host act before a micro-batch; it may set a loader back to the start of its global batch."""
+        """Let the host act before a micro-batch. The host may reset a loader to the start of its global batch."""
 
     def before_batch(self, loader: TrainLoader) -> None:
         """Let a pending change take effect. Called before the first micro-batch of each global batch.
 
-        On an idle member this returns once the member works again and `loader.load_state_dict` has set the position. A
-        host that makes a member wait calls `loader.close()` first, so that no worker process waits with it.
+        On an idle member this call returns once the member works again and `loader.load_state_dict` has set the
+        position. A host that makes a member wait calls `loader.close()` first, so that no worker processes are kept
+        waiting.
         """
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
         """Record the slot of the micro-batch that is about to be returned.
 
-        first, last: whether it is the first or the last one of its global batch.
+        first: whether the micro-batch is the first one of its global batch.
+        last: whether the micro-batch is the last one of its global batch.
         """
 
     def open_batch(self, slots: Sequence[Slot]) -> None:
-        """Record this rank's slots of a global batch that is drawn at once; `deal` is called for each of them later."""
+        """Record this rank's slots of a global batch that is fetched as a whole. `deal` is called for each of them
+        later."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Data and weight of one forward and backward pass.
 
-    data: result of the data set and `collate_fn`. slot: the samples of the global batch in it, and their weight.
-    is_last: whether it is this rank's last micro-batch of the global batch. generation: number of the world that dealt
-    it.
+    data: the result of the data set and `collate_fn`.
+    slot: the micro-batch's samples in the global batch, and their weight.
+    is_last: whether this is the rank's last micro-batch of the global batch.
+    generation: number of the world in which the micro-batch was assigned to this rank.
     """
 
     data: Any
@@ -116,17 +121,17 @@ class MicroBatch:
 
     @property
     def samples(self) -> int:
-        """Number of its own samples; 0 if it repeats another rank's sample."""
+        """Number of samples that count; 0 if the micro-batch repeats another rank's sample."""
         return self.slot.samples
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether it has no sample of its own, and so counts nothing."""
+        """Whether the micro-batch has no samples of its own, and so does not count."""
         return self.slot.is_borrowed
 
     @property
     def weight(self) -> float:
-        """Factor for the mean of its losses that makes the gradient the mean over all samples of the global batch."""
+        """Factor for the mean loss that makes the gradient the mean over all samples of the global batch."""
         return self.slot.weight
 
 
@@ -154,22 +159,23 @@ class Loader:
 
     @property
     def dataset(self) -> Any:
-        """The map-style data set that samples are read from."""
+        """The map-style data set from which samples are read."""
         return self.source.dataset
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any] | None:
-        """The user's function that makes a batch of samples; None is torch's default."""
+        """The user's function that collates samples into a batch; None for torch's default."""
         return self.source.collate_fn
 
     @property
     def num_workers(self) -> int:
-        """Worker processes on each member."""
+        """Number of worker processes on each member."""
         return self.source.num_workers
 
 
 class TrainLoader(Loader):
-    """Batches of a training set, in the present world; `name` tells it from the other loaders of an engine.
+    """Batches of a training set, in the current world. `name` distinguishes the loader from the other loaders of an
+    engine.
 
     Raises `DataError` if an epoch would have no global batch.
     """
@@ -182,15 +188,17 @@ class TrainLoader(Loader):
         self.order: EpochOrder = source.order(host.batch.train_batch_size) if order is None else order
         """Assignment of samples to global batches; the same in every world."""
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
-        """Function of a batch and of the order's state when its global batch was drawn; makes the batch to train on."""
+        """Function that makes the batch to train on, from a fetched batch and the order's state at the time its global
+        batch was fetched."""
         self.samples = 0
-        """Own samples in the micro-batch that `next` dealt last; 0 if it repeats another rank's sample."""
+        """Number of samples that count in the micro-batch that `next` returned last; 0 if it repeats another rank's
+        sample."""
         self._host = host
         self._at = Cursor()
         self._follows_sampler, self._sampler_epoch = source.sampler is not None and order is None, 0
         self._micro = 0
         self.is_under_way = False
-        """Whether the next `iter` continues a pass that the job is in, after `load_state_dict`."""
+        """Whether the next `iter` continues a pass that the job has already begun, after `load_state_dict`."""
         self._loads = 0
         self._live: weakref.ref[Pass] | None = None
 
@@ -211,41 +219,41 @@ class TrainLoader(Loader):
 
     @property
     def sampler(self) -> EpochOrder:
-        """The order of the samples, in the place where a torch loader has its sampler."""
+        """The order of the samples, under the name that torch loaders use for their sampler."""
         return self.order
 
     @property
     def cursor(self) -> Cursor:
-        """The first global batch that was not dealt in full; after a `break`, the first one of the next epoch."""
+        """The first global batch that was not returned in full; after a `break`, the first one of the next epoch."""
         left = not self.has_begun and self._micro == 0 and self._at.step > 0
         return self._at.next_epoch() if left else self._at
 
     @property
     def mid_window(self) -> bool:
-        """Whether this rank has taken some, but not all, micro-batches of a global batch."""
+        """Whether this rank has fetched some, but not all, micro-batches of a global batch."""
         return self._micro > 0
 
     @property
     def has_begun(self) -> bool:
-        """Whether a pass is under way: its iterator lives, or is still to come after `load_state_dict`."""
+        """Whether a pass is under way: its iterator exists, or is still to be made after `load_state_dict`."""
         return self.is_under_way or (self._live is not None and self._live() is not None)
 
     @property
     def order_epoch(self) -> int:
-        """The epoch that decides the order: the job's, or the one that the user's sampler was set to for this pass."""
+        """The epoch that determines the order: the job's epoch, or the one that was set on the user's sampler for this
+        pass."""
         return self._sampler_epoch if self._follows_sampler else self._at.epoch
 
     def __len__(self) -> int:
-        """Return the micro-batches per epoch on this rank in the present world; on an idle member, those of the rank
-        with most.
-        """
+        """Return the number of micro-batches per epoch on this rank in the current world; on an idle member, the number
+        on the rank with the most."""
         host = self._host
         return self.order.steps * (host.batch.accumulation if host.idle else host.batch.micro_batches(host.data_rank))
 
     def __iter__(self) -> Pass:
-        """Return an iterator over the rest of the epoch; the rules are at the top of this file.
+        """Return an iterator over the rest of the epoch. The rules are at the top of this file.
 
-        Raises `DataError` if a global batch was begun and not dealt in full.
+        Raises `DataError` if a global batch was begun and not returned in full.
         """
         if self._micro:
             raise DataError(
@@ -268,13 +276,14 @@ class TrainLoader(Loader):
     def windows(self) -> Windows:
         """Return an iterable of global batches, each a tuple of this rank's `MicroBatch` objects.
 
-        Use it in a loop that draws a whole global batch before its first pass. Put `with engine.micro_batch(one):`
-        around forward, backward and step to say which micro-batch they train.
+        Use it in a loop that fetches a whole global batch before its first forward pass. Put `with
+        engine.micro_batch(one):` around the forward, backward and step calls of each micro-batch `one`.
         """
         return Windows(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the order that it counts in: plain integers and booleans, the same on every rank.
+        """Return the position and the order in which it is counted: plain integers and booleans, the same on every
+        rank.
 
         In the middle of a global batch, the position is the start of that batch.
         """
@@ -284,9 +293,9 @@ class TrainLoader(Loader):
         return {**state, "sampler epoch": self._sampler_epoch} if self._follows_sampler else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the position of `state`, and discard prefetched samples.
+        """Continue from the position in `state`, and discard prefetched samples.
 
-        Raises `DataError` if the position was counted in another order: another data set length, batch size, seed,
+        Raises `DataError` if the position was counted in another order: a different data set length, batch size, seed,
         shuffle or drop_last.
         """
         mine, theirs = self.order.describe(), dict(state["order"])
@@ -309,16 +318,15 @@ class TrainLoader(Loader):
         self._loads += 1
 
     def close(self) -> None:
-        """End the worker processes and discard prefetched samples; the position stays, and `next` starts new
-        workers.
-        """
+        """End the worker processes and discard prefetched samples. The position stays, and the next `next` starts new
+        workers."""
         live = self._live() if self._live is not None else None
         if live is not None:
             live.close()
 
 
 class Pass(Iterator[Any]):
-    """The iterator of a `TrainLoader`; it holds everything that belongs to the present world."""
+    """The iterator of a `TrainLoader`. It holds everything that belongs to the current world."""
 
     def __init__(
         self, loader: TrainLoader, host: LoaderHost, stream: torch.Generator | None, is_over: bool = False
@@ -334,7 +342,8 @@ class Pass(Iterator[Any]):
         self._over, self._stands = is_over, False
 
     def reach_boundary(self) -> None:
-        """Advance to the next global batch and let a pending change take effect, unless one is open; called by `next`.
+        """Advance to the next global batch and let a pending change take effect, unless a global batch is open. Called
+        by `next`.
 
         Raises StopIteration if the pass is over.
         """
@@ -352,7 +361,7 @@ class Pass(Iterator[Any]):
             self._stands = True
 
     def skip(self) -> None:
-        """Skip the present global batch, whose samples other members need and this one does not."""
+        """Skip the current global batch, whose samples other members need and this member does not."""
         self.close()
         self._stands, self.loader.is_under_way = False, False
         self.loader._at = self.loader._at.advance()
@@ -372,10 +381,10 @@ class Pass(Iterator[Any]):
             return batch
 
     def next_window(self) -> tuple[MicroBatch, ...]:
-        """Return this rank's micro-batches of the next whole global batch. They are not announced to
-        `LoaderHost.deal`, which is left to the code that trains them.
+        """Return this rank's micro-batches of the next whole global batch.
 
-        Raises DataError if `next` has already dealt a part of the present global batch.
+        They are not reported to `LoaderHost.deal`; the code that trains them does this. Raises DataError if `next` has
+        already returned some micro-batches of the current global batch.
         """
         loader, drawn = self.loader, list[MicroBatch]()
         if loader.mid_window:
@@ -402,7 +411,7 @@ class Pass(Iterator[Any]):
     def _advance(self, last: bool) -> None:
         """Move the position past the micro-batch that is being returned.
 
-        last: whether it ended its global batch.
+        last: whether this micro-batch ends its global batch.
         """
         loader = self.loader
         self._stands = loader.is_under_way = False
@@ -410,13 +419,13 @@ class Pass(Iterator[Any]):
         loader._at = loader._at.advance() if last else loader._at
 
     def close(self) -> None:
-        """Drop the torch loader; its worker processes end with its last reference."""
+        """Drop the torch loader. Its worker processes end once nothing refers to the loader any longer."""
         self._fetch = self._torch = None
 
     def _open_window(self) -> None:
-        """Open the next global batch in the present world; raise StopIteration if the pass is over.
+        """Open the next global batch in the current world. Raises StopIteration if the pass is over.
 
-        An idle member finds out whether it is over once it works again.
+        An idle member learns whether the pass is over once it works again.
         """
         loader = self.loader
         if not self._host.idle:
@@ -447,7 +456,8 @@ class Pass(Iterator[Any]):
         raise StopIteration
 
     def _take(self, announce: Callable[[], None]) -> Any:
-        """Return the next micro-batch, after calling `announce`; after an error the next call reads the same one."""
+        """Call `announce`, and return the next micro-batch. After an error the next call reads the same micro-batch
+        again."""
         loader, host = self.loader, self._host
         if host.generation != self._key[0]:
             raise DataError(
@@ -473,7 +483,7 @@ class Pass(Iterator[Any]):
         return batch
 
     def _start(self) -> Iterator[Any]:
-        """Return this rank's remaining micro-batches of the epoch, from the present torch loader or a new one."""
+        """Return this rank's remaining micro-batches of the epoch, from the current torch loader or a new one."""
         loader, host = self.loader, self._host
         if self._torch is None:
             stream, self._stream = self._stream, None
@@ -502,7 +512,7 @@ class _Remaining:
         return itertools.islice(rest, self._loader._micro, None)
 
     def _indices(self, step: int, batch: BatchArithmetic, rank: int) -> Iterator[list[int]]:
-        """Yield the data set's indices of each micro-batch, from global batch `step` on."""
+        """Yield the data set's indices of each micro-batch, starting with global batch `step`."""
         rows: dict[int, list[torch.Tensor]] = {}
         for chosen in self._loader.order.batches(self._loader.order_epoch, step):
             samples = len(chosen)
@@ -513,18 +523,19 @@ class _Remaining:
 
 
 class EvaluationLoader(Loader):
-    """Batches of an evaluation set, split over the world as it is when `iter()` is called; no sample counts twice.
+    """Batches of an evaluation set, divided among the ranks of the world at the time of `iter()`. No sample counts
+    twice.
 
-    Sample i of the order goes to rank i % data. All ranks yield equally many batches, since a forward pass under ZeRO-3
-    is a collective; a rank that has run out repeats the first sample. Weigh results by `samples`, the number of the
-    rank's own samples in the last batch, 0 for a repeat:
+    Sample i of the order goes to rank i % data. All ranks yield the same number of batches, because a forward pass
+    under ZeRO-3 is a collective; a rank that has run out of samples repeats the first one. Weight results by `samples`,
+    the number of samples in the last batch that count on this rank (0 for a repeat):
 
         for batch in loader:
             total += engine(batch).item() * loader.samples
             count += loader.samples
 
     `batch_size` is the given one, else that of the torch `DataLoader`, else the micro-batch size of the engine.
-    `drop_last` is not applied, because the samples that it drops would depend on the world.
+    `drop_last` is ignored, because the samples dropped would depend on the world.
     """
 
     def __init__(
@@ -533,20 +544,19 @@ class EvaluationLoader(Loader):
         self.name = name
         self.source = source
         self.samples = 0
-        """Own samples in the last batch yielded on this rank."""
+        """Number of samples in the last batch yielded on this rank that count."""
         self.batch_size: int = batch_size or source.batch_size or host.batch.micro_batch_limit
         """The most samples in a batch of one rank."""
         self._host = host
         self._order = source.order(self.batch_size)
 
     def __len__(self) -> int:
-        """Return the batches on each rank in the present world."""
+        """Return the number of batches on each rank in the current world."""
         return math.ceil(self._order.length / (self._host.batch.data * self.batch_size))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; none if the other members are not evaluating. Raises `DataError` on an idle
-        member.
-        """
+        member."""
         if self._host.idle:
             raise DataError(
                 "an idle member holds no state and cannot evaluate: iterate over an evaluation loader only where "

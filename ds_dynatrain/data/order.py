@@ -1,13 +1,12 @@
 """The order of the samples of an epoch, and how it is cut into global batches.
 
-The permutation is the one that stock DeepSpeed's loader trains in: torch's `DistributedSampler(seed=0,
-shuffle=True)`, on which DeepSpeed never calls `set_epoch`, so every epoch has the same permutation unless `reshuffle`
-is set, or the script calls `set_epoch` on a sampler that it gave itself.
-DeepSpeed's pipeline engine reads `training_data` with `shuffle=False`: in the data set's own order.
-Unlike in DeepSpeed, the end of an epoch is not padded with repeated samples: a short last batch is a step of its own,
-or is dropped.
+The permutation is the one in which stock DeepSpeed's loader trains: torch's `DistributedSampler(seed=0, shuffle=True)`.
+DeepSpeed never calls `set_epoch` on that sampler, so every epoch has the same permutation, unless `reshuffle` is set or
+the script calls `set_epoch` on a sampler of its own. DeepSpeed's pipeline engine reads `training_data` with
+`shuffle=False`: in the data set's own order. Unlike in DeepSpeed, the end of an epoch is not padded with repeated
+samples: a short last batch is a step of its own, or is dropped.
 
-The position of training is counted in global batches, and so is the same in every world.
+The position of training is counted in global batches, so it is the same in every world.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from ds_dynatrain.errors import DataError
 
 @dataclass(frozen=True, order=True)
 class Cursor:
-    """A position in the data: the first global batch not returned in full, `step` of epoch `epoch`, both from 0.
+    """A position in the data: the first global batch not returned in full, `step` of epoch `epoch`, both counted from
+    0.
 
     `step` may equal the number of global batches of an epoch: all were returned, but the loop over them has not ended
     yet.
@@ -48,12 +48,12 @@ class Cursor:
         return Cursor(self.epoch + 1, 0)
 
     def to_dict(self) -> dict[str, int]:
-        """Return the cursor as plain integers, for a checkpoint or a member that joins."""
+        """Return the cursor as plain integers, for a checkpoint or a joining member."""
         return {"epoch": self.epoch, "step": self.step}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, object]) -> Cursor:
-        """Return the cursor that `to_dict` wrote; raises `DataError` if a field is missing or is not an integer."""
+        """Return the cursor that `to_dict` wrote. Raises `DataError` if a field is missing or is not an integer."""
         fields = {name: state.get(name) for name in ("epoch", "step")}
         numbers = {name: value for name, value in fields.items() if isinstance(value, int)}
         if len(numbers) < len(fields):
@@ -66,9 +66,9 @@ class Cursor:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The rule that says which samples are in which global batch. No part of it depends on the world.
+    """The rule that determines which samples are in which global batch. No part of it depends on the world.
 
-    Raises `DataError` if an epoch would have no global batch at all.
+    Raises `DataError` if an epoch would have no global batch.
     """
 
     length: int
@@ -78,8 +78,8 @@ class EpochOrder:
     reshuffle: bool = False
     drop_last: bool = False
     follows_sampler: bool = False
-    """Whether methods get the epoch that was set on the user's sampler; it then decides the order, as with
-    `reshuffle`."""
+    """Whether the `epoch` given to methods is the one set on the user's sampler. If so, it determines the order, the
+    same way as with `reshuffle`."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -101,13 +101,12 @@ class EpochOrder:
         return full + (1 if rest and not self.drop_last else 0)
 
     def __len__(self) -> int:
-        """Return the number of samples per epoch, without those that `drop_last` drops."""
+        """Return the number of samples per epoch, not counting those that `drop_last` drops."""
         return min(self.length, self.steps * self.train_batch_size)
 
     def samples(self, step: int) -> int:
-        """Return the number of samples in global batch `step` of an epoch; raises `DataError` if the epoch has no such
-        step.
-        """
+        """Return the number of samples in global batch `step` of an epoch. Raises `DataError` if the epoch has no such
+        step."""
         if not 0 <= step < self.steps:
             raise DataError(
                 f"step {step} is outside an epoch of {self.steps} global batches; give 0 to {self.steps - 1}"
@@ -123,18 +122,19 @@ class EpochOrder:
         return torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
 
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
-        """Yield the data set's indices of each global batch from `step` to the end of the epoch."""
+        """Yield the data set's indices of each global batch, from `step` to the end of the epoch."""
         permutation = self.permutation(epoch)
         for number in range(step, self.steps):
             start = number * self.train_batch_size
             yield permutation[start : start + self.samples(number)]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return an empty dictionary: the order of an epoch follows from its number alone."""
+        """Return an empty dictionary, because the order of an epoch follows from its number alone."""
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """Return all fields but `follows_sampler`: a position itself records the epoch that a sampler was set to."""
+        """Return all fields except `follows_sampler`. It is not needed, because a position itself records the sampler's
+        epoch."""
         described = asdict(self)
         del described["follows_sampler"]
         return described

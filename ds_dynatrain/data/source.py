@@ -1,9 +1,11 @@
-"""The source of a loader: a map-style data set and the settings to fetch its samples, from what the user gave.
+"""The source of a loader: a map-style data set and the settings to fetch its samples, taken from the user's arguments.
 
-A torch `DataLoader` is taken apart: samples are chosen again by global index, so its batch size and its own split
-over ranks do not count. Data that cannot be sampled by global index is refused with an error that names the reason.
+From a torch `DataLoader` the data set and settings are extracted. Samples are chosen anew by global index, so the
+loader's batch size and its own split over ranks are ignored. Data that cannot be sampled by global index is refused
+with an error that names the reason.
 
-Where micro-batches are leaves, random draws do not depend on the rank that reads a sample or on earlier reads.
+If micro-batches are leaves (micro-batches of fixed size), random draws do not depend on the rank that reads a sample or
+on earlier reads.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from ds_dynatrain.space.leaves import sample_seed
 
 
 class Sample(NamedTuple):
-    """The index of a sample in its data set, and the epoch that reads it."""
+    """The index of a sample in its data set, and the epoch in which it is read."""
 
     epoch: int
     place: int
 
 
 class SeededSamples:
-    """A data set that is indexed by `Sample`: torch's, numpy's and Python's generators are seeded before each sample.
+    """A data set indexed by `Sample`. The generators of torch, numpy and Python are seeded before each sample.
 
-    Random draws of a `collate_fn` follow from the last sample of its micro-batch.
+    Random draws of a `collate_fn` are determined by the last sample of its micro-batch.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -53,27 +55,29 @@ class SeededSamples:
 
 
 def in_epoch(epoch: int, indices: Iterable[list[int]]) -> Iterator[list[Sample]]:
-    """Yield each list of indices as a list of samples."""
+    """Convert each list of indices to a list of samples of this epoch."""
     return ([Sample(epoch, index) for index in each] for each in indices)
 
 
 STOCK_WORKERS = 2
-"""Worker processes per loader if the user gives no number: DeepSpeed's own default."""
+"""Number of worker processes per loader if the user gives none. It equals DeepSpeed's default."""
 
 MAP_STYLE = "give a data set with __getitem__ and __len__, or read the stream in a loop with engine.boundary()"
 _FETCHED = (
     *("collate_fn", "num_workers", "pin_memory", "batch_size", "worker_init_fn", "prefetch_factor", "timeout"),
     "multiprocessing_context",
 )
-"""Attributes of a torch `DataLoader` that a `DataSource` takes over as they are."""
+"""Attributes of a torch `DataLoader` that a `DataSource` takes over unchanged."""
 SAMPLERS = "leave it out (samples are dealt by global index in every world), or put its order into the data set itself"
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set with all settings that decide its order and how its samples are fetched; made by `DataSource.build`.
+    """A data set with all settings that determine its order and how its samples are fetched. Made by
+    `DataSource.build`.
 
-    `batch_size` is that of a torch `DataLoader` that was taken apart: evaluation keeps it, training does not use it.
+    `batch_size` is that of the torch `DataLoader` from which the source was made: evaluation uses it, training does
+    not.
     """
 
     dataset: Any
@@ -90,7 +94,8 @@ class DataSource:
     timeout: float = 0.0
     multiprocessing_context: Any = None
     seeds_samples: bool = False
-    """Whether random generators are seeded before each sample is read, so that all ranks draw the same for it."""
+    """Whether random generators are seeded before each sample is read, so that every rank makes the same draws for a
+    sample."""
     sampler: DistributedSampler[Any] | None = field(default=None, repr=False, compare=False)
     """The user's sampler if its `set_epoch` decides the order; otherwise None."""
     end: SharedEnd = field(default_factory=SharedEnd, repr=False, compare=False)
@@ -115,10 +120,10 @@ class DataSource:
     ) -> DataSource:
         """Make a source from a map-style data set or a torch `DataLoader` over one.
 
-        An argument that is None is taken from the `DataLoader`, and without one from stock DeepSpeed: two workers,
-        shuffled with seed 0, the same permutation in every epoch. Memory is pinned only if the argument or the
-        `DataLoader` says so. Raises `DataError` for an iterable dataset, a batch sampler, a sampler with an order of
-        its own, or an object that is no data set at all.
+        An argument that is None is taken from the `DataLoader`; without a `DataLoader` it has stock DeepSpeed's
+        default: two workers, shuffled with seed 0, the same permutation in every epoch. Memory is pinned only if the
+        argument or the `DataLoader` requests it. Raises `DataError` for an iterable dataset, a batch sampler, a sampler
+        with an order of its own, or an object that is not a data set.
         """
         loader = data if isinstance(data, DataLoader) else None
         dataset = _map_style(data if loader is None else loader.dataset)
@@ -133,7 +138,7 @@ class DataSource:
 
     @property
     def sampler_epoch(self) -> int:
-        """The epoch that the user's sampler was set to; 0 without one."""
+        """The epoch set on the user's sampler; 0 if there is no sampler."""
         return 0 if self.sampler is None else int(self.sampler.epoch)
 
     def order(self, train_batch_size: int) -> EpochOrder:
@@ -145,11 +150,11 @@ class DataSource:
     def fetch(
         self, indices: Iterable[list[Any]], generator: torch.Generator | None, persistent: bool = False
     ) -> DataLoader[Any]:
-        """Return a torch `DataLoader` that yields one collated batch for each list of indices, or of `Sample`s if
-        `seeds_samples` is set.
+        """Return a torch `DataLoader` that yields one collated batch for each list of indices, or for each list of
+        `Sample`s if `seeds_samples` is set.
 
-        `generator`: source of its workers' base seed; None for torch's default generator, as in stock torch.
-        persistent: whether its workers live as long as the loader, and not just as long as one iterator of it.
+        generator: source of the workers' base seed; None for torch's default generator, as in stock torch.
+        persistent: whether the workers live as long as the loader, rather than only as long as one of its iterators.
         """
         context = self.multiprocessing_context or torch.multiprocessing.get_context()
         method = context.get_start_method() if self.num_workers else None
@@ -185,7 +190,7 @@ def _map_style(dataset: Any) -> Any:
 
 
 def _sampling(loader: DataLoader[Any], length: int) -> dict[str, Any]:
-    """Return the fields of a `DataSource` that reproduce the order of a torch loader."""
+    """Return the fields of a `DataSource` that reproduce a torch loader's order."""
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         name = "batch_size=None" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
         raise DataError(f"the DataLoader has a batch sampler of its own ({name}), fixed to one world; {SAMPLERS}")

@@ -1,7 +1,7 @@
-"""Loader processes: they end with the process that started them, and their random streams are chosen here.
+"""Worker processes of loaders: they end with the process that started them, and their random streams are chosen here.
 
-torch's `DataLoader` draws one number, the base seed of its workers, whenever it starts to iterate. A loader that
-starts anew because the world changed must not draw it from the user's random stream, which plain DeepSpeed would have
+torch's `DataLoader` draws one number, the base seed of its workers, whenever it starts to iterate. A loader that starts
+over because the world changed must not draw this number from the user's random stream, which plain DeepSpeed would have
 left alone.
 """
 
@@ -27,9 +27,9 @@ PR_SET_PDEATHSIG = 1
 
 
 class SharedEnd:
-    """A flag that says whether this process is at its end, shared with the processes forked from it.
+    """A flag that says whether this process is ending, shared with the processes forked from it.
 
-    At its end multiprocessing sends SIGTERM to the remaining workers and waits for them.
+    At the end of the process multiprocessing sends SIGTERM to the remaining workers and waits for them.
     """
 
     def __init__(self) -> None:
@@ -37,34 +37,35 @@ class SharedEnd:
         atexit.register(self._byte.__setitem__, 0, 1)  # runs before multiprocessing's handler, registered earlier
 
     def heed(self, number: int, frame: object) -> None:
-        """Exit if the parent is at its end, and otherwise ignore the signal: a worker's handler of SIGTERM."""
+        """Handler of SIGTERM in a worker: exit if the parent is ending, and otherwise ignore the signal."""
         if self._byte[0]:
             os._exit(0)
 
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """The `worker_init_fn` of every loader: ties the worker's life to its parent's, then runs the user's function.
+    """The `worker_init_fn` of every loader: ties the worker's life to its parent's, and runs the user's function after
+    that.
 
-    A worker inherits the sockets of its parent. If it outlived a parent that was killed, the parent's peers would see
-    its connections open and notice the death only seconds later. Linux only; elsewhere torch's own watchdog ends the
-    worker.
+    A worker inherits the sockets of its parent. If the worker outlived a killed parent, the parent's peers would see
+    its connections still open and notice the death only seconds later. Works on Linux only; on other systems torch's
+    own watchdog ends the worker.
 
-    A worker ignores SIGTERM until its parent is at its end, because the parent may still need batches before it goes.
-    It therefore has a process group of its own, since torchrun signals the parent's group, and handles the signal
-    itself, since Slurm sends it to every process.
+    A worker ignores SIGTERM until its parent is ending, because the parent may still need batches before it ends. The
+    worker therefore has a process group of its own, because torchrun signals the parent's group, and a handler of its
+    own, because Slurm sends the signal to every process.
     """
 
     then: Callable[[int], None] | None = None
     parent: int | None = None
-    """Process id of the parent; None if another process starts the worker (forkserver)."""
+    """Process id of the parent; None if the worker is started by a different process (forkserver)."""
     end: SharedEnd | None = None
-    """Flag of the parent, for forked workers; other workers end when they get SIGTERM."""
+    """Flag of the parent, for forked workers; other workers end when they receive SIGTERM."""
 
     def __call__(self, worker: int) -> None:
-        """Prepare the worker process that this is called in.
+        """Prepare the worker process in which this is called.
 
-        worker: its number, from 0.
+        worker: the worker's number, counted from 0.
         """
         gc.freeze()  # this process must not destroy the parent's uncollected objects, above all process groups
         gc.enable()
@@ -81,10 +82,10 @@ class WorkerStart:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Switch automatic garbage collection off inside the block.
+    """Context manager that switches off automatic garbage collection inside its block.
 
-    Worker processes that start in it collect nothing before `WorkerStart` has run in them, and a pause is spared a full
-    collection, which takes 0.2 s in a large process.
+    Worker processes started in the block collect nothing before `WorkerStart` has run in them. This also spares a pause
+    a full collection, which takes 0.2 s in a large process.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -96,10 +97,11 @@ def without_collection() -> Iterator[None]:
 
 
 def like_stock() -> torch.Generator:
-    """Return a generator that draws what torch's default one would draw next, and advance the default one by that draw.
+    """Return a generator that will draw what torch's default generator would draw next, and advance the default
+    generator past that draw.
 
-    A pass over the data thus moves the user's random stream exactly as a stock `DataLoader` does when it starts to
-    iterate.
+    A pass over the data therefore advances the user's random stream exactly the way a stock `DataLoader` does when it
+    starts to iterate.
     """
     generator = torch.Generator(device="cpu")
     generator.set_state(torch.get_rng_state())
@@ -108,5 +110,6 @@ def like_stock() -> torch.Generator:
 
 
 def apart(*place: int) -> torch.Generator:
-    """Return a generator for a place in training (seed, epoch, step, ...); no other random stream is drawn from."""
+    """Return a generator that is seeded by a place in training (seed, epoch, step, ...). No other random stream is
+    drawn from."""
     return torch.Generator(device="cpu").manual_seed(seed_of(*place))

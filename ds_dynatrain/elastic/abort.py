@@ -1,9 +1,9 @@
-"""A way out of a collective that will never end: the sockets of its group are shut down, and the collective raises.
+"""A way out of a collective that will never end: shutting down the sockets of its group makes the collective raise.
 
-gloo cannot abort. Ranks next to a dead one in the ring see its connection end; all others wait for their time-out, and
-so do all ranks if one hangs. shutdown(2) on the established connections of a group, called from another thread, makes
-every collective that is blocked on them raise within milliseconds, even one that is still connecting. The listening
-sockets are left open, because gloo ends the process if it loses one.
+gloo cannot abort. If a rank dies, only its neighbours in the ring see a connection end; the other ranks wait for their
+time-out. If a rank hangs, all ranks do. Calling shutdown(2) on a group's established connections from another thread
+makes every collective that is blocked on them raise within milliseconds, even while the group is still connecting. The
+listening sockets are left open, because gloo ends the process if it loses one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _EPOLL = "anon_inode:[eventpoll]"
 
 
 class WorldSockets:
-    """The sockets of one world's groups, identified by what gloo opened while the groups were built. Linux only.
+    """The sockets that gloo opened while one world's groups were built. Linux only.
 
     Build the groups inside `building`; `abort` may be called at any time, from any thread. Sockets that other threads
-    open meanwhile, in Python or in a library, are left alone.
+    open during the build, in Python or in a library, are left alone.
     """
 
     def __init__(self) -> None:
@@ -36,18 +36,20 @@ class WorldSockets:
 
     @property
     def groups(self) -> frozenset[str]:
-        """The names of the groups whose own sockets are known."""
+        """Names of the groups whose own sockets are known."""
         return frozenset(self._groups)
 
     @contextmanager
     def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[Callable[[str], None]]:
-        """Count sockets that gloo opens inside the block as the world's, from the moment they are opened.
+        """Context manager that adds every socket that gloo opens inside the block to this world, as soon as it is
+        opened.
 
-        Sockets of stores to which this thread connects meanwhile count, too (`count_store`). Yields a function to call
-        with a group's name once the group is built: sockets that are new by then belong to that group.
+        Sockets of stores to which this thread connects inside the block are added as well (`count_store`). Yields a
+        function to call with a group's name once that group is built: all sockets opened since the previous call belong
+        to the group.
 
-        is_wanted: called once an `abort` would take effect. If it returns false, WorldChanged is raised, so that an
-        abort that came a moment too early is not lost.
+        is_wanted: called as soon as `abort` has an effect. If it returns False, WorldChanged is raised; this covers an
+        abort that was requested just before.
         """
         self._before = before = seen = gloo_sockets()
         outer, _here.building = getattr(_here, "building", None), self
@@ -68,7 +70,7 @@ class WorldSockets:
     def abort(self, resting: Collection[str] = ()) -> int:
         """Shut down all sockets of the world, and return how many were open.
 
-        Blocked collectives raise RuntimeError, a group under construction raises DistError.
+        Blocked collectives raise RuntimeError; a group under construction raises DistError.
 
         resting: names of groups whose sockets are left alone.
         """
@@ -81,26 +83,25 @@ class WorldSockets:
         return sum(_shut(*each) for each in mine.items() if each not in rest)
 
     def take_over(self, previous: WorldSockets) -> None:
-        """Count the previous world's sockets that are still open as this world's, too, because it keeps some of the
-        groups."""
+        """Add the previous world's open sockets to this world, because this world keeps some of the previous groups."""
         there = open_sockets().items()
         self._built = {fd: inode for fd, inode in previous._built.items() if (fd, inode) in there} | self._built
         still = {name: sockets for name, sockets in previous._groups.items() if sockets.items() & there}
         self._groups = {**still, **self._groups}
 
     def forget(self) -> None:
-        """Forget all sockets; called when the groups were destroyed, which closes the sockets."""
+        """Forget all sockets. Called after the groups were destroyed, which closes their sockets."""
         self._built, self._groups = {}, {}
 
 
 _here = threading.local()
-"""Thread-local storage. Attribute `building`: the WorldSockets whose `building` block the thread is in."""
+"""Thread-local storage. Its attribute `building` is the WorldSockets whose `building` block the thread is in."""
 
 
 def count_store(sockets: Mapping[int, int]) -> None:
     """Add a store's socket to the world that the calling thread is building, if there is one.
 
-    sockets: the socket, which this thread opened just now.
+    sockets: the socket that this thread has just opened.
     """
     world: WorldSockets | None = getattr(_here, "building", None)
     if world is not None:
@@ -108,15 +109,15 @@ def count_store(sockets: Mapping[int, int]) -> None:
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the inode of each open socket of this process, by descriptor."""
+    """Return a map from the descriptor of each open socket of this process to its inode."""
     return _sockets({int(name): _target(name) for name in os.listdir(_DESCRIPTORS)})
 
 
 def gloo_sockets() -> dict[int, int]:
-    """Return the inodes of gloo's sockets alone, by descriptor. gloo's event loops watch them by epoll.
+    """Return a map from descriptor to inode for the sockets that gloo watches by epoll.
 
-    An event loop is recognized as gloo's by the pipe that wakes it (libuv and gRPC use an eventfd, asyncio a socket
-    pair) and by a listening socket. Descriptors may come and go during the call; each is read once.
+    An epoll descriptor belongs to gloo if it watches a listening socket and is woken by a pipe (libuv and gRPC use an
+    eventfd, asyncio a socket pair). Descriptors may come and go during the call; each is read once.
     """
     found: dict[int, int] = {}
     for name in os.listdir(_DESCRIPTORS):
@@ -129,8 +130,8 @@ def gloo_sockets() -> dict[int, int]:
 
 
 def _watched(name: str) -> dict[int, str]:
-    """Return the descriptors that an epoll descriptor watches, and what each refers to; empty if it was closed
-    meanwhile."""
+    """Return a map from each descriptor that an epoll descriptor watches to its target; empty if the epoll descriptor
+    was closed during the call."""
     try:
         lines = Path(f"/proc/self/fdinfo/{name}").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -140,7 +141,7 @@ def _watched(name: str) -> dict[int, str]:
 
 
 def _target(name: str) -> str:
-    """Return what a descriptor refers to, in the kernel's words; empty if it was closed meanwhile."""
+    """Return what a descriptor refers to, as the kernel writes it; empty if the descriptor has been closed."""
     try:
         return os.readlink(f"{_DESCRIPTORS}/{name}")
     except OSError:
@@ -157,7 +158,7 @@ def new_sockets(before: dict[int, int], after: dict[int, int]) -> dict[int, int]
 
 
 def _listens(descriptor: int) -> bool:
-    """Return whether a socket is listening; False if it was closed meanwhile."""
+    """Return whether a socket is listening; False if the socket has been closed."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as copy:
             return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
@@ -166,8 +167,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def _shut(descriptor: int, inode: int) -> bool:
-    """Shut a socket down if it still has this inode and is an established TCP connection; return whether it was shut
-    down."""
+    """Shut down a socket if it still has this inode and is an established TCP connection, and return whether it did."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as copy:  # a copy stays valid if the original is closed
             if os.fstat(copy.fileno()).st_ino != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
@@ -177,4 +177,4 @@ def _shut(descriptor: int, inode: int) -> bool:
             copy.shutdown(socket.SHUT_RDWR)
             return True
     except OSError:
-        return False  # closed meanwhile, or not connected
+        return False  # closed in the meantime, or not connected

@@ -1,8 +1,8 @@
 """Addresses of coordinators: HOST:PORT, or file:FILE, a file in a folder that all nodes see.
 
 A coordinator announces its address in such a file, and the newest coordinator wins. Readers open the file at each
-attempt, so they find a coordinator that was restarted elsewhere. A coordinator that finds another one's announcement in
-its file ends.
+attempt, so they find a coordinator that was restarted on another host. A coordinator ends when it finds that another
+one has replaced its announcement.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONGEST_ANNOUNCEMENT = 4096
 LOOK_SECONDS = 2.0
 """How often a coordinator checks its own announcement."""
 MODE = 0o644
-"""Permissions of the announcement: everybody may read the address, since joining takes the token."""
+"""Permissions of the announcement. Everybody may read the address, because joining requires the token."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
@@ -48,7 +48,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse HOST, HOST:PORT or [IPv6]:PORT. Raises ConfigError if the text is none of them."""
+        """Parse HOST, HOST:PORT or [IPv6]:PORT. Raises ConfigError if the text has none of these forms."""
         rest = text.strip()
         if rest.startswith("["):
             host, found, rest = rest[1:].partition("]")
@@ -75,13 +75,13 @@ class Announced:
     file: Path
 
     def locate(self, is_guarded: bool) -> Address:
-        """Return the address that the file names now.
+        """Return the address that the file currently names.
 
         is_guarded: whether the coordinator will have to prove that it knows the token.
 
         Raises OSError if there is no announcement yet, or if its address works only on another machine. Raises
-        CoordinatorUnproved if the address is another machine's and `is_guarded` is false, MessageError if no
-        coordinator has written the file.
+        CoordinatorUnproved if the address belongs to another machine and `is_guarded` is False. Raises MessageError if
+        the file was not written by a coordinator.
         """
         try:
             said = Announcement.read(self.file)
@@ -103,13 +103,13 @@ class Announced:
 
 
 Endpoint = Address | Announced
-"""The place at which to look for a coordinator."""
+"""Where to look for a coordinator: an address, or a file that names one."""
 
 
 def read_endpoint(text: str) -> Endpoint:
-    """Parse HOST:PORT or file:FILE. Raises ConfigError if the text is neither.
+    """Parse HOST:PORT or file:FILE. Raises ConfigError if the text has neither form.
 
-    A relative FILE is taken relative to this process's working directory.
+    A relative FILE is resolved against this process's working directory.
     """
     text = text.strip()
     if not text.startswith(PREFIX):
@@ -123,9 +123,9 @@ class Announcement(WireRecord):
     """Contents of an announcement file.
 
     coordinator: the address at which the coordinator listens.
-    host: the machine on which it runs.
+    host: the machine on which the coordinator runs.
     job: the name of its job.
-    mark: a random id, which tells this coordinator's announcement from those of other coordinators.
+    mark: a random id that distinguishes this coordinator's announcement from those of other coordinators.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -142,8 +142,8 @@ class Announcement(WireRecord):
 
     @classmethod
     def read(cls, file: Path) -> Announcement:
-        """Read an announcement. Raises FileNotFoundError if there is no file, MessageError if it holds something
-        else."""
+        """Read an announcement. Raises FileNotFoundError if there is no file, MessageError if the file holds no
+        announcement."""
         with file.open("rb") as opened:
             body = opened.read(LONGEST_ANNOUNCEMENT + 1)
         try:
@@ -171,11 +171,11 @@ class Announcement(WireRecord):
 
 @contextmanager
 def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], object]) -> Iterator[None]:
-    """Announce an address for the duration of the block. Raises OSError if the file cannot be written.
+    """Context manager that announces an address for the duration of its block.
 
-    The file is deleted at the end, but not after an error, because processes that look for a coordinator keep reading
-    it. If another coordinator announces itself in the same file, `on_replaced` is called, and the block ends with an
-    ElasticError.
+    The file is deleted at the end of the block. It is kept after an error, because processes that look for a
+    coordinator keep reading it. If another coordinator replaces the announcement, `on_replaced` is called, and leaving
+    the block raises ElasticError. Raises OSError if the file cannot be written.
     """
     host, mark, ended = socket.gethostname(), secrets.token_hex(8), threading.Event()
     mine, others = Announcement(coordinator=str(address), host=host, job=job, mark=mark), list[Announcement]()
@@ -216,7 +216,7 @@ def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], 
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address can be reached from its own machine only."""
+    """Return whether an address can be reached only from its own machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -226,10 +226,10 @@ def is_loopback(host: str) -> bool:
 def listen(address: Address, *, is_guarded: bool) -> socket.socket:
     """Return a listening socket.
 
-    is_guarded: whether peers have to prove a token.
+    is_guarded: whether peers have to prove that they know the token.
 
-    Raises OSError if the address is taken or belongs to another machine, ElasticError if peers need no token and other
-    machines could connect.
+    Raises OSError if the address is in use or belongs to another machine.
+    Raises ElasticError if peers need no token and other machines could connect.
     """
     family, _, _, _, place = socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -251,7 +251,7 @@ def listen(address: Address, *, is_guarded: bool) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Set TCP options: send at once, and notice a host that disappears without closing the connection."""
+    """Set TCP options: send without delay, and detect a host that disappears without closing the connection."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,10 +1,10 @@
 """Client side of a connection to the coordinator, for threads that may block, and the tags that authenticate its
 messages.
 
-Both ends draw a random number. The token, both numbers and the direction yield a key, so the first message under it
-proves that its sender knows the token, and a message from another connection, the other direction or another position
+Both ends choose a random number. A key for each direction is derived from the token and both numbers. The first message
+with a valid tag proves that its sender knows the token. A message taken from another connection, direction or position
 is rejected. An attacker in the middle can read and delay messages, but cannot change, repeat, add or drop any. The
-addresses of the two ends are left out of the key: they differ behind NAT and in containers, and would add no
+addresses of the two ends are not part of the key: they differ behind NAT and in containers, and would add no
 protection.
 """
 
@@ -68,7 +68,7 @@ def new_nonce() -> str:
 
 
 class Channel:
-    """Tags for both directions of one connection, as seen by one end. Without a token the tags match but prove nothing.
+    """Computes and checks the tags of one connection at one end. Without a token the tags match but prove nothing.
 
     nonces: the random numbers of the coordinator and of the peer.
     here: which of the two this end is.
@@ -83,12 +83,14 @@ class Channel:
         return wire + self._sent.next_tag(wire)
 
     def is_next(self, wire: bytes, tag: bytes) -> bool:
-        """Return whether `tag` authenticates `wire` as the other end's next message."""
+        """Return whether `tag` authenticates `wire` as the next message from the other end."""
         return hmac.compare_digest(self._received.next_tag(wire), tag)
 
     def check(self, wire: bytes, tag: bytes) -> None:
-        """Raise MessageError unless `tag` authenticates `wire` as the next message; the connection must be closed after
-        the error."""
+        """Raise MessageError unless `tag` authenticates `wire` as the next message from the other end.
+
+        The connection must be closed after this error.
+        """
         if not self.is_next(wire, tag):
             raise MessageError(
                 "a message was changed on its way, or is not of who has proved the token: its tag is wrong"
@@ -106,7 +108,7 @@ class _Direction:
 
 
 class Connection:
-    """Connection to the coordinator, which sends and receives messages over one socket.
+    """Connection to the coordinator that sends and receives messages over one socket.
 
     welcome: the coordinator's answer when it admitted this process.
     address: the coordinator's address.
@@ -126,11 +128,14 @@ class Connection:
 
     @classmethod
     def open(cls, endpoint: Endpoint, token: str | None, job: str = "", seconds: float = 5.0) -> Connection:
-        """Connect and be admitted; each answer of the coordinator may take `seconds`.
+        """Connect, and return the connection once the coordinator has admitted this process.
 
-        Raises OSError if nothing answers, and PeerRefused, with the reason, if the coordinator refuses this process.
-        Raises CoordinatorUnproved or MessageError if the answer is not that of a coordinator of this version that knows
-        the token.
+        seconds: how long each answer of the coordinator may take.
+
+        Raises OSError if nothing answers.
+        Raises PeerRefused, with the reason, if the coordinator refuses this process.
+        Raises CoordinatorUnproved if the answer does not prove knowledge of the token, or has another protocol version.
+        Raises MessageError if the answer is not one that a coordinator gives.
         """
         connection = cls(endpoint.locate(is_guarded=token is not None), seconds)
         try:
@@ -169,7 +174,7 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message. Raises OSError if the connection is broken; it cannot be used after that."""
+        """Send a message. Raises OSError if the connection is broken; the connection cannot be used after that."""
         wire = encode(message)
         with self._sending:
             self._socket.sendall(wire + NO_TAG if self._channel is None else self._channel.seal(wire))
@@ -185,15 +190,15 @@ class Connection:
     def expect(self, seconds: float) -> Message:
         """Return the next message.
 
-        Raises PeerRefused if the message is a refusal, JobFinished if it says that the job has finished, and the errors
-        of `receive`.
+        Raises PeerRefused if the message is a refusal, JobFinished if it says that the job has finished, and the same
+        errors as `receive`.
         """
         message = self.receive(seconds)
         _raise_refusal(message)
         return message
 
     def read(self) -> None:
-        """Read from the socket once, blocking if there is nothing to read yet.
+        """Read from the socket once, and wait if no data has arrived yet.
 
         Raises ConnectionError at the end of the connection, MessageError if a message is longer than the limit.
         """
@@ -209,7 +214,8 @@ class Connection:
             del self._buffer[: end + TAG_BYTES]
 
     def messages(self) -> list[Message]:
-        """Return all messages that were read and not returned yet. Raises MessageError as in `receive`."""
+        """Return all messages that were read but not yet returned. Raises MessageError under the same conditions as
+        `receive`."""
         messages = [self._proved(*frame) for frame in self._frames]
         self._frames.clear()
         return messages
@@ -219,7 +225,7 @@ class Connection:
         self._socket.close()
 
     def _next(self, seconds: float) -> tuple[bytes, bytes]:
-        """Return the bytes of the next message, and its tag."""
+        """Return the bytes of the next message and its tag."""
         end = time.monotonic() + seconds
         while not self._frames:
             left = end - time.monotonic()
@@ -243,7 +249,7 @@ def _raise_refusal(message: Message) -> None:
 
 
 def _unproved(answer: Message) -> str:
-    """Return, in words, what is wrong with an answer whose tag does not match."""
+    """Return a description of what is wrong with an answer whose tag does not match."""
     if isinstance(answer, Refused):
         return f"{answer.reason}; what answers there has not proved that it knows this process's token either"
     return (
@@ -253,8 +259,10 @@ def _unproved(answer: Message) -> str:
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
-    """Wait until at least one descriptor can be read or has ended, and return all such descriptors; an empty set after
-    `seconds`."""
+    """Wait until at least one descriptor is readable or closed by its peer, and return all such descriptors.
+
+    Returns an empty set if there is none after `seconds`.
+    """
     poll = select.poll()  # select() takes no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -262,10 +270,10 @@ def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
 
 
 def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> Connection:
-    """Return a connection as soon as a coordinator answers.
+    """Keep trying to connect, and return the connection once a coordinator answers.
 
-    Raises TimeoutError after `seconds`, and PeerRefused or MessageError at once if a coordinator does not admit this
-    process.
+    Raises TimeoutError after `seconds`. Raises PeerRefused or MessageError at once if a coordinator answers and does
+    not admit this process.
     """
     end = time.monotonic() + seconds
     warned = False
@@ -288,7 +296,8 @@ def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> 
 def ask_status(endpoint: Endpoint, token: str | None = None, seconds: float = ANSWER_SECONDS) -> Status:
     """Return the job's status.
 
-    Raises OSError if no coordinator answers within `seconds`, PeerRefused or MessageError for any other answer.
+    Raises OSError if no coordinator answers within `seconds`, PeerRefused or MessageError if the answer is not a
+    status.
     """
     return _ask(endpoint, token, Query(), Status, seconds)
 
@@ -296,10 +305,10 @@ def ask_status(endpoint: Endpoint, token: str | None = None, seconds: float = AN
 def ask_to_leave(
     endpoint: Endpoint, node: str, token: str | None = None, seconds: float = ANSWER_SECONDS
 ) -> tuple[str, ...]:
-    """Ask the workers of a node to hand over their state and leave; return those that were told. They take a while to
-    leave.
+    """Ask a node's workers to hand over their state and leave, and return the workers that were asked.
 
-    Raises PeerRefused if the node has no workers, and the errors of `ask_status`.
+    Returns before the workers have left. Raises PeerRefused if the node has no workers, and the same errors as
+    `ask_status`.
     """
     return _ask(endpoint, token, Dismiss(node=node), Dismissed, seconds).members
 

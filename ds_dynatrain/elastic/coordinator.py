@@ -1,7 +1,7 @@
 """The coordinator: serves a job's membership over a socket.
 
-Each peer has its own task that reads its messages. Any fault of a peer (slow, malformed, too long, silent, unknown)
-ends that connection and nothing else. One task keeps the time and carries out the membership's decisions.
+Each peer has its own task that reads its messages. A faulty peer (slow, malformed, too long, silent, unknown) loses its
+connection, and nothing else is affected. One task keeps the time and carries out the membership's decisions.
 """
 
 from __future__ import annotations
@@ -48,14 +48,13 @@ GREETING_SECONDS = 5.0
 LINGER_SECONDS = 30.0
 """How long a coordinator whose job has finished waits for its peers to disconnect."""
 MOST_OWED = 4096
-"""The maximum number of nodes for which orders to end workers are kept while their agents are disconnected; the oldest
-are forgotten."""
+"""The maximum number of disconnected agents for which orders to end workers are kept. The oldest orders are dropped."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 class Coordinator:
-    """Server of one job on a listening socket, until the job has finished."""
+    """Server of one job on a listening socket. It serves until the job has finished."""
 
     def __init__(
         self,
@@ -78,8 +77,8 @@ class Coordinator:
         self._wakes_at = 0.0
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
-        """Serve until the job has finished and all peers have disconnected, or until `stop` is set; then close all
-        connections."""
+        """Serve until the job has finished and all peers have disconnected, or until `stop` is set. All connections are
+        closed after that."""
         door = Door(listener, self._token, _refusal(self._token_file), self._take)
         keeper, doorman = asyncio.create_task(self._keep_time()), asyncio.create_task(door.serve())
         stopper = asyncio.create_task((stop or asyncio.Event()).wait())
@@ -101,7 +100,7 @@ class Coordinator:
         return len(self._workers) + len(self._agents)
 
     def view(self) -> View:
-        """Return the view of the job for the page and the metrics; called on the thread that serves."""
+        """Return the view of the job for the web page and the metrics. Called on the serving thread."""
         now = time.monotonic()
         return view(self._status(now), self.history, now, time.time())
 
@@ -111,7 +110,7 @@ class Coordinator:
     # -- one peer ----------------------------------------------------------------------------------------------------
 
     async def _take(self, peer: Peer, hello: Hello) -> None:
-        """Handle a peer that has proved the token; if the peer is refused, tell it why."""
+        """Handle a peer that has proved the token. If the peer is refused, send it the reason."""
         self._peers.add(peer)
         try:
             await self._attend(peer, hello)
@@ -126,7 +125,7 @@ class Coordinator:
             self._peers.discard(peer)
 
     async def _attend(self, peer: Peer, hello: Hello) -> None:
-        """Handle a peer from its introduction to its last message."""
+        """Serve a peer from its introduction to its last message."""
         said = await asyncio.wait_for(self._introduction(peer, hello), GREETING_SECONDS)
         match said:
             case Announce():
@@ -139,9 +138,9 @@ class Coordinator:
                 peer.send(self._dismiss(said.node))
 
     def _dismiss(self, node: str) -> Dismissed:
-        """Tell the workers of a node to leave, and return them.
+        """Ask the workers of a node to leave, and return them.
 
-        Raises PeerRefused, which names the nodes that have workers, if this node has none.
+        Raises PeerRefused if this node has no workers; the message names the nodes that have some.
         """
         members = tuple(member for member in self._workers if node_of(member) == node)
         if not members:
@@ -168,7 +167,7 @@ class Coordinator:
         if not isinstance(said, Announce | Agent | Query | Dismiss):
             raise MessageError(f"{said.kind}: announce, agent, query or dismiss comes after hello")
         if isinstance(said, Announce | Agent):
-            self._check_job(hello.job)  # again: another peer may have named the job meanwhile
+            self._check_job(hello.job)  # checked again: another peer may have named the job in the meantime
             self._job = self._job or hello.job
         return said
 
@@ -254,7 +253,7 @@ class Coordinator:
     # -- the whole ---------------------------------------------------------------------------------------------------
 
     async def _keep_time(self) -> None:
-        """Carry out the membership's decisions when they are due, until the job has finished and all peers have
+        """Carry out the membership's decisions when they are due. Returns once the job has finished and all peers have
         disconnected."""
         end: float | None = None
         while True:
@@ -291,7 +290,7 @@ class Coordinator:
                 self._send_all(encode(Finished()), to)
 
     def _fence(self, node: str, fence: Fence) -> None:
-        """Order a node's agent to end a worker: now, or when the agent reconnects."""
+        """Order a node's agent to end a worker: now if the agent is connected, otherwise when it reconnects."""
         agent = self._agents.get(node)
         if agent is not None:
             agent.send(fence)
@@ -307,7 +306,7 @@ class Coordinator:
 
 
 def _refusal(token_file: str) -> str:
-    """Return the answer to a peer without the token.
+    """Return the reason given to a peer without the token.
 
     token_file: path of the token's file on this machine; empty if the token is in no file.
     """

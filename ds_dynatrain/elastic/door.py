@@ -1,8 +1,7 @@
-"""Server side of connections: a peer has to prove soon that it knows the token, or its connection is closed.
+"""Server side of connections: a peer must soon prove that it knows the token, or its connection is closed.
 
-Honest peers prove it within milliseconds. When too many connections are unproved, the oldest of them is closed, so
-honest peers get in however many strangers connect. Reads may wait, but are bounded in bytes and time; writes never
-wait.
+Honest peers prove it within milliseconds. When too many connections are unproved, the oldest is closed, so honest peers
+get in however many strangers connect. Reads may wait, but are bounded in bytes and time; writes never wait.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from ds_dynatrain.elastic.messages import (
 from ds_dynatrain.errors import MessageError, PeerRefused
 
 MOST_UNREAD = 2 * LARGEST_MESSAGE
-"""The maximum number of bytes buffered for a peer that does not read; above that its connection is dropped."""
+"""The maximum number of bytes buffered for a peer that does not read. Beyond this its connection is dropped."""
 MOST_STRANGERS = 512
-"""The maximum number of simultaneous connections that have proved nothing.
+"""The maximum number of simultaneous connections whose peers have not proved the token.
 
-At most a quarter of the files that this process may open are used for them, too.
+The number is also limited to a quarter of the files that this process may open.
 """
 PROVE_SECONDS = 2.0
 """How long a new connection may take to prove that its peer knows the token."""
@@ -74,7 +73,7 @@ class Peer:
         self.send_bytes(encode(message))
 
     def send_bytes(self, wire: bytes) -> None:
-        """Queue an encoded message for sending. Drop the connection if the peer leaves too many bytes unread."""
+        """Queue an encoded message for sending. Drops the connection if the peer leaves too many bytes unread."""
         if self._writer.is_closing():
             return
         self._writer.write(self._channel.seal(wire))
@@ -82,7 +81,7 @@ class Peer:
             self._writer.transport.abort()
 
     def refuse(self, reason: str) -> None:
-        """Tell the peer why it is refused, and end the connection."""
+        """Send the peer the reason for its refusal, and end the connection."""
         self.send(Refused(reason=clipped(reason, LONGEST_TEXT)))
         self._writer.close()
 
@@ -92,9 +91,9 @@ class Peer:
 
 
 class Door:
-    """Server that accepts connections at a listening socket, and passes peers that prove the token to `attend`.
+    """Server that accepts connections at a listening socket and passes peers that prove the token to `attend`.
 
-    refusal: the answer to a peer that has no token or another one.
+    refusal: the reason given to a peer that has no token or a wrong one.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Door:
         self._complaints = Complaints()
 
     async def serve(self) -> None:
-        """Accept connections until cancelled; then close the listening socket and all connections."""
+        """Accept connections until cancelled. The listening socket and all connections are closed after that."""
         self._listener.setblocking(False)
         try:
             while True:
@@ -152,11 +151,11 @@ class Door:
         self._unproved.pop(task, None)
 
     async def _take(self, link: socket.socket, name: str) -> None:
-        """Handle one connection from its beginning to its end."""
+        """Handle one connection from start to end."""
         try:
             tune(link)
             reader, writer = await asyncio.open_connection(sock=link)
-        except OSError:  # the peer has gone already
+        except OSError:  # the peer is already gone
             link.close()
             return
         try:
@@ -192,15 +191,15 @@ class Door:
 
 
 class Complaints:
-    """Warnings that strangers can cause: at most one line a second, with the number of lines left out since the last
-    one."""
+    """Rate limiter for warnings that strangers can cause: at most one line a second, with the number of lines
+    suppressed since the last one."""
 
     def __init__(self) -> None:
         self._next = 0.0
         self._unsaid = 0
 
     def say(self, text: str) -> None:
-        """Log the text, or only count it if the last line is too recent."""
+        """Log the text, or only count it if the last line was logged less than `LINE_SECONDS` ago."""
         now = time.monotonic()
         if now < self._next:
             self._unsaid += 1

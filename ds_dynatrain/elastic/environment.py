@@ -20,13 +20,13 @@ NODE = "DYNATRAIN_NODE"
 COORDINATOR = "DYNATRAIN_COORDINATOR"
 JOB = "DYNATRAIN_JOB"
 AGENT = "DYNATRAIN_AGENT"
-"""The four variables that an agent sets for its workers: their node, the coordinator's address, the job, and the
+"""The four variables that an agent sets for its workers: their node, the coordinator's address, the job's name, and the
 agent's process id."""
 LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Restart count of the workers, set by torchrun.
 
-torchrun also sets `LOCAL_RANK` and `LOCAL_SIZE`, which describe the node's own world until a worker has joined.
+torchrun also sets `LOCAL_RANK` and `LOCAL_SIZE`. Both describe the node's own world until a worker has joined.
 """
 LONGEST_HOST = 64
 
@@ -38,14 +38,14 @@ WATCHDOG: Mapping[str, str] = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Values that switch off torch's NCCL watchdog, which would end a process whose peer has died, or abort on one rank
-alone."""
+only."""
 OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""Values that torchrun sets by default, which count as not set by the user."""
+"""Values that torchrun sets by default. They do not count as set by the user."""
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Description of a worker that starts: its node, the job, and the coordinator's address."""
+    """Description of a worker at its start: its node, the job, and the coordinator's address."""
 
     node: str
     local_rank: int
@@ -55,14 +55,14 @@ class WorkerPlace:
     agent: int | None = None
     """Process id of the agent that started the worker; None if it was not an agent of this package."""
     restarts: int = 0
-    """Number of times that torchrun's agent has restarted the node's workers after a failure."""
+    """Number of times that torchrun's agent has restarted this node's workers after a failure."""
 
 
 def token_from(variables: Mapping[str, str] = os.environ, file: str | None = None) -> str | None:
     """Return the job's token; None if there is none.
 
-    The token comes from `file`, else from the file that the environment names, else from the environment itself. Raises
-    ConfigError if the file cannot be read or the token is too short.
+    The token is read from `file` if given, else from the file that the environment names, else from the environment
+    itself. Raises ConfigError if the file cannot be read or the token is too short.
     """
     file = file or variables.get(TOKEN_FILE)
     if file:
@@ -74,12 +74,12 @@ def token_from(variables: Mapping[str, str] = os.environ, file: str | None = Non
 def job_token(
     endpoint: Endpoint, variables: Mapping[str, str] = os.environ, file: str | None = None
 ) -> tuple[str, str]:
-    """Return the token of the job whose coordinator is at `endpoint`, and the file that holds it ("" if it was given as
-    text).
+    """Return the token of the job whose coordinator is at `endpoint`, and the file that holds it ("" if the token was
+    given as text).
 
-    A job without a given token uses one that is made for this user. It is kept beside the file in which the coordinator
-    announces itself, or else in the user's own folder, where all jobs share it. Raises ConfigError as in `token_from`
-    and `made_token`.
+    A job without a given token uses one that is created for this user. That token is kept beside the file in which the
+    coordinator announces itself, or in the user's own folder if there is no such file; all jobs share the one in the
+    user's folder. Raises ConfigError under the same conditions as `token_from` and `made_token`.
     """
     given, named = token_from(variables, file), file or variables.get(TOKEN_FILE)
     if given is not None:
@@ -94,8 +94,8 @@ def job_token(
 def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.environ, token_file: str = "") -> None:
     """Set the variables that a node's workers will inherit. torchrun adds the local rank and the local world size.
 
-    token_file: absolute path of the file with the agent's token, since a script may change its working directory; "" if
-    there is none.
+    token_file: path of the file with the agent's token; "" if there is none. The path is absolute, because a script may
+    change its working directory.
     """
     variables[NODE] = place.node
     variables[COORDINATOR] = str(place.coordinator)
@@ -119,9 +119,9 @@ def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def new_node(host: str = "") -> str:
-    """Return a new node id: the host's name for people to read, and a suffix that is unique to this start.
+    """Return a new node id: the host's name, to be recognized by people, and a suffix that is unique to this start.
 
-    host: this machine's name by default.
+    host: defaults to this machine's name.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", host or socket.gethostname())[:LONGEST_HOST]
     return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -146,7 +146,7 @@ def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | Non
 
 
 def local_rank(variables: Mapping[str, str] = os.environ) -> int:
-    """Return the local rank of this process, in any launch; 0 if the variable is missing or not a number."""
+    """Return the local rank of this process under any launcher; 0 if the variable is missing or not a number."""
     text = variables.get(LOCAL_RANK, "")
     return int(text) if text.isascii() and text.isdigit() else 0
 

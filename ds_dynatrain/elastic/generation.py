@@ -1,6 +1,6 @@
 """Record of one generation: the members that train together, in the order of their ranks, and why.
 
-A member's id is `NODE/LOCAL_RANK`; a node's id is new whenever its agent starts its workers, so no id is used twice.
+A member's id is `NODE/LOCAL_RANK`. A node gets a new id whenever its agent starts its workers, so no id is used twice.
 """
 
 from __future__ import annotations
@@ -32,41 +32,42 @@ class Generation(WireRecord):
     """Record of one generation, as the coordinator publishes it."""
 
     term: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")]
-    """Id of the coordinator's run that made the generation. Together with the number it names keys that were never used
-    before."""
+    """Id of the coordinator run that made the generation. Together with the number it forms a key prefix that was never
+    used before."""
     generation: Annotated[int, Field(ge=1, lt=1 << 53)]
     change: Change
     """Kind of the change that led to this generation.
 
-    "planned": all members can first finish their step.
-    "failure": a member of the previous world is dead, or too late to be waited for, so groups that are being formed are
+    "planned": all members can finish their step first.
+    "failure": a member of the previous world is dead, or too late to wait for, so groups under construction are
     aborted.
     """
     members: Members
-    """The members in the order of their ranks: survivors in their old order, then newcomers."""
+    """The members in the order of their ranks: survivors in their old order, followed by newcomers."""
     survivors: Annotated[int, Field(ge=0)] = 0
-    """Number of members, counted from the first, that were in the last world that was entered and hold its state."""
+    """Number of members, counted from rank 0, that were in the last entered world and hold its state."""
     leaving: Members = ()
-    """Living members outside this world that may still hold state: they hand it over, then leave."""
+    """Surviving members outside this world that may still hold state. They hand the state over, and leave after
+    that."""
     lost: Members = ()
     """Members of the previous world that are dead."""
     broken: Annotated[int, Field(ge=0)] = 0
-    """The newest generation known when a collective failed or a hand-over broke off; 0 if neither ever happened.
+    """The newest generation known when a collective failed or a hand-over was interrupted; 0 if neither ever happened.
 
-    Whatever else this record says, no member trains on in that generation, or in an earlier one.
+    No member continues to train in that generation or an earlier one, whatever else this record says.
     """
     hangs: Annotated[int, Field(ge=0)] = 0
-    """Number of consecutive collectives that have not ended, each within a few steps of the one before.
+    """Number of consecutive hung collectives, each within a few steps of the previous one.
 
     0 if this generation has another reason. The second such collective ends the job.
     """
     begun: bool = False
-    """Whether steps were made before this generation.
+    """Whether steps were taken before this generation.
 
-    If so and no member holds the state any more, the state comes from a checkpoint, if there is one.
+    If so, and if no member holds the state any longer, the state is loaded from a checkpoint if there is one.
     """
     paused: bool = False
-    """Whether there are fewer nodes than the job's minimum, so that members keep the state and do not train."""
+    """Whether the job has fewer nodes than its minimum. If so, members keep the state and do not train."""
     reason: Text = ""
 
     @model_validator(mode="after")
@@ -82,21 +83,21 @@ class Generation(WireRecord):
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """Members and leaving members: everybody for whom others may wait."""
+        """Members and leaving members: every member for which others may wait."""
         return (*self.members, *self.leaving)
 
     @property
     def prefix(self) -> str:
-        """Prefix of this generation's keys in the store."""
+        """Prefix of this generation's keys in the key-value store."""
         return f"world/{self.term}/{self.generation}"
 
     def rank(self, member: str) -> int | None:
-        """Return the rank of a member; None if it is not in this world."""
+        """Return the rank of a member; None if the member is not in this world."""
         return self.members.index(member) if member in self.members else None
 
 
 NO_WORLD = Generation.model_construct(term="", generation=0, change="planned", members=())
-"""Sentinel for the time before the first generation: a world without members."""
+"""Sentinel for the time before the first generation: a generation without members."""
 
 
 def member_id(node: str, local_rank: int) -> str:

@@ -1,8 +1,8 @@
 """`torchrun --rdzv-backend=dynatrain`: stock torchrun, whose agents never restart a worker because of another node.
 
-Each agent gets its own rendezvous at once: a world of one node, in which its workers start and end. The workers and the
-coordinator decide who trains with whom. The coordinator runs in the agent on the endpoint's host, unless one is running
-already (`ds-dynatrain coordinator`, or another agent's).
+Each agent's rendezvous completes at once: a world of one node, in which its workers start and end. The workers and the
+coordinator decide which processes train together. The coordinator runs in the agent on the endpoint's host, unless one
+is already running (started by `ds-dynatrain coordinator` or by another agent).
 
 Settings, given as `--rdzv-conf key=value,...`:
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 NAME = "dynatrain"
 REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
-"""Environment variable. If it is 1, `--rdzv-backend=c10d` means this backend, too, for launchers with a fixed command
-line."""
+"""Environment variable. If its value is 1, `--rdzv-backend=c10d` selects this back-end as well, for launchers with a
+fixed command line."""
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return the function that makes rendezvous handlers.
 
-    torch calls this for its entry point group `torchrun.handlers`, in every process that imports its rendezvous. With
-    `DYNATRAIN_REPLACE_C10D=1` it also replaces torch's own `c10d`.
+    torch calls this for its entry point group `torchrun.handlers`, in every process that imports its rendezvous module.
+    With `DYNATRAIN_REPLACE_C10D=1` this also replaces torch's own `c10d`.
     """
     if os.environ.get(REPLACE_C10D) == "1":
         from torch.distributed.elastic.rendezvous import rendezvous_handler_registry

@@ -1,8 +1,9 @@
-"""Memory of a coordinator for people who watch a job: its changes, and how its time was spent.
+"""The coordinator's record of a job, for people who watch it: the job's changes, and how its time was spent.
 
-No decision depends on this memory, and its size is bounded. Members report, by their own clocks, how long they made
-steps and how long they stood still (`messages.Tally`); only the report of rank 0 counts. The coordinator knows why they
-stood still. Causes of lost time are named after the closest ones of Google's `ml-goodput-measurement` (`BadputType`).
+No decision depends on this record, and its size is bounded. Members report, by their own clocks, how long they spent in
+steps and how long they were stopped (`messages.Tally`); only the report of rank 0 counts. The coordinator knows why
+they were stopped. Causes of lost time are named after the closest ones of Google's `ml-goodput-measurement`
+(`BadputType`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from ds_dynatrain.elastic.messages import Count, Report, Seconds, Switched, Tall
 MOST_POINTS = 1024
 MOST_CHANGES = 256
 LEAST_SPACING = 0.5
-"""The fewest seconds between two points. The spacing doubles whenever there are too many points, and pairs of points
-are merged."""
+"""The fewest seconds between two points. Whenever there are too many points, pairs of points are merged and the spacing
+doubles."""
 PAUSE_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds, in seconds, of the histogram's buckets for pauses."""
 
 Kind = Literal["start", "join", "leave", "failure", "restore", "taken over"]
-"""The purpose of a change of the world."""
+"""Why the world has changed."""
 Cause = Literal[
     "PROGRAM_STARTUP",
     "TRAINING_PREP",
@@ -54,8 +55,8 @@ class Blame:
     """A cause of lost time.
 
     cause: the name of the cause; `MEANING` explains it.
-    since: when it began.
-    stands: whether training stands still until the cause is over, or only pauses.
+    since: when the cause began.
+    stands: whether training is stopped until the cause is over, rather than only pausing.
     """
 
     cause: Cause
@@ -67,11 +68,11 @@ class Blame:
 class Progress:
     """Work of a member since its last report; all times are in seconds.
 
-    steps: optimizer steps that were made.
-    lost_steps: steps that were made and no longer count.
+    steps: number of optimizer steps taken.
+    lost_steps: number of steps taken that no longer count.
     stepping: time spent in steps.
-    held: time at boundaries between steps, and in discarded global batches.
-    saving: the part of `held` spent on checkpoints.
+    held: time spent at boundaries (the points between two optimizer steps) and in discarded global batches.
+    saving: the part of `held` that was spent on checkpoints.
     """
 
     steps: int
@@ -84,7 +85,7 @@ class Progress:
     def between(cls, before: Tally, after: Tally, advanced: int) -> Progress:
         """Return the work between two tallies.
 
-        advanced: by how much the member's step number has changed.
+        advanced: the change in the member's step number.
         """
         steps = max(0, after.steps - before.steps)
         return cls(
@@ -105,14 +106,14 @@ class Goodput:
         self._lost: defaultdict[Cause, float] = defaultdict(float)
         self._blames: list[Blame] = []
         self._pause, self._attributed = 0.0, 0.0
-        """Seconds of pauses that switches have reported for the present cause, and seconds already attributed to that
+        """Seconds of pauses that switches have reported for the current cause, and seconds already attributed to that
         cause from the member's own clock."""
         self._begin: float | None = None
         self._end: float | None = None
         self._step_seconds = 0.0
 
     def begin(self, now: float) -> None:
-        """Begin the account when the first peer has connected; later calls do nothing."""
+        """Open the account when the first peer has connected; later calls do nothing."""
         if self._begin is None:
             self._begin = now
             self.blame("PROGRAM_STARTUP", now, stands=True)
@@ -128,7 +129,7 @@ class Goodput:
     def blame(self, cause: Cause, now: float, stands: bool) -> None:
         """Attribute lost time to this cause from now on, until `over` is called.
 
-        stands: whether training stands still until then.
+        stands: whether training is stopped until `over` is called.
         """
         if self._blames and not self._blames[-1].stands:
             self._blames.pop()
@@ -138,13 +139,13 @@ class Goodput:
         self._pause = self._attributed = 0.0
 
     def paused(self, seconds: float) -> None:
-        """Add the seconds for which a switch paused training."""
+        """Add the duration of a pause that a switch caused, in seconds."""
         self._pause += seconds
 
     def add(self, made: Progress, now: float) -> float:
-        """Count work of the member of rank 0, and return how many seconds training stood still.
+        """Add the work of the member of rank 0, and return for how many seconds training was stopped.
 
-        The member may have missed a part of a standstill, so the caller's clock counts as well.
+        The member may have missed part of a standstill, so the caller's clock counts as well.
         """
         if made.steps:
             self._step_seconds = made.stepping / made.steps
@@ -165,30 +166,32 @@ class Goodput:
         self._pause = self._attributed = 0.0
 
     def lost(self, now: float) -> dict[Cause, float]:
-        """Return the lost seconds by cause, including a standstill that is still going on."""
+        """Return the lost seconds of each cause, including a standstill that has not ended yet."""
         found = dict(self._lost)
         for blame, seconds in self._standstills(now):
             found[blame.cause] = found.get(blame.cause, 0.0) + seconds
         return {cause: found.get(cause, 0.0) for cause in MEANING}
 
     def elapsed(self, now: float) -> float:
-        """Return the seconds from the first peer's connection to the end of the job; to `now` if it has not ended."""
+        """Return the seconds from the first peer's connection to the end of the job, or to `now` if the job has not
+        ended."""
         return 0.0 if self._begin is None else (now if self._end is None else self._end) - self._begin
 
     def ratio(self, now: float) -> float:
         """Return the effective training time ratio (ETTR): productive seconds as a fraction of all seconds accounted
-        for. The current step is left out."""
+        for. The current step is not included."""
         whole = self.productive + sum(self.lost(now).values())
         return self.productive / whole if whole else 0.0
 
     def _standstills(self, now: float) -> list[tuple[Blame, float]]:
-        """Return each standstill with its seconds by the caller's clock; the last one lasts until `now`."""
+        """Return each standstill with its duration in seconds by the caller's clock; the last one is taken to end at
+        `now`."""
         ends = [*(blame.since for blame in self._blames[1:]), now]
         pairs = zip(self._blames, ends, strict=False)
         return [(blame, max(0.0, end - blame.since)) for blame, end in pairs if blame.stands]
 
     def _spread(self, seconds: float, now: float) -> None:
-        """Distribute lost seconds over their causes: each standstill gets its length by the caller's clock, and the
+        """Distribute lost seconds over their causes: each standstill gets its duration by the caller's clock, and the
         last cause gets the remaining seconds."""
         standstills = self._standstills(now)
         for blame, length in standstills:
@@ -206,7 +209,7 @@ class Point:
     """Steps between two samples of the history.
 
     seconds: time between the samples.
-    stepping: the part of `seconds` spent in steps.
+    stepping: the part of `seconds` that was spent in steps.
     """
 
     at: float
@@ -229,10 +232,10 @@ class Point:
 
 
 class GenerationChange(WireRecord):
-    """A generation as it was published.
+    """Record of a published generation and of what entering it cost.
 
-    still_seconds: how long training stood still for it. None until that is known; it stays None if another generation
-    came before any member entered this one.
+    still_seconds: how long training was stopped for it. None until the duration is known; stays None if another
+    generation was published before any member entered this one.
     """
 
     generation: Count
@@ -247,7 +250,7 @@ class GenerationChange(WireRecord):
 
 
 class SwitchRecord(WireRecord):
-    """A switch of an engine, as the engine's rank 0 reported it, with the duration of its phases in order."""
+    """Record of one switch, as reported by the engine's rank 0. Its phases are in the order in which they ran."""
 
     at: float
     engine: Count
@@ -267,7 +270,7 @@ class SwitchRecord(WireRecord):
 
 @dataclass
 class Counts:
-    """Counters since the start of the coordinator, which only grow."""
+    """Counters that only increase, counted from the coordinator's start."""
 
     steps: int = 0
     samples: int = 0
@@ -277,13 +280,13 @@ class Counts:
     rolled_back: int = 0
     sent_bytes: int = 0
     pauses: list[int] = field(default_factory=lambda: [0] * (len(PAUSE_BUCKETS) + 1))
-    """Number of pauses in each bucket of `PAUSE_BUCKETS`; the last bucket is for longer ones."""
+    """Number of pauses in each bucket of `PAUSE_BUCKETS`; the last entry counts pauses longer than all buckets."""
     pause_seconds: float = 0.0
     phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class JobHistory:
-    """History of one job. `now` is the time of the coordinator's clock, in seconds."""
+    """Record of one job. Methods take `now`, the time by the coordinator's clock, in seconds."""
 
     def __init__(self) -> None:
         self.goodput = Goodput()
@@ -299,7 +302,7 @@ class JobHistory:
         self._spacing = LEAST_SPACING
         self._open: Point | None = None
         self._reports: dict[str, Report] = {}
-        """The last report of each member, by member id."""
+        """The last report of each member, keyed by member id."""
         self._leader = ""
         self._known: deque[tuple[int, int]] = deque(maxlen=MOST_CHANGES)
 
@@ -310,7 +313,7 @@ class JobHistory:
         self.goodput.begin(now)
 
     def gone(self, member: str) -> None:
-        """Forget the last report of a member that has gone."""
+        """Forget the last report of a member that has left."""
         self._reports.pop(member, None)
 
     def finished(self, now: float) -> None:
@@ -320,8 +323,8 @@ class JobHistory:
     def published(self, world: Generation, term: str, now: float) -> None:
         """Record a new generation.
 
-        term: the id of this coordinator's run. A world with another term was taken over from an earlier coordinator,
-        and trains already.
+        term: the id of this coordinator's run. A world with another term was taken over from an earlier coordinator and
+        is already training.
         """
         kind = _kind(world, term)
         self.changes.append(
@@ -357,7 +360,7 @@ class JobHistory:
             self._go_on(made, said, world, now)
 
     def switched(self, said: Switched, now: float) -> None:
-        """Record the outcome of a switch. Repeated ones are ignored: a member sends its last ones again after it has
+        """Record the outcome of a switch. Repeated reports are ignored: a member sends its last ones again after it has
         reconnected."""
         key = said.engine, said.number
         if key in self._known:
@@ -396,7 +399,7 @@ class JobHistory:
         self._entered(said.tally.generation, still, made.lost_steps)
 
     def _entered(self, generation: int, still: float, lost_steps: int) -> None:
-        """Record what it cost to enter a generation, even if the next one has already been published."""
+        """Record the cost of entering a generation, even if the next one has already been published."""
         place = next((at for at, one in enumerate(self.changes) if one.generation == generation), None)
         if place is not None and self.changes[place].still_seconds is None:
             cost = {"still_seconds": still, "lost_steps": lost_steps}
@@ -426,9 +429,9 @@ def _kind(world: Generation, term: str) -> Kind:
 
 
 def _cause(kind: Kind, world: Generation) -> tuple[Cause, bool] | None:
-    """Return the cause of the time that is lost from now on, and whether training stands still until the cause is over.
+    """Return the cause of the time that is lost from now on, and whether training is stopped until that cause is over.
 
-    None if no time is lost.
+    Returns None if no time is lost.
     """
     if kind == "taken over":
         return None

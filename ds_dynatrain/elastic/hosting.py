@@ -1,7 +1,8 @@
 """A coordinator with its store, run in a thread of an agent or as the only work of a command.
 
-The coordinator answers before torch is imported, which takes seconds on a busy machine, so members do not wait long for
-a restarted coordinator. The store's socket listens meanwhile, and its clients are served a little later.
+The coordinator answers before torch is imported, because that import takes seconds on a busy machine and members should
+not wait long for a restarted coordinator. The store's socket already listens during the import; its clients are served
+afterwards.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 MONITOR = "ds_dynatrain.monitoring.server:Monitor"
-"""Import path of the monitoring server's class. It is imported only for jobs that are watched, because it needs
+"""Import path of the monitoring server's class. The class is imported only for monitored jobs, because it needs
 prometheus_client."""
 MOST_DESCRIPTORS = 1 << 20
-"""The maximum number of descriptors to ask for: the hard limit may be any number, and some programs close every
+"""The maximum number of descriptors to request. The hard limit may be any number, and some programs close every
 possible descriptor."""
 
 
@@ -41,11 +42,12 @@ class CoordinatorHost:
     """Coordinator together with its listening socket and its store.
 
     store_port: port of the store; 0 for any free one.
-    reading: the port at which the job can be watched; None for no such port.
-    token_file: the file with the token, which peers that are refused are told; "" if the token is in no file.
+    reading: the port at which the job can be monitored; None for no such port.
+    token_file: the file with the token, named in the answer to refused peers; "" if the token is in no file.
 
-    Raises OSError if the address is taken or belongs to another machine, ConfigError if a library for watching is
-    missing, ElasticError if the port for watching cannot be opened.
+    Raises OSError if the address is in use or belongs to another machine.
+    Raises ConfigError if a library for monitoring is missing.
+    Raises ElasticError if the port for monitoring cannot be opened.
     """
 
     def __init__(
@@ -79,8 +81,8 @@ class CoordinatorHost:
 
     @property
     def reachable(self) -> Address:
-        """Address to give to others: a host of their network, or a loopback address if only this machine may
-        connect."""
+        """Address at which others reach the coordinator: a host of their network, or a loopback address if only this
+        machine may connect."""
         place = ipaddress.ip_address(self._listener.getsockname()[0])
         host = socket.gethostname() if place.is_unspecified else str(place) if place.is_loopback else self.address.host
         return Address(host, self.address.port)
@@ -90,25 +92,26 @@ class CoordinatorHost:
         asyncio.run(self._serve())
 
     def end(self) -> None:
-        """Make `run` return soon. May be called from any thread, and before `run`."""
+        """Ask `run` to return soon. May be called from any thread, also before `run`."""
         self._is_ended.set()
         self._stop()
 
     def start(self) -> None:
-        """Serve in a thread. torch is imported first, because importing it in two threads at once breaks it."""
+        """Serve in a thread. Imports torch first, because importing torch in two threads at once breaks it."""
         from ds_dynatrain.elastic import store  # noqa: F401
 
         self._thread.start()
         self._is_up.wait()
 
     def outlive(self) -> None:
-        """Wait until the job has finished or all peers have disconnected, then `stop`; called after `start`."""
+        """Wait until the job has finished or all peers have disconnected, and `stop` after that. Called after
+        `start`."""
         while self._thread.is_alive() and self._coordinator is not None and self._coordinator.connected:
             self._thread.join(POLL_SECONDS)
         self.stop()
 
     def stop(self) -> None:
-        """End the thread, and with it all connections; called after `start`."""
+        """End the thread, and all connections with it. Called after `start`."""
         if self._thread.is_alive():
             self._stop()
         self._thread.join()
@@ -143,7 +146,7 @@ class CoordinatorHost:
 
 
 def raise_descriptors() -> int:
-    """Raise the limit of open files of this process and its children as far as allowed, and return the limit.
+    """Raise the limit of open files of this process and its children as far as allowed, and return the new limit.
 
     Each connection takes one descriptor, and the usual limit of 1,024 is used up by 110 nodes.
     """

@@ -1,8 +1,8 @@
 """Hosts of a job that cannot reach each other, and the largest set of nodes that can.
 
-This is the coordinator's side, without sockets and without a clock. When the world has stood still for a while, its
+This is the coordinator's side, without sockets and without a clock. When the world has been stopped for a while, its
 members try to connect to each other (`reach`), and their results are collected here. A host is identified by the
-address that its process groups use, so what is known about it outlives its processes.
+address that its process groups use, so the results about a host outlive its processes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ds_dynatrain.elastic.roster import ProbeMembers, Roster
 
 Node = TypeVar("Node", bound=Hashable)
 STANDSTILL = 2
-"""The world counts as standing still after this many times `silent_seconds` in which no member made a step or entered a
-generation."""
+"""The world is at a standstill once no member has taken a step or entered a generation for this many times
+`silent_seconds`."""
 RAREST = 12
-"""The longest interval between probes, as a multiple of `silent_seconds`, used in a standstill in which all hosts reach
+"""The longest interval between probes, as a multiple of `silent_seconds`. Used in a standstill in which all hosts reach
 each other, such as an evaluation."""
 FAILURES = 2
-"""Number of consecutive failures, in both directions, after which two hosts count as disconnected; fewer may be packet
-loss."""
+"""Number of consecutive failures in each direction after which two hosts count as disconnected; fewer failures may be
+packet loss."""
 MOST_LINKS = 1 << 16
 """The maximum number of pairs of hosts whose failures are remembered; the oldest are forgotten."""
 MOST_BRANCHES = 10_000
-"""The maximum number of branches in the search for the largest set. Beyond that the result is large, but maybe not the
-largest."""
+"""The maximum number of branches in the search for the largest set. Beyond this limit the result is large, but maybe
+not the largest."""
 
 
 class HostLinks:
@@ -44,28 +44,28 @@ class HostLinks:
         self._moved_at = self._probe_at = now
 
     def move(self, now: float) -> None:
-        """Record that a member of the world has made a step or entered a generation."""
+        """Record that a member of the world has taken a step or entered a generation."""
         self._moved_at = now
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Schedule the next probes soon, at the latest `silent_seconds` from now."""
+        """Schedule the next probes for `silent_seconds` from now, or keep them if they are due earlier."""
         self._pause = self._seconds
         self._probe_at = min(self._probe_at, now + self._seconds)
 
     def still_for(self, now: float) -> float:
-        """Return for how many seconds the world has stood still."""
+        """Return the number of seconds since a member of the world last took a step or entered a generation."""
         return now - self._moved_at
 
     def stands_still(self, now: float) -> bool:
-        """Return whether the world has stood still for so long that the network may be the reason."""
+        """Return whether the standstill has lasted long enough that the network may be the reason."""
         return self.still_for(now) > STANDSTILL * self._seconds
 
     def probes(self, roster: Roster, there: Iterable[str], now: float) -> list[ProbeMembers]:
         """Return the probes that are due.
 
-        In a standstill one member of each host tries all other hosts. Hosts with failures between them are tried at any
-        time.
+        In a standstill one member of each host tries all other hosts. Otherwise only pairs of hosts with recorded
+        failures are tried.
 
         there: members of the world.
         """
@@ -86,9 +86,9 @@ class HostLinks:
         return probes
 
     def hear(self, host: str, said: Probed, now: float) -> bool:
-        """Process the results of a member of `host`, and return whether the set of disconnected hosts has changed.
+        """Record the probe results of a member of `host`, and return whether the set of disconnected hosts has changed.
 
-        A connection needs packets in both directions, so a successful one clears the failures of both directions.
+        A connection needs packets in both directions, so a success clears the failures of both directions.
         """
         before = self.parted
         for other in map(_host, said.reached):
@@ -104,11 +104,11 @@ class HostLinks:
 
     @property
     def parted(self) -> set[tuple[str, str]]:
-        """Pairs of hosts that cannot reach each other, each pair sorted."""
+        """Pairs of hosts that cannot reach each other. The two hosts of a pair are sorted."""
         return {pair for pair in self._failures if pair[0] < pair[1] and self._are_parted(*pair)}
 
     def outside(self, roster: Roster, there: Sequence[str]) -> dict[str, str]:
-        """Return the members outside the largest set of nodes that reach each other, each with the reason."""
+        """Return a map from each member outside the largest set of nodes that reach each other to the reason."""
         hosts = {node_of(one): roster[one].host for one in there}
         kept = largest_reaching(tuple(hosts), lambda one, other: self._are_parted(hosts[one], hosts[other]))
         found = dict[str, str]()
@@ -120,10 +120,10 @@ class HostLinks:
         return found
 
     def reaching(self, roster: Roster, nodes: Sequence[tuple[str, ...]], stay: Iterable[str]) -> list[tuple[str, ...]]:
-        """Return the nodes that reach each other and all members that stay.
+        """Return the nodes that can reach each other and all staying members.
 
         nodes: the members of each node.
-        stay: the members that stay.
+        stay: the staying members.
         """
         if not self._failures:
             return list(nodes)
@@ -136,16 +136,15 @@ class HostLinks:
         return min(self._failures[one, other], self._failures[other, one]) >= FAILURES
 
     def _doubted(self, host: str) -> set[str]:
-        """Return the hosts with a failure to or from this one."""
+        """Return the hosts with a recorded failure to or from this host."""
         return {one if other == host else other for one, other in self._failures if host in (one, other)}
 
 
 def largest_reaching(nodes: Sequence[Node], are_parted: Callable[[Node, Node], bool]) -> tuple[Node, ...]:
-    """Return the largest set of nodes without a disconnected pair, in their order; if there are several, the one with
-    the first nodes.
+    """Return the largest set of nodes that contains no disconnected pair, in their order.
 
-    At least one node of each disconnected pair must go: either one node goes, or all nodes that are disconnected from
-    it.
+    If several sets are largest, the one with the first nodes is returned. At least one node of each disconnected pair
+    must be removed, so the search removes either one node or all nodes that are disconnected from it.
     """
     apart = {node: {other for other in nodes if other != node and are_parted(node, other)} for node in nodes}
     branches, best = 0, tuple[int, ...]()

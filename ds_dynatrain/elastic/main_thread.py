@@ -1,10 +1,11 @@
 """Progress of this process's main thread, as another thread can observe it.
 
-Heartbeats come from their own thread: they show that a process is alive, not that its script makes progress. A call
-that never returns (a deadlock, a file system that is gone) holds up all members, since each step needs all of them.
+Heartbeats come from a thread of their own: they show that a process is alive, not that its script makes progress. A
+call that never returns (a deadlock, a file system that is gone) holds up all members, because each step needs all of
+them.
 
-Method: a pending call of the interpreter, as in NVIDIA's resiliency extension (`progress_watchdog`). The main thread
-runs it as soon as it runs any Python code.
+The method is a pending call of the interpreter, which the main thread runs as soon as it runs any Python code. NVIDIA's
+resiliency extension does the same (`progress_watchdog`).
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from contextlib import contextmanager
 from types import FrameType
 
 WAITING = ("torch.distributed",)
-"""Modules (with their submodules) in which a thread waits for other processes, which are at fault if the wait never
-ends."""
+"""Modules, including their submodules, in which a thread waits for other processes. If the wait never ends, those other
+processes are at fault."""
 
 
 class OwnWaits:
-    """Intended waits of the main thread: calls of this library that may take as long as they need."""
+    """Intended waits of the main thread: calls of this library that may take arbitrarily long."""
 
     def __init__(self) -> None:
         self._waits: list[tuple[str, float]] = []
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Declare that the block may take long. No effect outside the main thread, because no other thread can hold
-        members up.
+        """Context manager that declares that its block may take long.
+
+        It has no effect outside the main thread, because no other thread can hold up members.
 
         what: a word for people, such as "saving".
         """
@@ -45,14 +47,14 @@ class OwnWaits:
             self._waits.pop()
 
     def __str__(self) -> str:
-        """Return the outermost wait and its seconds, as in "saving, 140 s"; empty if there is none."""
+        """Return the outermost wait and its duration, such as "saving, 140 s"; empty if there is none."""
         for what, since in self._waits[:1]:
             return f"{what}, {time.monotonic() - since:.0f} s"
         return ""
 
 
 OWN_WAITS = OwnWaits()
-"""The waits of this process, which its main thread declares and its heartbeats report."""
+"""The waits of this process. Its main thread declares them, and its heartbeats report them."""
 
 
 class MainThread:
@@ -71,11 +73,11 @@ class MainThread:
         self._ask.argtypes, self._ask.restype = (kind, ctypes.c_void_p), ctypes.c_int
 
     def blocked_seconds(self) -> float:
-        """Return for how many seconds the main thread has run no Python code; 0 during declared waits and in
-        `waits_in`."""
+        """Return for how many seconds the main thread has run no Python code; 0 during declared waits and in the
+        modules of `waits_in`."""
         if not self._is_asked:
             self._asked_at, self._is_asked = time.monotonic(), True
-            self._is_asked = self._ask(self._callback, None) == 0  # else too many are pending: try again next time
+            self._is_asked = self._ask(self._callback, None) == 0  # if too many are pending, try again next time
         seconds = time.monotonic() - self._asked_at
         return 0.0 if str(OWN_WAITS) or is_in(self._waits_in) else seconds
 
@@ -91,7 +93,7 @@ def stands_at() -> str:
 
 
 def is_in(modules: tuple[str, ...]) -> bool:
-    """Return whether the main thread is in a call of one of these modules."""
+    """Return whether the main thread is inside a call of one of these modules."""
     frame = _frame()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(modules):

@@ -1,8 +1,8 @@
 """A worker's side of membership.
 
-One thread keeps the connection to the coordinator: it sends heartbeats, receives messages, watches for SIGTERM, and
-reconnects when the coordinator is lost, however long that takes. Training continues meanwhile, because it needs the
-coordinator only when the world changes.
+One thread keeps the connection to the coordinator. It sends heartbeats, receives messages and watches for SIGTERM. If
+the coordinator is lost, the thread reconnects, however long that takes. Training continues during that time, because it
+needs the coordinator only when the world changes.
 """
 
 from __future__ import annotations
@@ -48,39 +48,41 @@ from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, 
 JOIN_SECONDS = 600.0
 CONNECT_SECONDS = 2.0
 REMEMBERED_SWITCHES = 16
-"""Number of recent switches that are kept, to report them again to another coordinator."""
+"""Number of recent switches kept, so that they can be reported again to another coordinator."""
 
 
 class Ending(IntEnum):
-    """Reasons for which a member has to end its process, whatever its script is doing; the values are exit codes."""
+    """Reasons for which a member has to end its process, whatever its script is doing. The values are exit codes."""
 
     GIVEN_UP = 85
     """The other members continue without this one."""
     ORPHANED = 86
     """No coordinator was reachable for too long."""
     TOO_FEW = 87
-    """Fewer than MIN nodes were present for too long."""
+    """Fewer than MIN nodes (the job's minimum) were present for too long."""
     DEVICE = 88
     """The member's accelerator has failed for good."""
 
 
 def end_process(ending: Ending, reason: str) -> None:
-    """End this process, because it is no longer a member and the others do not need its state."""
+    """End this process, because it is no longer a member and the other members do not need its state."""
     logger.error("this process ends with code %d: %s", ending, reason)
     os._exit(ending)
 
 
 class Member:
-    """Membership of this process in a job. Methods may be called from any thread; `start` and `stop` from the main one.
+    """Membership of this process in a job. `start` and `stop` must be called from the main thread, all other methods
+    may be called from any thread.
 
-    on_world: called on the member's own thread with every new generation, before threads that wait for it wake up. It
-    returns whether nothing of the world in which this member trains can be used any more; if so, it has aborted the
-    collectives in flight. It should be short, because heartbeats wait for it.
+    on_world: called on the member's own thread with every new generation, before threads that wait for the generation
+    wake up. It returns True if the member's current world can no longer be used; it has aborted the collectives in
+    flight in this case. It should be short, because heartbeats wait for it.
     on_end: called on that thread when the process has to end; by default it ends the process.
-    orphan_seconds: how long the member goes on without a coordinator before its process has to end.
-    waits_in: modules in which the main thread waits for other members, which are at fault if the wait never ends.
-    hangs_in: called at each heartbeat with the seconds for which the main thread has run no Python code. It returns the
-    collective in which that thread has waited for too long, or "".
+    orphan_seconds: how long the member continues without a coordinator before its process has to end.
+    waits_in: modules in which the main thread waits for other members. If the wait never ends, those members are at
+    fault.
+    hangs_in: called at each heartbeat with the number of seconds for which the main thread has run no Python code. It
+    returns the collective in which that thread has waited for too long, or "".
     """
 
     def __init__(
@@ -125,8 +127,8 @@ class Member:
     def start(self, seconds: float = JOIN_SECONDS) -> None:
         """Register with the coordinator. The member is not ready yet, so nothing changes for the others.
 
-        From now on SIGTERM means "leave", and the process ends with its agent. Raises TimeoutError if no coordinator
-        answers within `seconds`, PeerRefused or JobFinished if the coordinator does not admit this process.
+        From this call on SIGTERM means "leave", and the process ends with its agent. Raises TimeoutError if no
+        coordinator answers within `seconds`, PeerRefused or JobFinished if the coordinator does not admit this process.
         """
         end_with_parent(self.place.agent)
         self._connection = connect(self.place.coordinator, self._token, self.place.job, seconds)
@@ -137,11 +139,11 @@ class Member:
         self._thread.start()
 
     def ready(self) -> None:
-        """Report that everything is imported and built: the next generation may include this member."""
+        """Report that everything is imported and built, so the next generation may include this member."""
         self._say(ready=True)
 
     def building(self) -> None:
-        """Report that this member is building its engines for a running job; the others need not wait for it."""
+        """Report that this member is building its engines for a running job, so the others need not wait for it."""
         if self._report.engines == "none":
             self._say(engines="building")
 
@@ -151,8 +153,7 @@ class Member:
             self._say(engines="built")
 
     def leave(self) -> None:
-        """Ask to leave the job, as SIGTERM does. A generation without this member follows, which lists it as
-        leaving."""
+        """Ask to leave the job, the same way as SIGTERM. The next generation lists this member as leaving."""
         self._say(leaving=True)
         with self._changed:
             self._changed.notify_all()
@@ -163,13 +164,14 @@ class Member:
         self._has_left = True
 
     def enter(self, world: Generation) -> None:
-        """Report that this member trains in a generation from now on; called once the switch to it is committed."""
+        """Report that this member trains in a generation from now on. Called once the switch to that generation is
+        committed."""
         with self._reporting:
             self._has_breach, self._has_just_entered = False, True
             self._say(entered=world.generation, hung="")
 
     def broken(self, world: Generation) -> None:
-        """Report that a generation could not be formed on this member, so that all members have to form a later one."""
+        """Report that this member could not form a generation, so all members have to form a later one."""
         with self._reporting:
             self._say(broken=max(world.generation, self._report.broken))
 
@@ -179,11 +181,10 @@ class Member:
             self._say(lacking=world.generation)
 
     def breach(self, hung: str = "") -> None:
-        """Report that a collective has failed in the world in which this member trains: all members have to form a new
-        one.
+        """Report that a collective has failed in this member's current world, so all members have to form a new world.
 
-        The coordinator may publish a generation before it hears of the failure, so the failure is reported again for
-        each later generation, until `on_world` returns true for one of them.
+        The coordinator may publish a generation before it receives this report, so the failure is reported again for
+        each later generation, until `on_world` returns True for one of them.
 
         hung: the collective, if it did not end; "" if it failed.
         """
@@ -201,10 +202,10 @@ class Member:
         protected: Protected = "",
         tally: Tally = Tally(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Record progress for the status; it is sent with the next heartbeat.
+        """Record progress for the status. It is sent with the next heartbeat, with two exceptions.
 
-        It is sent at once on the first step, because from then on state can be lost, and on the first call in a new
-        generation, because that shows that the change is over.
+        The first step is reported at once, because state can be lost from that step on. The first call in a new
+        generation is sent at once, because it shows that the change is over.
         """
         with self._reporting:
             is_first = step > 0 == self._report.step or self._has_just_entered
@@ -223,25 +224,25 @@ class Member:
                     self._connection.send(said)
 
     def waits_for(self, whom: str) -> None:
-        """Record for whom this member waits; the status shows it from the next heartbeat on.
+        """Record which members this member waits for. The status shows them from the next heartbeat on.
 
-        whom: "" for nobody.
+        whom: "" if it waits for none.
         """
         self._waits_for = clipped(whom, LONGEST_TEXT)
 
     @property
     def newest(self) -> Generation | None:
-        """The newest generation that this member was told of."""
+        """The newest generation that this member has received."""
         return self._newest
 
     def is_newest(self, world: Generation) -> bool:
-        """Return whether this member was told of no later generation."""
+        """Return whether this member has received no later generation."""
         newest = self._newest
         return newest is None or newest.generation <= world.generation
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this member has asked to leave, or was told to by SIGTERM or the coordinator."""
+        """Whether this member has asked to leave, or was asked to by SIGTERM or the coordinator."""
         return self._report.leaving
 
     @property
@@ -253,7 +254,7 @@ class Member:
         """Wait for a generation later than `after`, and return the newest one, which may not list this member.
 
         Raises JobFinished if no work will come, because the scripts of the working members have ended or this member
-        was told to leave while it was in no generation. Raises TimeoutError after `seconds`.
+        was asked to leave while it was in no generation. Raises TimeoutError after `seconds`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_decided(after), seconds):
@@ -264,18 +265,19 @@ class Member:
             raise JobFinished("the job has finished" if self._is_finished else f"{self.id} was told to leave")
 
     def store(self, world: Generation, seconds: float) -> Store:
-        """Return the key-value store of a generation, over a new connection; none of its keys was ever used before.
+        """Return the key-value store of a generation, over a new connection. None of its keys was used by an earlier
+        generation.
 
-        seconds: how long a call on the store waits at most.
+        seconds: the longest time that a call on the store waits.
         """
         return self._open_store(world.prefix, seconds)
 
     def job_store(self, world: Generation, seconds: float) -> Store:
-        """Return the key-value store shared by all generations that the same run of the coordinator published."""
+        """Return the key-value store shared by all generations that the same coordinator run published."""
         return self._open_store(f"job/{world.term}", seconds)
 
     def node_store(self, seconds: float) -> Store:
-        """Return the key-value store shared by the workers of this member's node, whatever the generation."""
+        """Return the key-value store shared by all workers of this member's node, in every generation."""
         return self._open_store(f"node/{self.place.node}", seconds)
 
     def _open_store(self, prefix: str, seconds: float) -> Store:
@@ -286,7 +288,7 @@ class Member:
     def stop(self, has_ended: bool = True) -> None:
         """Say good-bye and close the connection, because the script has ended or its state was handed over.
 
-        has_ended: False if the script ends with an error; the others then count this member as lost.
+        has_ended: False if the script ends with an error, so that the others count this member as lost.
         """
         self._stopping.set()
         self._termination.wake()
@@ -310,12 +312,13 @@ class Member:
     # -- what it says ------------------------------------------------------------------------------------------------
 
     def _note(self, **fields: object) -> None:
-        """Change fields of the report, which is sent with the next heartbeat."""
+        """Change fields of the report; they are sent with the next heartbeat."""
         with self._reporting:
             self._report = self._report.model_copy(update=fields)
 
     def _say(self, **fields: object) -> None:
-        """Change fields of the report and send it at once; if that fails, it is sent after the next connect."""
+        """Change fields of the report and send it at once. If sending fails, the report is sent after the next
+        connect."""
         with self._reporting, suppress(OSError):
             self._note(**fields)
             self._send_report()
@@ -381,10 +384,9 @@ class Member:
                 next_beat = time.monotonic() + beat
 
     def _look_at_main_thread(self, most: float) -> None:
-        """Record how long the main thread has been blocked and what it waits for, and report a collective that does not
-        end.
+        """Record how long the main thread has been blocked and what it waits for, and report a hung collective.
 
-        Dump all stacks, once, when the thread has been blocked for longer than `most` seconds.
+        Dumps all stacks, once, when the thread has been blocked for longer than `most` seconds.
         """
         seconds, waits_for = self._main_thread.blocked_seconds(), self._waits_for or str(OWN_WAITS)
         self._note(blocked_seconds=seconds, waits_for=waits_for)
@@ -445,7 +447,7 @@ class Member:
             self.leave()
 
     def _come_back(self) -> bool:
-        """Reconnect and announce this member again. Return False if the process has to end or is stopping."""
+        """Reconnect and announce this member again. Returns False if the process has to end or is stopping."""
         begin = time.monotonic()
         while not self._stopping.wait(RETRY_SECONDS):
             self._see_termination()
@@ -473,8 +475,8 @@ class Member:
         self._on_end(ending, f"{self.id}: {reason}")
 
     def _close_connection(self) -> None:
-        """Close a forked child's copies of the sockets, which would keep the connection open after this process is
-        killed."""
+        """Close a forked child's copies of the sockets. Otherwise they would keep the connection open after this
+        process is killed."""
         self._reach.close()
         if self._connection is not None:
             self._connection.close()

@@ -1,31 +1,31 @@
 """Decisions of the coordinator, without sockets and without a clock: events go in, effects come out.
 
-Every event has a method, with the time as an argument; `advance` then returns what has to be done. The rules:
+Every event has a method that takes the time as an argument; `advance` returns the effects that are due. The rules:
 
 - A **generation** (a numbered list of the members that train together) is published when something has changed,
   `debounce_seconds` after the first sign of the change. Survivors keep their order; newcomers follow in the order in
   which their nodes became ready. A number is never used twice.
-- A **planned** change (a node joins, a member leaves) waits until all members have entered the present generation. A
+- A **planned** change (a node joins, a member leaves) waits until all members have entered the current generation. A
   **failure** waits for nothing: a member of the world has died, a leaving member has died before its state was handed
   over, or a collective has failed although all members are alive. A failed collective has its own field in the record,
-  beside the other changes that the generation makes.
+  beside the other changes of the generation.
 - A node joins as a whole, when all its workers are ready. A job starts with MIN nodes; nodes above MAX wait. If all
-  members were told to leave, nodes wait until the last of them has gone.
+  members were asked to leave, nodes wait until the last of these members has gone.
 - No member waits long for a **late** node, one that is still building its engines. After a failure the holders of the
-  state continue without it if they are at least MIN nodes and have a layout. Leaving members wait for it
+  state continue without the late node if they are at least MIN nodes and have a layout. Leaving members wait for it
   `LEAVER_SECONDS`, other nodes `stuck_seconds`. It joins once it has built its engines.
 - A member that was given up never comes back under its id, with one exception: a member that was merely silent may come
   back until a generation without it is entered.
-- When more than half of a world falls silent together, the coordinator or its link is at fault. No member is given up
-  for silence then, until the silence has lasted `ORPHAN_SECONDS`: a living member ends by itself by that time. Nor is
-  more than half of a world ever given up for being stuck.
-- When the present world has **stood still** for twice `silent_seconds`, its members are asked which of the others they
-  can connect to. The largest set of nodes that reach each other continues if it has at least MIN nodes. The others are
-  given up, and join again once they reach all members that train. This happens at once if only one node is given up and
-  others keep its state; otherwise it happens after `stuck_seconds`, because it may cost state.
+- When more than half of a world falls silent together, the coordinator or its link is at fault. In this case no member
+  is given up until its silence has lasted `ORPHAN_SECONDS`: members without a coordinator end by themselves within that
+  time. More than half of a world is also never given up for being stuck.
+- When the current world has been at a **standstill** for twice `silent_seconds`, its members are asked to which of the
+  others they can connect. The largest set of nodes that reach each other continues if it has at least MIN nodes. The
+  others are given up, and join again once they reach all training members. Giving up nodes may cost state, so it
+  happens only after `stuck_seconds`, or at once if it is a single node whose state is kept by others.
 - After a restart, returning members tell the coordinator which world exists. If new members come first, a job is
-  started only once no member of an earlier job can be alive; if such a member comes all the same, the new job gives way
-  to its state.
+  started only once no member of an earlier job can be alive. If such a member comes nevertheless, the new job gives way
+  to the member's state.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Missed:
     """A member that was given up only because it was silent.
 
     entry: its entry in the roster.
-    reason: why it was given up, in words.
-    world: the generation in which it took part then; `NO_WORLD` if it was in none.
+    reason: why it was given up.
+    world: the generation in which it took part when it was given up; `NO_WORLD` if it was in none.
     """
 
     entry: RosterEntry
@@ -67,7 +67,7 @@ class Missed:
 
 
 class MembershipStateMachine:
-    """State machine of a job's membership. `now` is any clock that never goes back, in seconds, the same in all
+    """State machine of a job's membership. `now` is the time in seconds by any monotonic clock, the same clock in all
     calls."""
 
     def __init__(self, settings: Settings, term: str, now: float) -> None:
@@ -82,43 +82,44 @@ class MembershipStateMachine:
         self._orphaned_at = now + ORPHAN_SECONDS
         """The time from which no member of an earlier job can still be alive."""
         self._is_starter = False
-        """Whether this coordinator started the present job, rather than taking it over from members of an earlier
+        """Whether this coordinator started the current job, rather than taking it over from members of an earlier
         one."""
         self._newest = 0
-        """The highest generation number that this coordinator ever published or took over."""
+        """The highest generation number that this coordinator has published or taken over."""
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
-        """Members of the present world whose scripts have ended, with exit code 0 unless their agent reports
+        """Members of the current world whose scripts have ended. Their exit code counts as 0 until their agent reports
         otherwise."""
         self.watched: dict[str, float] = {}
-        """Time at which each connected agent connected, by node; an agent will report how its workers ended. Maintained
-        by the coordinator."""
+        """Map from the node of each connected agent to the time at which the agent connected. The agent will report how
+        its workers ended. Maintained by the coordinator."""
         self._entered = 0
         self._has_begun = False
         """Whether any member has reported a step; see `Generation.begun`."""
         self._breach = ""
         self._is_hang, self._hangs, self._hung_at = False, 0, 0
-        """Whether the failure in `_breach` is a collective that has not ended, how many such failures came in a row,
-        and the step of the last one."""
+        """Whether the failure in `_breach` is a hung collective, the number of consecutive such failures, and the step
+        of the last one."""
         self._mute: dict[str, list[float]] = {}
-        """Times at which generations failed without a report (of entry or failure) from a member, by member."""
+        """Map from each member to the times at which generations failed and the member reported neither entry nor
+        failure."""
         self._decide_at: float | None = None
         self._advanced = now
         self._held_at = now
-        """The last time that silence was blamed on the coordinator's own link."""
+        """The last time at which silence was blamed on the coordinator's own link."""
         self._missed: dict[str, Missed] = {}
-        """Members that were given up for silence and may still come back."""
+        """Members that were given up for silence and may still come back, keyed by member id."""
         self._back: dict[str, Missed] = {}
-        """Members that have come back and are not listed in the present generation."""
+        """Members that have come back but are not listed in the current generation, keyed by member id."""
         self._published: Publish | None = None
-        """The newest generation, and the members that were informed of it."""
+        """The newest generation, and the members to which it was sent."""
         self._owed: list[Publish] = []
-        """Publications to repeat, because members that were reconnecting may not have received them."""
+        """Publications to send again, because members that were reconnecting may not have received them."""
         self.links = HostLinks(settings.silent_seconds, now)
 
     @property
     def world(self) -> Generation | None:
-        """The present generation; None before the first."""
+        """The current generation; None before the first."""
         return self._world if self._world.generation else None
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -158,16 +159,16 @@ class MembershipStateMachine:
         return member
 
     def _knows(self, member: str, said: Announce) -> bool:
-        """Return whether an announcement comes from a known process: one in the roster, or one given up for silence
-        alone."""
+        """Return whether an announcement comes from a known process: one in the roster, or one that was given up only
+        for silence."""
         missed = self._missed.get(member)
         entry = self.roster[member] if member in self.roster else None if missed is None else missed.entry
         return entry is not None and said.nonce != "" and (entry.pid, entry.nonce) == (said.pid, said.nonce)
 
     def _hear_again(self, member: str, now: float) -> None:
-        """Take back a member that was given up for silence; do nothing for any other member.
+        """Readmit a member that was given up for silence; do nothing for any other member.
 
-        Raises PeerRefused if the others have continued without it.
+        Raises PeerRefused if the others have continued without the member.
         """
         missed = self._missed.get(member)
         if missed is None:
@@ -185,21 +186,22 @@ class MembershipStateMachine:
                 self._back[member] = missed
                 self._breach = f"{member} was heard of again"
             else:
-                self._owed.append(Publish(self._world, (member,)))  # its generation is over: tell it the newest
+                self._owed.append(Publish(self._world, (member,)))  # its generation is over: send it the newest one
         self._note(now)
 
     def _held_state_in(self, world: Generation, member: str) -> bool:
         """Return whether a member of a generation held the job's state.
 
-        All members hold it once one of them has entered the generation; before that only survivors and leaving members
-        do.
+        All members hold the state once one of them has entered the generation. Before that only survivors and leaving
+        members hold it.
         """
         return world.generation <= self._entered or member in (*world.members[: world.survivors], *world.leaving)
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
         """Return whether the other members no longer need a silent member.
 
-        Its state has been handed over, or one of the others has entered a later generation without it.
+        They do not if the member's state has been handed over, or if another member has entered a later generation
+        without it.
         """
         if member in self._world.leaving and self._is_handed_over:
             return True
@@ -207,7 +209,7 @@ class MembershipStateMachine:
         return has_changed and self._is_entered and not self._takes_part(member)
 
     def report(self, member: str, said: Report, now: float) -> None:
-        """Process a worker's report. Raises PeerRefused if the report is impossible or the worker was given up."""
+        """Process a worker's report. Raises PeerRefused if the report is invalid or the worker was given up."""
         self._hear_again(member, now)
         if member not in self.roster:
             raise PeerRefused(f"{member} was given up ({self._gone.get(member, 'it is not known here')})")
@@ -226,14 +228,14 @@ class MembershipStateMachine:
         if self.roster.update(member, said, now):
             if _answered(said) >= newest:
                 self._mute.pop(member, None)
-            if self._recovery is None or not self._recovery.heard_of(member):  # else another job's
+            if self._recovery is None or not self._recovery.heard_of(member):  # otherwise the world is another job's
                 self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._break(member, said)
             self._note(now)
 
     def _break(self, member: str, said: Report) -> None:
-        """Record that a collective of the present generation has failed, or has not ended, on a member."""
+        """Record that a member's collective in the current generation has failed or hung."""
         if said.hung and not self._is_hang:
             step = max(entry.report.step for entry in self.roster)
             self._hangs = self._hangs + 1 if abs(step - self._hung_at) <= HANG_STEPS else 1
@@ -275,8 +277,8 @@ class MembershipStateMachine:
             self._note(now)
 
     def failed(self, node: str, now: float) -> None:
-        """Count a node's workers as lost, because its agent reports that one ended with an error or a nonzero exit
-        code.
+        """Count a node's workers as lost, because its agent reports that one of them ended with an error or a nonzero
+        exit code.
 
         A process does not know its exit code when it says good-bye, so it may have reported a regular end before.
         """
@@ -289,24 +291,26 @@ class MembershipStateMachine:
     def lost(self, member: str, why: str, now: float) -> None:
         """Count a worker as dead.
 
-        why: the reason, in words.
+        why: the reason, for people.
         """
         if self._remove(member) is not None:
             self._is_gone(member, why, now)
 
     def _remove(self, member: str) -> RosterEntry | None:
-        """Remove a worker from the roster and from the members that may come back. Return its entry; None if it was not
-        in the roster."""
+        """Remove a worker from the roster and from the members that may come back.
+
+        Returns its roster entry; None if it was not in the roster.
+        """
         self._missed.pop(member, None)
         self._back.pop(member, None)
         return self.roster.remove(member)
 
     def disconnected(self, member: str, why: str, now: float) -> None:
-        """Handle the end of a worker's connection: the worker is dead, unless it had been quiet for several heartbeats
-        before.
+        """Handle the end of a worker's connection: count the worker as dead, unless it had already missed several
+        heartbeats.
 
-        If it had been quiet, the network may have been cut: the end of the connection then says no more than the
-        silence did, and the worker may be about to reconnect.
+        After missed heartbeats the network may have been cut. The end of the connection is no further evidence of a
+        death, and the worker may be about to reconnect.
         """
         if member in self.roster and not self._is_quiet(self.roster[member], now):
             self.lost(member, why, now)
@@ -315,7 +319,7 @@ class MembershipStateMachine:
 
     @property
     def deadline(self) -> float:
-        """The latest time by which `advance` has to be called."""
+        """The latest time at which `advance` has to be called."""
         times = [self._advanced if self._owed else self._advanced + self.settings.beat_seconds]
         if self._recovery is not None:
             times.append(self._advanced if self._recovery.is_complete else self._recovery.until)
@@ -346,8 +350,8 @@ class MembershipStateMachine:
         return effects
 
     def _give_up_silent(self, now: float) -> list[GiveUpMember]:
-        """Give up members that have been silent for too long. Time during which the coordinator received nothing does
-        not count."""
+        """Give up members that have been silent for too long. Time in which the coordinator itself did not run does not
+        count."""
         asleep = now - self._advanced - self.settings.beat_seconds
         if asleep > self.settings.beat_seconds:
             self.roster.forgive(asleep)
@@ -377,8 +381,10 @@ class MembershipStateMachine:
         return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
 
     def _part_with_missed(self, now: float) -> list[GiveUpMember]:
-        """Give up for good the silent members that the others continue without; none of them may come back after
-        that."""
+        """Give up for good the silent members that the others have continued without.
+
+        None of them may come back after this call.
+        """
         effects = [
             GiveUpMember(member, missed.entry.pid, missed.reason)
             for member, missed in self._missed.items()
@@ -391,9 +397,9 @@ class MembershipStateMachine:
         return effects
 
     def _give_up_stuck(self, now: float) -> list[GiveUpMember]:
-        """Give up members that are alive but stuck, so that others do not wait for them any longer.
+        """Give up members that are alive but stuck, so that the others stop waiting for them.
 
-        No member is given up if that would be more than half of the world.
+        No member is given up if more than half of the world is stuck.
         """
         there = [entry for entry in self.roster if self._takes_part(entry.member)]
         stuck = self._hung(there) or self._mute_for_long(there, now)
@@ -408,7 +414,7 @@ class MembershipStateMachine:
     def _hung(self, there: list[RosterEntry]) -> list[tuple[RosterEntry, str]]:
         """Return the members whose main thread has been blocked for `stuck_seconds` or longer, each with the reason.
 
-        Members that have made no step yet are included only while all others wait for them.
+        Members that have not taken a step yet are included only while all others wait for them.
         """
         most = self.settings.stuck_seconds
         reason = f"its main thread has not moved for {most:g} s"
@@ -416,7 +422,7 @@ class MembershipStateMachine:
         return [(one, reason) for one in hung if one.report.step or self._is_needed]
 
     def _mute_for_long(self, there: list[RosterEntry], now: float) -> list[tuple[RosterEntry, str]]:
-        """Return the members that have reported nothing about several failed generations, each with the reason."""
+        """Return the members that have not reported on several failed generations, each with the reason."""
         most = self.settings.stuck_seconds
         failed = [(one, self._mute.get(one.member, [])) for one in there]
         mute = [(one, times) for one, times in failed if len(times) > 1 and 0 < most <= now - times[0]]
@@ -425,10 +431,10 @@ class MembershipStateMachine:
         ]
 
     def _give_up_unreached(self, now: float) -> list[GiveUpMember]:
-        """Give up nodes of a world that stands still, so that all remaining nodes reach each other.
+        """Give up nodes of a world at a standstill, so that all remaining nodes reach each other.
 
         No node is given up if fewer than MIN nodes would remain (waiting nodes included), or while giving it up may
-        lose state that a repaired network would bring back.
+        lose state that would be available again after a repair of the network.
         """
         world, links = self._world, self.links
         if not links.stands_still(now) or not links.parted:
@@ -445,9 +451,9 @@ class MembershipStateMachine:
         return [GiveUpMember(entry.member, entry.pid, self._gone[entry.member]) for entry in parted]
 
     def _may_part_with(self, parted: list[RosterEntry], now: float) -> bool:
-        """Return whether giving up these members loses no state, or the world has stood still for `stuck_seconds`.
+        """Return whether giving up these members loses no state, or the standstill has lasted `stuck_seconds`.
 
-        Copies of the state survive the loss of one node, but two nodes that go together may have kept each other's
+        Copies of the state survive the loss of one node, but two nodes given up together may have kept each other's
         copies.
         """
         is_one = len(nodes_of(entry.member for entry in parted)) == 1
@@ -456,7 +462,8 @@ class MembershipStateMachine:
         return 0 < self.settings.stuck_seconds <= self.links.still_for(now)
 
     def _see_who_is_mute(self, failed: Generation, now: float) -> None:
-        """Record which members have not reported the failure of a generation, as all its members should."""
+        """Record which members have not reported the failure of a generation. All members of that generation should
+        report it."""
         for member in failed.members:
             if member in self.roster and _answered(self.roster[member].report) < failed.generation:
                 self._mute.setdefault(member, []).append(now)
@@ -473,16 +480,16 @@ class MembershipStateMachine:
     def _may_recall(self, world: Generation, now: float) -> bool:
         """Return whether a world from before the coordinator's restart can still be taken over.
 
-        That is also possible if a job was started here by mistake: for a while, members of the earlier job may be alive
-        and hold more state.
+        A world can also be taken over if a new job was started here by mistake: for a while, members of the earlier job
+        may be alive and hold more state.
         """
         if self._recovery is not None or self.world is None:
             return True
         return self._is_starter and world.term != self.term and now < self._orphaned_at
 
     def _recall(self, now: float) -> list[Effect]:
-        """End the recovery: take over the newest world, and give up members that it does not list or that have not
-        returned."""
+        """End the recovery: take over the newest world, and give up members that this world does not list or that have
+        not returned."""
         recovery, self._recovery = self._recovery, None
         started = self._world.everyone
         if started and recovery is not None and not self._may_hold_state(recovery):
@@ -516,13 +523,13 @@ class MembershipStateMachine:
 
     def _may_hold_state(self, recovery: Recovery) -> bool:
         """Return whether any member that has come back may hold state: it has entered a generation, or has not reported
-        yet.
-        """
+        yet."""
         back = [entry for entry in self.roster if recovery.heard_of(entry.member)]
         return any(entry.report.entered or not recovery.has_reported(entry.member) for entry in back)
 
     def _let_go(self, recovery: Recovery) -> list[str]:
-        """Return the leaving members that have come back and do not know yet that the others continue without them."""
+        """Return the leaving members that have come back and have not received the generation in which the others
+        continue without them."""
         leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
         return [member for member in leaving if (recovery.told(member) or NO_WORLD).generation < self._world.generation]
 
@@ -530,7 +537,7 @@ class MembershipStateMachine:
         """Return the members that have come back and may still join: they hold no state, and the world does not list
         them.
 
-        They know only an older world, or were told of this one, which the others formed without them.
+        They know only an older world, or they received this one, which the others formed without them.
         """
         world, found = self._world, list[str]()
         for entry in self.roster:
@@ -544,7 +551,7 @@ class MembershipStateMachine:
         return found
 
     def _give_up(self, member: str, now: float) -> GiveUpMember:
-        """Give up a member that the world does not list, because it belongs to an older world or to a job started by
+        """Give up a member that the world does not list: it belongs to an older world or to a job started by
         mistake."""
         entry, reason = self.roster[member], f"generation {self._newest} goes on without it"
         self.lost(member, reason, now)
@@ -565,9 +572,9 @@ class MembershipStateMachine:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _next_world(self, now: float) -> Generation | None:
-        """Return the generation that the present members should form next.
+        """Return the generation that the connected members should form next.
 
-        None if the present generation needs no change, or a planned change has to wait until it is entered.
+        Returns None if the current generation needs no change, or if a planned change has to wait until it is entered.
         """
         old, members = self._world, self._world.members
         dead = tuple(one for one in members if one not in self.roster and one not in self._done)
@@ -601,17 +608,18 @@ class MembershipStateMachine:
         )
 
     def _in_order(self, members: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the members of the present generation and those that have come back, in their earlier order."""
+        """Return the members of the current generation and those that have come back, in their earlier order."""
         base = min((one.world for one in self._back.values()), key=lambda world: world.generation, default=NO_WORLD)
         return tuple(one for one in dict.fromkeys((*base.members, *members)) if one in members or one in self._back)
 
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
-        """Return the members that join those that stay: whole nodes, up to MAX nodes in all, and at least MIN to start
-        a job.
+        """Return the members that should join the staying ones: whole nodes, up to MAX nodes in all, and at least MIN
+        to start a job.
 
-        Members that entered a past generation may join only after `LEAVER_SECONDS`: one that held state there ends
-        within that time.
+        Members that entered a past generation may join only after `LEAVER_SECONDS`. A member that held state there ends
+        within this time.
 
+        stay: the staying members.
         are_built: whether to return only nodes that have built their engines.
         """
         if self._done:
@@ -627,7 +635,8 @@ class MembershipStateMachine:
 
     @property
     def _may_rejoin(self) -> bool:
-        """Whether members of a past generation have had time to end; any that is still connected was idle there."""
+        """Whether members of past generations have had time to end. A member that is still connected was idle in its
+        generation."""
         return bool(self.changes) and self._advanced - self.changes[-1][1] > LEAVER_SECONDS
 
     def _was_left_behind(self, member: str) -> bool:
@@ -636,7 +645,8 @@ class MembershipStateMachine:
     def _leaving(self, old: Generation) -> tuple[str, ...]:
         """Return the leaving members that are still connected.
 
-        Members that the old generation lists as leaving are included, even if they have not reported it themselves yet.
+        Members that the old generation lists as leaving are included even if they have not reported yet that they
+        leave.
         """
         told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
         back = tuple(one for one in self._back if one in self.roster and self._is_leaving(one))
@@ -660,7 +670,7 @@ class MembershipStateMachine:
 
     @property
     def _is_lacking(self) -> bool:
-        """Whether the present generation has too few members to be entered."""
+        """Whether the current generation has too few members to be entered."""
         there = self._present(self._world.everyone)
         return any(self.roster[one].report.lacking == self._world.generation for one in there)
 
@@ -674,8 +684,8 @@ class MembershipStateMachine:
         return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
 
     def _have_others_waited(self, now: float) -> bool:
-        """Return whether late nodes have kept others waiting for too long, be they members of the world or nodes
-        outside it."""
+        """Return whether late nodes have kept others waiting for too long: members of the world, or nodes outside
+        it."""
         world, late, most = self._world, self._late, self.settings.stuck_seconds
         if not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
             return False
@@ -683,12 +693,12 @@ class MembershipStateMachine:
         return not set(coming) <= set(late) or bool(self._newcomers(world.members))
 
     def _left_out(self, now: float) -> tuple[str, ...]:
-        """Return the late members to leave out after a failure, because the others can train without them or have
-        waited too long."""
+        """Return the late members to leave out after a failure: those that the others can train without, or have waited
+        for too long."""
         return self._late if self._can_go_alone or self._have_others_waited(now) else ()
 
     def _is_overdue(self, now: float) -> bool:
-        """Return whether members cannot wait any longer for the present generation to be entered."""
+        """Return whether members must not wait any longer for the current generation to be entered."""
         world = self._world
         if self._recovery is not None or self._is_entered:
             return False
@@ -703,18 +713,18 @@ class MembershipStateMachine:
 
     @property
     def _is_needed(self) -> bool:
-        """Whether all members of the present generation stand still until each of them has entered it."""
+        """Whether all members of the current generation are stopped until each of them has entered it."""
         return self._world.change == "failure" and not self._is_entered
 
     @property
     def _is_settled(self) -> bool:
-        """Whether all members of the present generation that are still alive have entered it."""
+        """Whether all surviving members of the current generation have entered it."""
         world = self._world
         return all(self.roster[one].report.entered == world.generation for one in world.members if one in self.roster)
 
     @property
     def _is_handed_over(self) -> bool:
-        """Whether the members that leave the present generation are no longer needed, because all others have their
+        """Whether the leaving members of the current generation are no longer needed, because all others hold the
         state.
 
         If all members leave, there are no others, and each member is waited for until it has gone.
@@ -723,17 +733,17 @@ class MembershipStateMachine:
 
     @property
     def _is_entered(self) -> bool:
-        """Whether any member has entered the present generation; from then on all its members hold its state."""
+        """Whether any member has entered the current generation. From that time on all its members hold the state."""
         return 0 < self._world.generation <= self._entered
 
     @property
     def _have_all_left(self) -> bool:
-        """Whether the members of the present generation have ended the job: all were told to leave, and could save
+        """Whether the members of the current generation have ended the job: all were asked to leave, and could save
         their state."""
         return self.world is not None and not self.world.members and self.world.change == "planned"
 
     def _may_be_the_last_holder(self, member: str) -> bool:
-        """Return whether a leaving member may be the only one with the state, for which the members of the present
+        """Return whether a leaving member may be the only holder of the state for which the members of the current
         generation wait."""
         world = self._world
         return member in world.leaving and bool(world.members) and not world.survivors and not self._is_entered
@@ -781,7 +791,7 @@ class MembershipStateMachine:
     # -- small things ------------------------------------------------------------------------------------------------
 
     def phase(self, entry: RosterEntry) -> Phase:
-        """Return the phase of a member, as shown in the status."""
+        """Return the phase of a member for the status."""
         if entry.report.leaving:
             return "leaving"
         if entry.report.engines == "building":
@@ -794,7 +804,8 @@ class MembershipStateMachine:
         return member in self._world.members
 
     def _takes_part(self, member: str) -> bool:
-        """Return whether others may wait for a member in a collective, because it works or hands over its state."""
+        """Return whether others may wait for a member in a collective, because the member works or hands over its
+        state."""
         return member in self._world.everyone
 
     def _is_gone(self, member: str, why: str, now: float) -> None:

@@ -2,15 +2,18 @@
 
 A message on the wire is four bytes of length (big-endian), that many bytes of JSON (an object whose `kind` names one of
 the classes below), and a tag that authenticates it (see `connection`). Nothing is guessed and nothing is unpickled: an
-unknown kind, an unknown field, a value of another type or a length above the limit is a `MessageError` that names it.
+unknown kind, an unknown field, a value of a wrong type or a length above the limit raises a `MessageError` that names
+it.
 
-A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`;
-from `Hello` on, all messages are authenticated. After that a worker sends one `Announce`, then `Report` as its
-heartbeat and whenever something has changed, `Probed` for each `Probe`, and `Bye` at its end. An agent sends one
-`Agent` and then `Beat`. A peer that only asks sends `Query` or `Dismiss`. The coordinator sends `Changed`, `Leave`,
-`Probe`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. A report has the whole state of its worker, so a lost
-or repeated one does no harm. `Switched` is for people alone: the worker of rank 0 sends one for each switch, and sends
-its last ones again to another coordinator, which recognizes them by their numbers.
+A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`.
+All messages from `Hello` on are authenticated. A worker goes on with one `Announce`. It sends `Report` as its heartbeat
+and whenever something has changed, `Probed` in answer to each `Probe`, and `Bye` at its end. An agent sends one
+`Agent`, followed by `Beat`. A peer that only asks a question sends `Query` or `Dismiss`. The coordinator sends
+`Changed`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`.
+
+A report has the whole state of its worker, so a lost or repeated report does no harm. `Switched` is for people only:
+the worker of rank 0 sends one for each switch, and repeats the last ones to a new coordinator, which recognizes them by
+their numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from ds_dynatrain.errors import MessageError
 PROTOCOL = 7
 """Version of the protocol; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
-"""The maximum size in bytes of a message from a peer that has not proved anything yet."""
+"""The maximum size in bytes of a message from a peer that has not yet proved the token."""
 LARGEST_MESSAGE = 16 * 1024 * 1024
 """The maximum size in bytes of any other message: enough for a world of 65,536 members with ids of 128 characters."""
 
@@ -41,14 +44,14 @@ MOST_PHASES = 16
 """The maximum number of phases of a switch, each with a duration."""
 LONGEST_WORDS = 160
 Words = Annotated[str, Field(max_length=LONGEST_WORDS)]
-"""A text short enough for a `Switched` message to fit into `LARGEST_GREETING` bytes, the most that a worker may send at
-once."""
+"""A text short enough for a `Switched` message to fit into `LARGEST_GREETING` bytes, the longest message that a worker
+may send."""
 HostPort = Annotated[str, Field(pattern=r"^([0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):[0-9]{1,5}$")]
-"""A numeric address with a port; it contains no host name that would have to be looked up."""
+"""A numeric address with a port. It contains no host name, so nothing has to be looked up."""
 MOST_PROBED = 48
-"""The maximum number of addresses in a `Probe`: the answer has to fit into `LARGEST_GREETING` bytes, too."""
+"""The maximum number of addresses in a `Probe`. The answer has to fit into `LARGEST_GREETING` bytes."""
 MOST_PARTED = 16
-"""The maximum number of pairs of hosts that a status names as disconnected from each other."""
+"""The maximum number of pairs of disconnected hosts that a status names."""
 Probes = Annotated[tuple[HostPort, ...], Field(max_length=MOST_PROBED)]
 Phase = Literal["warming", "waiting", "building", "working", "leaving"]
 
@@ -62,7 +65,8 @@ class Challenge(WireRecord):
 
 
 class Hello(WireRecord):
-    """Answer of the peer to `Challenge`, with its own random number. The job is empty for peers that only ask."""
+    """Answer of the peer to `Challenge`, with its own random number. `job` is empty for peers that only ask a
+    question."""
 
     kind: Literal["hello"] = "hello"
     nonce: Nonce
@@ -79,15 +83,15 @@ class Welcome(WireRecord):
     beat_seconds: Seconds
     """Interval between the peer's heartbeats, in seconds."""
     stuck_seconds: Seconds
-    """How long a worker may stand still before it is given up; 0 for no limit."""
+    """How long a worker may be stuck before it is given up; 0 for no limit."""
     min_nodes: Count
     max_nodes: Count
 
 
 class Refused(WireRecord):
-    """Refusal of the peer, at the start or later, which ends the connection.
+    """Refusal of the peer, at the start or later. The connection ends after this message.
 
-    Before the peer has proved the token, the refusal itself is not authenticated either.
+    Before the peer has proved the token, the refusal itself is not authenticated.
     """
 
     kind: Literal["refused"] = "refused"
@@ -95,11 +99,12 @@ class Refused(WireRecord):
 
 
 class Announce(WireRecord):
-    """Introduction of a worker. On a later connection it includes the newest world that the worker was told of.
+    """Introduction of a worker.
 
-    nonce: a random id that each process draws once; empty for a peer that never returns. An announcement with the same
-    pid and nonce replaces the process's earlier connection.
+    nonce: a random id that each process chooses once; empty for a peer that never returns. An announcement with the
+    same pid and nonce replaces the process's earlier connection.
     restarts: how often the worker's agent has restarted its workers.
+    world: the newest generation that the worker has received; None on its first connection.
     reach: an address, on the host of the worker's process groups, to which others can try to connect; empty if unknown.
     """
 
@@ -117,63 +122,63 @@ class Announce(WireRecord):
 Engines = Literal["none", "building", "built"]
 """Stages of building engines, in this order; a worker never goes back to an earlier one."""
 Protected = Literal["", "no", "yes"]
-"""Whether other members keep copies of the state that one member alone holds; empty if such copies are switched off."""
+"""Whether other members keep copies of the state that one member alone holds; empty if copying is switched off."""
 
 
 class Tally(WireRecord):
-    """Work of a worker since its script first reached a boundary between steps, for people. Only `samples` may go down.
+    """Work of a worker since its script first reached a boundary (a point between two optimizer steps). For people
+    only. All values only increase, except `samples`.
 
-    Durations are by the worker's own clock; together they make up the time until its last boundary.
+    Durations are by the worker's own clock. Together they add up to the time until its last boundary.
     """
 
     steps: Count = 0
     """Optimizer steps in which the worker has taken part, including those repeated after a death."""
     samples: Count = 0
-    """Samples before the present step, over all ranks, counted from the start of the job."""
+    """Number of samples before the current step, over all ranks, counted from the start of the job."""
     stepping_seconds: Seconds = 0.0
-    """Time between two boundaries in which a step was made."""
+    """Time between boundaries, counting only those intervals in which a step was taken."""
     held_seconds: Seconds = 0.0
-    """Time spent at boundaries, and in global batches that were discarded."""
+    """Time spent at boundaries and in discarded global batches."""
     saving_seconds: Seconds = 0.0
-    """The part of `held_seconds` spent on checkpoints."""
+    """The part of `held_seconds` that was spent on checkpoints."""
     generation: Count = 0
-    """The worker's generation at the time it left its last boundary."""
+    """The worker's generation when it left its last boundary."""
 
 
 class Report(WireRecord):
-    """Present state of a worker; also its heartbeat."""
+    """Current state of a worker. Serves as its heartbeat, too."""
 
     kind: Literal["report"] = "report"
     ready: bool = False
-    """Whether the worker has imported and built everything and can join at once."""
+    """Whether the worker has imported and built everything, so that it can join at once."""
     leaving: bool = False
-    """Whether the worker was told to leave."""
+    """Whether the worker was asked to leave."""
     entered: Count = 0
     """The last generation that the worker has entered; 0 before the first."""
     broken: Count = 0
-    """The newest generation that the worker knew when a collective failed.
+    """The newest generation known to the worker when a collective failed.
 
-    If that is the present generation, all members form a new one. If a later one was published first, the worker
-    reports that one as broken, too.
+    If this is the current generation, all members form a new one. If a later generation was published first, the worker
+    reports that generation as broken, too.
     """
     hung: Words = ""
-    """The collective that did not end, and how long the worker waited for it; empty if the failure is not of this
-    kind."""
+    """The collective that hung, and how long the worker waited for it; empty if no collective hung."""
     step: Count = 0
     layout: Text = ""
     pause_ms: Seconds = 0.0
-    """How long, in milliseconds, the worker's last change of world held training up."""
+    """How long, in milliseconds, the worker's last change of world held up training."""
     protected: Protected = ""
-    """Whether the worker's death would cost no more than a step or two; for people."""
+    """Whether the worker's death would cost no more than a step or two. For people only."""
     blocked_seconds: Seconds = 0.0
-    """How long the worker's main thread has run no Python code without waiting for another process."""
+    """How long the worker's main thread has run no Python code while it was not waiting for another process."""
     engines: Engines = "none"
     """Whether the worker is building its engines for a running job, and whether its script has reached its loop with
     them."""
     lacking: Count = 0
-    """The last generation that had too few members for any layout; with more members there may be a layout."""
+    """The last generation that had too few members for any layout. With more members there may be a layout."""
     waits_for: Text = ""
-    """Members for which the worker's main thread has been waiting for a while; for people."""
+    """Members for which the worker's main thread has been waiting for a while. For people only."""
     tally: Tally = Tally()
 
 
@@ -188,7 +193,7 @@ class Switched(WireRecord):
     step: Count
     source: Words
     target: Words
-    """The layout after the switch, in words; `source` is the one before."""
+    """Description of the layout after the switch; `source` describes the layout before."""
     members: Count
     """Number of members that train in the layout after the switch."""
     pause_ms: Seconds
@@ -202,7 +207,7 @@ class Switched(WireRecord):
 
 
 class Probed(WireRecord):
-    """Addresses of a `Probe` to which a worker could connect, and those to which it could not."""
+    """Addresses of a `Probe` to which the worker could connect, and those to which it could not."""
 
     kind: Literal["probed"] = "probed"
     reached: Probes = ()
@@ -212,20 +217,20 @@ class Probed(WireRecord):
 class Bye(WireRecord):
     """Good-bye of a worker whose script has ended, or of an agent whose workers have ended.
 
-    After this message the end of the connection is no failure.
+    The end of the connection after this message is not a failure.
     """
 
     kind: Literal["bye"] = "bye"
     newest: Count = 0
-    """The last generation that the worker was told of."""
+    """The last generation that the worker has received."""
     has_left: bool = False
-    """Whether the worker was told to leave and has finished: its state was handed over, or saved."""
+    """Whether the worker was asked to leave and has finished: its state was handed over, or saved."""
     failed: bool = False
-    """Whether one of the agent's workers ended with an error, or with an exit code other than 0."""
+    """Whether one of the agent's workers ended with an error or with a nonzero exit code."""
 
 
 class Agent(WireRecord):
-    """Introduction of a node's agent, which can end a worker that hangs."""
+    """Introduction of a node's agent, which can end a hanging worker."""
 
     kind: Literal["agent"] = "agent"
     node: NodeId
@@ -244,14 +249,14 @@ class Query(WireRecord):
 
 
 class Dismiss(WireRecord):
-    """Request to let all workers of a node leave, as SIGTERM would tell them."""
+    """Request that all workers of a node leave, the same way as after SIGTERM."""
 
     kind: Literal["dismiss"] = "dismiss"
     node: NodeId
 
 
 class Dismissed(WireRecord):
-    """Answer to `Dismiss`: the workers that were told to leave."""
+    """Answer to `Dismiss`: the workers that were asked to leave."""
 
     kind: Literal["dismissed"] = "dismissed"
     members: Members
@@ -265,7 +270,7 @@ class Changed(WireRecord):
 
 
 class Leave(WireRecord):
-    """Order to a worker to hand over its state and leave, because its node is wanted."""
+    """Request to a worker to hand over its state and leave, because its node is needed elsewhere."""
 
     kind: Literal["leave"] = "leave"
 
@@ -278,7 +283,7 @@ class Probe(WireRecord):
 
 
 class Fence(WireRecord):
-    """Order to an agent to end one of its workers that is silent and that the others continue without.
+    """Order to an agent to end one of its workers that is silent and without which the others continue.
 
     pid: None if the coordinator never learned it, because the worker hung while the coordinator was restarted.
     """
@@ -289,13 +294,13 @@ class Fence(WireRecord):
 
 
 class Finished(WireRecord):
-    """Notice to waiting members that the scripts of the working members have ended, so no work will come."""
+    """Notice to waiting members that the scripts of the working members have ended, so they will get no work."""
 
     kind: Literal["finished"] = "finished"
 
 
 class MemberStatus(WireRecord):
-    """Part of the status about one member."""
+    """The status of one member."""
 
     member: MemberId
     phase: Phase
@@ -312,7 +317,7 @@ class MemberStatus(WireRecord):
 
 
 class ChangeStatus(WireRecord):
-    """Part of the status about one recent change."""
+    """The status of one recent change."""
 
     generation: Count
     change: Text
@@ -322,7 +327,7 @@ class ChangeStatus(WireRecord):
 
 
 class StartingNode(WireRecord):
-    """A node whose agent is connected and whose workers are not, because they still import or build their model."""
+    """A node whose agent is connected while its workers are not: they are still importing or building their model."""
 
     node: NodeId
     seconds: Seconds
@@ -330,7 +335,7 @@ class StartingNode(WireRecord):
 
 
 class Status(WireRecord):
-    """The coordinator's knowledge of the job, for people."""
+    """The coordinator's knowledge about the job, for people."""
 
     kind: Literal["status"] = "status"
     job: Text
@@ -345,7 +350,7 @@ class Status(WireRecord):
     starting: tuple[StartingNode, ...] = ()
     changes: tuple[ChangeStatus, ...]
     parted: Annotated[tuple[Text, ...], Field(max_length=MOST_PARTED)] = ()
-    """Pairs of hosts that cannot reach each other, in words."""
+    """Descriptions of the pairs of hosts that cannot reach each other."""
 
 
 FromPeer = Hello | Announce | Report | Switched | Probed | Bye | Agent | Beat | Query | Dismiss
@@ -356,7 +361,7 @@ _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discrimin
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as it goes over the wire. Raises MessageError if it is longer than any peer accepts."""
+    """Return a message in wire format. Raises MessageError if it is longer than any peer accepts."""
     body = message.model_dump_json().encode()
     if len(body) > LARGEST_MESSAGE:
         raise MessageError(f"{message.kind}: {len(body)} bytes, at most {LARGEST_MESSAGE} are allowed")
@@ -364,7 +369,7 @@ def encode(message: Message) -> bytes:
 
 
 def body_length(header: bytes, limit: int) -> int:
-    """Return the length that a header gives. Raises MessageError if it is above `limit`."""
+    """Return the body length that a header states. Raises MessageError if it is above `limit`."""
     length: int = HEADER.unpack(header)[0]
     if length > limit:
         raise MessageError(f"a message of {length} bytes is announced, at most {limit} are taken here")
@@ -372,7 +377,7 @@ def body_length(header: bytes, limit: int) -> int:
 
 
 def decode(body: bytes) -> Message:
-    """Parse the body of a message. Raises MessageError, which names the wrong field, if it is malformed."""
+    """Parse the body of a message. Raises MessageError if the body is malformed; the error names the wrong field."""
     try:
         return _MESSAGES.validate_json(body)
     except ValidationError as error:
@@ -387,5 +392,5 @@ def clipped(text: str, limit: int) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a short, printable form of a value for the log; the value may come from a hostile peer."""
+    """Return a short, printable form of a value for the log. The value may come from a hostile peer."""
     return clipped(repr(value[:200] if isinstance(value, str | bytes) else type(value).__name__), LONGEST_NODE)

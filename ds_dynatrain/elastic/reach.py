@@ -1,8 +1,8 @@
-"""Reachability of hosts: a listening socket of each member, and its attempts to connect to other members.
+"""Reachability of hosts: each member's listening socket, and its attempts to connect to other members.
 
-gloo connects hosts to each other directly, while the coordinator sees only its own connections. When a world stands
-still, the coordinator asks its members which of the others they can reach (`links`). Each member listens at an address
-where no data is exchanged: an accepted connection is proof enough, and is closed at once.
+gloo connects hosts to each other directly, while the coordinator sees only its own connections. During a standstill the
+coordinator asks the members which of the others they can reach (`links`). Each member listens at an address at which no
+data is exchanged: an accepted connection is sufficient proof, and is closed at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_dynatrain.elastic.abort import new_sockets, open_sockets
 from ds_dynatrain.elastic.address import BACKLOG, Address
 
 REACH_SECONDS = 2.0
-"""How long an attempt to connect may take; a lost packet is sent again after one second."""
+"""How long an attempt to connect may take. TCP sends a lost packet again after one second."""
 UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 ANSWERED = (0, errno.ECONNREFUSED)
 
@@ -31,7 +31,7 @@ ANSWERED = (0, errno.ECONNREFUSED)
 class Reach:
     """A member's listening socket, and its attempts to connect to other members.
 
-    tell: called on another thread with the addresses that were reached, and those that were not.
+    tell: called on another thread with two lists: the addresses that were reached, and those that were not.
     """
 
     def __init__(self, tell: Callable[[Sequence[str], Sequence[str]], None]) -> None:
@@ -70,12 +70,12 @@ class Reach:
             self._listener = None
 
     def _try(self, addresses: Sequence[str]) -> None:
-        with suppress(OSError):  # the coordinator has gone meanwhile
+        with suppress(OSError):  # the coordinator is gone
             self._tell(*reached_of(addresses))
 
 
 def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> tuple[list[str], list[str]]:
-    """Return the addresses to which a connection can be made within `seconds`, and those to which none can.
+    """Return the addresses to which a connection could be made within `seconds`, and those to which none could.
 
     A host that refuses a connection counts as reached. An address that fails for a local reason is in neither list.
     """
@@ -101,7 +101,7 @@ async def _connect(address: Address, seconds: float) -> int | None:
 
 
 def group_host() -> str:
-    """Return the address at which gloo listens in this process; empty if it cannot be observed."""
+    """Return the address at which gloo listens in this process; empty if the address cannot be determined."""
     before = open_sockets()
     with suppress(RuntimeError):
         group = td.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=REACH_SECONDS))

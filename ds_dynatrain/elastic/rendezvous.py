@@ -1,5 +1,5 @@
-"""An agent's side of membership: a rendezvous of its own node alone, and a connection to the coordinator, which can
-order the agent to end hanging workers."""
+"""An agent's side of membership: a rendezvous of its own node alone, and a connection to the coordinator over which the
+agent may be ordered to end hanging workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FOREIGN_ADDRESS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 class NodeRendezvous(RendezvousHandler):
-    """Rendezvous of one node alone: it never waits for another node, and never reports a waiting one."""
+    """Rendezvous of one node alone. It never waits for another node, and never reports a waiting one."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         show_by_default()
@@ -65,7 +65,8 @@ class NodeRendezvous(RendezvousHandler):
     def _hosted(self) -> CoordinatorHost | None:
         """Return the coordinator that this agent has to host; None if it has to host none.
 
-        By default an agent hosts it if the coordinator's address belongs to this machine and is still free.
+        By default an agent hosts the coordinator if the coordinator's address belongs to this machine and is still
+        free.
         """
         is_host = self._parameters.get_as_bool("is_host")
         if is_host is False:
@@ -102,18 +103,18 @@ class NodeRendezvous(RendezvousHandler):
     # -- what the agent asks -----------------------------------------------------------------------------------------
 
     def get_backend(self) -> str:
-        """Return the name of the backend as the user gave it."""
+        """Return the name of the back-end as the user gave it."""
         return str(self._parameters.backend)
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers may use the node's store before they join; always true."""
+        """Whether workers may use the node's store before they join. Always True."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a world of this node alone; each start of its workers gets a new one.
+        """Return a world of this node alone. Each start of its workers gets a new world.
 
-        Raises RendezvousConnectionError if no coordinator answers in time or it refuses this agent,
+        Raises RendezvousConnectionError if no coordinator answers in time or the coordinator refuses this agent. Raises
         RendezvousClosedError if the job has finished.
         """
         self._end_line(failed=True)  # torchrun asks again only to restart failed workers
@@ -151,8 +152,8 @@ class NodeRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Report to the coordinator how the workers have ended.
 
-        A coordinator hosted here keeps running until the other nodes' workers have ended, too. torchrun calls this
-        last; if a worker has failed, it does so while it raises ChildFailedError.
+        torchrun calls this last; if a worker has failed, the call happens while ChildFailedError is raised. A
+        coordinator hosted here keeps running until the workers of the other nodes have ended.
         """
         self._end_line(failed=sys.exc_info()[0] is not None)
         if self._host is not None:
@@ -180,7 +181,7 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class AgentLine:
-    """Connection of an agent to the coordinator, from one start of its workers to their end.
+    """Connection of an agent to the coordinator, from one start of its workers until they have ended.
 
     A thread reconnects whenever the connection breaks. The agent continues without a coordinator as long as its workers
     do.
@@ -196,14 +197,14 @@ class AgentLine:
         self._thread = threading.Thread(target=self._run, name="dynatrain-agent", daemon=True)
 
     def start(self) -> None:
-        """Announce the node, and listen to the coordinator in a thread."""
+        """Announce the node, and start a thread that listens to the coordinator."""
         self._connection.send(Agent(node=self._node))
         self._thread.start()
 
     def close(self, failed: bool = False) -> None:
-        """Say good-bye, after all workers have ended.
+        """Say good-bye after all workers have ended.
 
-        failed: whether one of them ended with an exit code other than 0.
+        failed: whether one of the workers ended with a nonzero exit code.
         """
         self._ended.set()
         self._thread.join()
@@ -236,8 +237,8 @@ class AgentLine:
                     raise ConnectionError(message.kind)
 
     def _reconnect(self) -> bool:
-        """Connect again, waiting as long as that takes. Return False if the coordinator refuses the agent, or `close`
-        is called."""
+        """Connect again, however long that takes. Returns False if the coordinator refuses the agent or `close` is
+        called."""
         while not self._ended.wait(RETRY_SECONDS):
             try:
                 self._connection = Connection.open(self._endpoint, self._token, self._job)
@@ -263,8 +264,7 @@ class AgentLine:
 
 
 def processes_of(member: str) -> list[int]:
-    """Return the ids of the processes on this machine that were started as this member: the worker and its own
-    children."""
+    """Return the ids of the processes on this machine that were started as this member: the worker and its children."""
     node, local_rank = node_of(member), member.rpartition("/")[2]
     wanted = {f"{NODE}={node}".encode(), f"{LOCAL_RANK}={local_rank}".encode()}
     found = []

@@ -15,7 +15,7 @@ from ds_dynatrain.errors import PeerRefused
 
 @dataclass(frozen=True)
 class Publish:
-    """Effect: inform these members of a generation."""
+    """Effect: send these members a generation."""
 
     world: Generation
     to: tuple[str, ...]
@@ -23,7 +23,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class GiveUpMember:
-    """Effect: end a member's connection, and its process if its agent can.
+    """Effect: end a member's connection, and its process if the member's agent can do so.
 
     pid: the process's id; None if the member never reported it.
     """
@@ -35,7 +35,7 @@ class GiveUpMember:
 
 @dataclass(frozen=True)
 class ProbeMembers:
-    """Effect: ask a member which of these addresses of other members it can connect to."""
+    """Effect: ask a member to which of these addresses of other members it can connect."""
 
     member: str
     peers: tuple[str, ...]
@@ -49,7 +49,7 @@ class Finish:
 
 
 Effect = Publish | GiveUpMember | ProbeMembers | Finish
-"""Every request that the membership can make to the coordinator, which holds the connections."""
+"""Any request of the membership to the coordinator, which holds the connections."""
 
 
 @dataclass
@@ -64,26 +64,26 @@ class RosterEntry:
     heard: float
     report: Report = field(default_factory=Report)
     arrival: int = 0
-    """Position in the order in which workers became ready, counted from 1; 0 if it is not ready yet."""
+    """Position in the order in which workers became ready, counted from 1; 0 if the worker is not ready yet."""
     reach: str = ""
-    """Address at which others can try to connect to the worker; empty if it is unknown."""
+    """Address at which others can try to connect to the worker; empty if unknown."""
 
     @property
     def host(self) -> str:
-        """Host part of `reach`, the same for all workers of one machine."""
+        """Host part of `reach`. All workers of one machine have the same host."""
         return self.reach.rpartition(":")[0]
 
     @property
     def is_waiting(self) -> bool:
         """Whether the worker could join now.
 
-        False while it is still building its engines for a generation that the others entered without it.
+        False while the worker is building its engines for a generation that the others have entered without it.
         """
         return self.report.ready and not self.report.leaving and self.report.engines != "building"
 
 
 class Roster:
-    """Collection of the workers that count as alive, by id."""
+    """The workers that count as alive, keyed by id."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RosterEntry] = {}
@@ -107,7 +107,7 @@ class Roster:
         return tuple(self._entries)
 
     def add(self, said: Announce, now: float) -> RosterEntry:
-        """Add a worker. Raises PeerRefused if its announcement is impossible or contradicts another worker's."""
+        """Add a worker. Raises PeerRefused if its announcement is invalid or contradicts another worker's."""
         member = member_id(said.node, said.local_rank)
         if said.local_rank >= said.local_size:
             raise PeerRefused(
@@ -142,9 +142,9 @@ class Roster:
         return self._entries.pop(member, None)
 
     def update(self, member: str, report: Report, now: float) -> bool:
-        """Store a worker's report, and return whether it can matter for membership.
+        """Store a worker's report, and return whether the report can matter for membership.
 
-        Raises PeerRefused if it takes back what an earlier report said.
+        Raises PeerRefused if the report takes back what an earlier one said.
         """
         entry = self._entries[member]
         old = entry.report
@@ -160,7 +160,7 @@ class Roster:
         return before != after
 
     def complete_nodes(self, apart: Container[str]) -> list[tuple[str, ...]]:
-        """Return the members of every node whose workers are all waiting, by local rank.
+        """Return the members, by local rank, of every node whose workers are all waiting.
 
         Nodes are in the order in which they became ready.
         apart: members that do not count as waiting, because they work.
@@ -174,22 +174,22 @@ class Roster:
         return [tuple(entry.member for entry in sorted(node, key=lambda one: one.local_rank)) for node in complete]
 
     def forgive(self, seconds: float) -> None:
-        """Deduct `seconds` from every worker's silence, because the coordinator received nothing in that time."""
+        """Deduct `seconds` from every worker's silence, because the coordinator received nothing during that time."""
         for entry in self:
             entry.heard += seconds
 
 
 def _standing(report: Report) -> tuple[int, ...]:
-    """Return those values of a report that matter for membership; none of them ever decreases."""
+    """Return the values of a report that matter for membership. None of them ever decreases."""
     engines = get_args(Engines).index(report.engines)
     return report.ready, report.leaving, report.entered, report.broken, report.lacking, engines
 
 
 class Recovery:
-    """Record of the worlds that returning members were told of, one of which is chosen at the end.
+    """Record of the worlds that returning members know. One of these worlds is chosen when the recovery ends.
 
-    The recovery ends when all members of that world have returned, or `seconds` after the last return. If none has
-    returned but some still may, it lasts until the time that was given to `expect`.
+    The recovery ends when all members of the newest world have returned, or `seconds` after the last return. If no
+    member has returned but some still may, the recovery lasts until the time given to `expect`.
     """
 
     def __init__(self, until: float, seconds: float) -> None:
@@ -213,18 +213,18 @@ class Recovery:
         return world is not None and self._reported.issuperset(world.everyone)
 
     def expect(self, patience: float) -> None:
-        """Record that there was a job before, whose members may still return.
+        """Record that there was an earlier job whose members may still return.
 
         patience: the time until which to wait for the first of them.
         """
         self._patience = max(self._patience, patience)
 
     def forgive(self, seconds: float) -> None:
-        """Extend the recovery by `seconds`, because the coordinator received nothing in that time."""
+        """Extend the recovery by `seconds`, because the coordinator received nothing during that time."""
         self._until += seconds
 
     def hear(self, member: str, world: Generation, now: float) -> None:
-        """Record the newest world that a returning member was told of."""
+        """Record the newest world that a returning member knows."""
         self._until = max(self._until, now + self._seconds)
         self._told[member] = world
         name = world.generation, world.begun, world.term
@@ -241,10 +241,10 @@ class Recovery:
         return member in self._reported
 
     def choose(self) -> Generation | None:
-        """Return the newest world that any returning member was told of; None if there is none.
+        """Return the newest world that any returning member knows; None if there is none.
 
-        If two worlds have the same number, prefer the one in whose job a step was made, then the one that more members
-        know. Members that know only an older world, or none, are told of this one next.
+        If two worlds have the same number, prefer the one in whose job a step was taken, and among those the one known
+        to more members. Members that know only an older world, or none, are informed of the chosen world next.
         """
         if not self._worlds:
             return None

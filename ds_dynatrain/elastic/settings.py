@@ -1,4 +1,4 @@
-"""Settings of the coordinator: numbers of nodes, and how long it waits for what."""
+"""Settings of the coordinator: numbers of nodes, and waiting times."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass, fields
 from ds_dynatrain.errors import ConfigError
 
 ORPHAN_SECONDS = 30.0
-"""How long a member continues without a coordinator. If the network is cut, the other side has given the member up by
-then."""
+"""How long a member continues without a coordinator. If the network is cut, the coordinator has given the member up by
+that time."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How many nodes a job needs, and how long its coordinator waits for what.
+    """How many nodes a job needs, and how long its coordinator waits for each kind of event.
 
-    Raises ConfigError for impossible numbers.
+    Raises ConfigError for invalid numbers.
     """
 
     min_nodes: int
-    """The fewest nodes with which a job starts (MIN of `--nnodes=MIN:MAX`). A job with fewer is paused."""
+    """The fewest nodes with which a job starts (MIN of `--nnodes=MIN:MAX`). A job with fewer nodes is paused."""
     max_nodes: int
-    """The most nodes that train at once. Further nodes wait, ready to replace one that leaves."""
+    """The most nodes that train at once. Further nodes wait, ready to replace a node that leaves."""
     debounce_seconds: float = 0.05
-    """How long to collect further events after the first sign of a change, before deciding."""
+    """How long to collect further events after the first sign of a change, before deciding on the next generation."""
     beat_seconds: float = 0.5
     """Interval between the heartbeats of every peer, in seconds."""
     silent_seconds: float = 5.0
     """Time without a heartbeat after which a member is given up."""
     stuck_seconds: float = 300.0
-    """How long the main thread of a member of the world may run no Python code, while it waits for no other process,
-    before the member is given up; 0 for no limit."""
+    """How long a training member's main thread may run no Python code before the member is given up; 0 for no limit.
+    Time in which the thread waits for another process does not count."""
     recovery_seconds: float = 3.0
-    """How long a coordinator waits for further members of a running job before it decides anything.
+    """How long a coordinator waits for further members of a running job before it makes any decision.
 
-    The time counts from the coordinator's start and from the return of each such member.
+    The time counts from the coordinator's start, and again from the return of each such member.
     """
 
     def __post_init__(self) -> None:

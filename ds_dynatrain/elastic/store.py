@@ -19,17 +19,17 @@ from ds_dynatrain.elastic.abort import count_store, new_sockets, open_sockets
 from ds_dynatrain.elastic.address import Address, listen
 
 ANSWER_SECONDS = 10.0
-"""How long a store may take to answer; even a busy one needs milliseconds."""
+"""How long a store may take to answer. Even a busy store needs only milliseconds."""
 Answer = TypeVar("Answer")
 StoreT = TypeVar("StoreT", bound=Store)
 
 
 def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
-    """Return a store that others can reach at `host` through `listener`; by default at a free port of `host` that only
-    this machine reaches.
+    """Return a store that others can reach at `host` through `listener`.
 
-    The store ends with the returned object, and takes over the listener. torch's stores know no token: anybody who
-    reaches the address can use them.
+    Without a listener the store listens at a free port of `host` that only this machine reaches. The store takes over
+    the listener, and ends with the returned object. torch's stores know no token: anybody who reaches the address can
+    use them.
     """
     listener = listener or listen(Address(host, 0), is_guarded=False)
     port = listener.getsockname()[1]
@@ -40,6 +40,7 @@ def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
     """Return a client of the store at this address, over a new connection, for keys below a prefix.
 
     seconds: how long its calls wait.
+
     Raises torch's DistError if nothing answers.
     """
 
@@ -53,9 +54,9 @@ def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
 def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
     """Return the store that `connect` returns, over a new connection. Raises torch's DistError after `seconds`.
 
-    Later calls on the store also raise DistError if it does not answer within `ANSWER_SECONDS`. torch's own time-out
-    covers only missing keys, and a server that hangs blocks its callers for ever (measured on 2.13). Linux only;
-    elsewhere calls may wait for ever.
+    Later calls on the store also raise DistError if the store does not answer within `ANSWER_SECONDS`. torch's own
+    time-out covers only missing keys, and a hanging server blocks its callers forever (measured on 2.13). The limit
+    works on Linux only; on other systems calls may wait forever.
     """
     with suppress(OSError):
         before = open_sockets()
@@ -68,8 +69,8 @@ def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
 def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
     """Return the result of `ask`, run in a thread. Raises torch's DistError after `seconds`, and abandons the thread.
 
-    Used for calls without a usable time-out: torch's time-out ends once a connection is accepted, and the kernel
-    accepts one even for a process that hangs.
+    Used for calls without a usable time-out: torch's time-out covers only the time until a connection is accepted, and
+    the kernel accepts a connection even for a process that hangs.
     """
     found: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -90,10 +91,10 @@ def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
 
 
 def _limit(store: Any, sockets: Mapping[int, int]) -> None:
-    """Limit how long calls on a store wait for an answer, and make them end if the world for which it is opened is
-    aborted.
+    """Limit how long calls on a store wait for an answer, and make them end if the world for which the store is opened
+    is aborted.
 
-    sockets: new sockets, which include the store's.
+    sockets: new sockets, including the store's.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -1,7 +1,7 @@
 """Secrets: a job's token, which is proved and never sent, and the token of readers who watch the job over HTTP.
 
-The readers' token is sent unencrypted, so it is a separate secret that does not let anybody join the job. If a job is
-given no readers' token, it uses the one in a file that belongs to its user.
+The readers' token is sent unencrypted, so it is a separate secret that does not let anybody join the job. A job without
+a given readers' token uses the one in a file that belongs to its user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.errors import ConfigError, ElasticError
 
 STATE = "XDG_STATE_HOME"
-"""Environment variable with the user's folder for program state; the default folder is `~/.local/state`."""
+"""Environment variable that names the user's folder for program state; the default folder is `~/.local/state`."""
 SHORTEST_TOKEN = 16
 """The fewest characters that a token may have; `openssl rand -hex 32` gives 64."""
 
@@ -53,10 +53,10 @@ def read_token(path: str | Path) -> str:
 
 
 def made_token(path: Path) -> str:
-    """Return the token in a file of this user; a missing file is made with a new token first.
+    """Return the token in a file of this user. A missing file is first created with a new token.
 
-    Concurrent callers get the same token. Raises ConfigError if the file cannot be made or belongs to another user, and
-    as in `read_token`.
+    Concurrent callers get the same token. Raises ConfigError if the file cannot be created, belongs to another user, or
+    is refused by `read_token`.
     """
     try:
         if not path.exists():
@@ -85,9 +85,10 @@ def _make(path: Path) -> None:
 
 
 def _others_who_read(file: os.stat_result) -> str:
-    """Return, in words, who else has rights to a file; empty if nobody has.
+    """Return a description of who else has rights to a file; empty if nobody has.
 
-    A group may have rights to another user's file: that is how this user reads it, as in a Kubernetes pod.
+    A group may have rights to another user's file, because this may be the way in which this user reads the file, as in
+    a Kubernetes pod.
     """
     if file.st_mode & stat.S_IRWXO:
         return "every user of this machine"
@@ -105,12 +106,12 @@ def checked_token(token: str, where: str) -> str:
 
 
 def derive(token: str | None, purpose: str) -> bytes:
-    """Return a key for one purpose alone. Without a token, the key is one that everybody can compute."""
+    """Return a key for one purpose only. Without a token, the key is one that everybody can compute."""
     return hmac.digest((token or "").encode(), f"ds_dynatrain {purpose}".encode(), "sha256")
 
 
 def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of a secret that all jobs of this user share, and make its folder."""
+    """Return the path of a secret that all jobs of this user share, and create its folder."""
     folder = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain"
     with suppress(OSError):  # reported when the file cannot be made
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,9 +133,9 @@ class Reading:
 
     @classmethod
     def of(cls, address: str | None, token_file: str | Path | None, job_token: str) -> Reading | None:
-        """Return the port for readers; None without an address.
+        """Return the port for readers; None if there is no address.
 
-        Raises ConfigError if the address or the token file is invalid, or if the token is the job's own.
+        Raises ConfigError if the address or the token file is invalid, or if the token equals the job's own.
         """
         if not address:
             if token_file is not None:
@@ -154,7 +155,7 @@ class Reading:
         return cls(where, token, str(file))
 
     def listen(self) -> socket.socket:
-        """Return a listening socket. Raises ElasticError if the address is taken or belongs to another machine."""
+        """Return a listening socket. Raises ElasticError if the address is in use or belongs to another machine."""
         try:
             return listen(self.address, is_guarded=True)
         except OSError as error:
@@ -166,13 +167,14 @@ class Reading:
     def permits(self, authorization: str) -> bool:
         """Return whether a request may be answered.
 
-        authorization: its Authorization header; empty if it has none.
+        authorization: the request's Authorization header; empty if it has none.
         """
         return hmac.compare_digest(_secret_of(authorization).encode(), self.token.encode())
 
 
 def _secret_of(authorization: str) -> str:
-    """Return the secret in an Authorization header: `Bearer SECRET`, or `Basic` with any name; empty for any other.
+    """Return the secret in an Authorization header (`Bearer SECRET`, or `Basic` with any name); empty for any other
+    header.
 
     `Basic` is accepted because it is the only scheme for which browsers ask people for a secret.
     """

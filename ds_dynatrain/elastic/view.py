@@ -1,6 +1,6 @@
 """View of a job as one value: the content of `/status.json`, from which the web page and the metrics are made.
 
-Times are seconds since 1970 by the coordinator's clock.
+Times are in seconds since 1970 by the coordinator's clock.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ State = Literal["waiting", "running", "changing", "standing", "paused", "lost", 
 STATES: tuple[State, ...] = get_args(State)
 LEAST_QUIET_SECONDS = 10.0
 QUIET_STEPS = 5.0
-"""A job is in state "standing" if its last step was longer ago than this many times the usual step, and than
-`LEAST_QUIET_SECONDS`."""
+"""A job is in state "standing" if the time since its last step exceeds both `LEAST_QUIET_SECONDS` and this many times
+the usual duration of a step."""
 MOST_NAMED = 5
 REPORTED = {"entered", "step", "layout", "pause_ms", "protected", "waits_for"}
-"""Fields of a member's report that the status shows, too."""
+"""Fields of a member's report that the status also shows."""
 FRESH_SECONDS = 0.5
-"""The shortest time in seconds between two values of a feed, however many readers ask."""
+"""The shortest time in seconds between two values of a feed, independent of the number of readers."""
 REST = 20.0
-"""The shortest time between two values of a feed, as a multiple of the time that the last one took to make."""
+"""The shortest time between two values of a feed, as a multiple of the time that it took to make the last value."""
 PATIENCE_SECONDS = 2.0
-"""How long a reader waits for a fresh value before it gets the last one."""
+"""How long a reader waits for a fresh value before it gets the previous one."""
 
 
 class PointView(WireRecord):
@@ -58,8 +58,8 @@ class PointView(WireRecord):
 class GoodputView(WireRecord):
     """Account of the job's time, in seconds.
 
-    ratio: effective training time ratio (ETTR), the productive fraction of the time accounted for; the current step is
-    left out.
+    ratio: effective training time ratio (ETTR), the productive fraction of the time accounted for. The current step is
+    not included.
     """
 
     ratio: Seconds
@@ -80,7 +80,7 @@ class View(WireRecord):
     step: Count
     samples: Count
     quiet_seconds: Seconds | None
-    """Time since a new step was last reported; None before the first."""
+    """Time since a new step was last reported; None before the first step."""
     goodput: GoodputView
     counts: Counts
     points: tuple[PointView, ...]
@@ -93,7 +93,7 @@ def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
     """Return the view of a job.
 
     now: the time by the coordinator's clock.
-    wall: the same instant in seconds since 1970.
+    wall: the same time in seconds since 1970.
     """
     counts, ago = history.counts, wall - now
     quiet = None if history.stepped_at is None else max(0.0, now - history.stepped_at)
@@ -124,7 +124,7 @@ def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
 
 
 def _usual_seconds(history: JobHistory) -> float:
-    """Return how many seconds a step usually takes: the longest time per step in the last eight points of the
+    """Return the usual duration of a step in seconds: the longest time per step in the last eight points of the
     history."""
     last = list(history.points)[-8:]
     return max((each.seconds / each.steps for each in last), default=0.0)
@@ -141,10 +141,10 @@ def _point(point: Point, ago: float) -> PointView:
 
 
 def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, str]:
-    """Return the state of a job, and the reason in words.
+    """Return the state of a job, and a description of the reason.
 
     quiet: seconds since the last step; None before the first.
-    usual: seconds that a step usually takes.
+    usual: usual duration of a step, in seconds.
     """
     if status.finished:
         return "finished", "the scripts of those that worked have ended"
@@ -176,12 +176,12 @@ def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, 
 
 
 def is_lost(status: Status) -> bool:
-    """Return whether a failure has left no member with the state of the job."""
+    """Return whether a failure has left no member that holds the state of the job."""
     return not status.finished and not status.ranks and bool(status.changes) and status.changes[-1].change == "failure"
 
 
 def is_unprotected(status: Status) -> bool:
-    """Return whether any member that trains has reported that its death would cost more than the newest steps."""
+    """Return whether any training member has reported that its death would cost more than the newest steps."""
     return any(one.protected == "no" for one in status.members if one.rank is not None)
 
 
@@ -195,7 +195,8 @@ def _before_the_start(status: Status) -> str:
 
 
 def _awaited(members: Iterable[MemberStatus]) -> str:
-    """Return, in words, which members are waited for, or whom those members report to wait for."""
+    """Return a description of the members that are waited for, or of those that the given members report to wait
+    for."""
     members = list(members)
     said = [f"{one.member} waits for {one.waits_for}" for one in members if one.waits_for]
     if said:
@@ -213,7 +214,8 @@ def _count(number: int, what: str) -> str:
 
 
 def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status:
-    """Return the status at `now`. Workers are in the order of their ranks, followed by those without a rank by name."""
+    """Return the status at time `now`. Workers with a rank come first, in the order of their ranks; the others follow
+    by name."""
     world = membership.world or NO_WORLD
     place = {member: rank for rank, member in enumerate(world.members)}
     members = [
@@ -256,16 +258,16 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
 
 
 def _starting(membership: MembershipStateMachine, now: float) -> tuple[StartingNode, ...]:
-    """Return the nodes whose agent is connected and that have no worker yet, the longest waiting one first."""
+    """Return the nodes whose agent is connected and that have no worker yet, longest waiting first."""
     started = nodes_of(membership.roster.members)
     waiting = sorted((since, node) for node, since in membership.watched.items() if node not in started)
     return tuple(StartingNode(node=node, seconds=max(0.0, now - since)) for since, node in waiting)
 
 
 class Feed(Generic[Value]):
-    """The newest value of some kind, for readers on other threads.
+    """The newest value made by one function, for readers on other threads.
 
-    make: makes the value; run through `call_soon`, and only if a reader has asked.
+    make: makes the value. It runs through `call_soon`, and only after a reader has asked.
     call_soon: schedules a call on the thread that may make values.
     """
 
@@ -277,7 +279,8 @@ class Feed(Generic[Value]):
         self._is_asked = False
 
     def read(self) -> Value | None:
-        """Return a fresh value, or the last one if no fresh one comes in time; None if there never was one.
+        """Return a fresh value, or the previous one if no fresh value is made in time; None if there has never been
+        one.
 
         May be called from any thread.
         """

@@ -1,8 +1,8 @@
 """Signals and process lifetime of a worker: it ends with its agent, notices SIGTERM, and keeps its forked children
 silent.
 
-Python runs a signal's handler when the main thread is back in Python: seconds late, or never, while that thread waits
-inside a collective. The interpreter's wake-up descriptor gets a byte at once, and a thread reads it.
+Python runs a signal's handler when the main thread is back in Python. While that thread waits inside a collective, this
+is seconds late, or never. The interpreter's wake-up descriptor receives a byte at once, and a thread reads it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SIGTERM = bytes([signal.SIGTERM])
 
 
 def end_with_parent(agent: int | None = None) -> None:
-    """Let Linux kill this process when the thread that started it ends; exit at once if the agent is already gone.
+    """Have Linux kill this process when the thread that started it ends; exit at once if the agent is already gone.
 
-    torchrun starts workers in sessions of their own. Without this, they would keep training alone when their agent is
-    killed.
+    torchrun starts workers in sessions of their own. Without this call they would continue to train alone after their
+    agent is killed.
 
     agent: process id of the agent; None if unknown.
     """
@@ -45,13 +45,14 @@ def end_with_parent(agent: int | None = None) -> None:
 
 
 def at_exit(call: Callable[..., Any], *arguments: Any) -> None:
-    """Call a function when this process ends, but not when a child forked from it ends."""
+    """Register a function to be called when this process ends, but not when a child forked from it ends."""
     process = os.getpid()
     atexit.register(lambda: call(*arguments) if os.getpid() == process else None)
 
 
 def in_forked_children(method: Callable[[], Any]) -> None:
-    """Call a bound method in every process that is forked from this one, as long as the method's object is alive.
+    """Register a bound method to be called in every process forked from this one, as long as the method's object is
+    alive.
 
     Processes started by fork and exec inherit none of Python's sockets and need no such call. Raises TypeError if
     `method` is not a bound method.
@@ -69,9 +70,9 @@ def in_forked_children(method: Callable[[], Any]) -> None:
 
 
 def _is_alive(process: int) -> bool:
-    """Return whether a process runs.
+    """Return whether a process is running.
 
-    False for a zombie, which was killed and not waited for, as in a container without an init process.
+    False for a zombie: a killed process that was not waited for, as in a container without an init process.
     """
     try:
         os.kill(process, 0)
@@ -84,8 +85,8 @@ def _is_alive(process: int) -> bool:
 
 
 class Termination:
-    """Watcher for SIGTERM, with a descriptor that becomes readable when the signal arrives. The user's own handler is
-    called as before."""
+    """Watcher for SIGTERM with a descriptor that becomes readable when the signal arrives. The user's own handler is
+    still called."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -96,7 +97,7 @@ class Termination:
         self._wakes = False
 
     def watch(self) -> None:
-        """Begin to watch. Raises ElasticError if called outside the main thread."""
+        """Start watching. Raises ElasticError if called outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise ElasticError(
                 "signals can be watched from the main thread only, and this is thread "
@@ -105,7 +106,7 @@ class Termination:
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._wakes = taken == -1
-        if not self._wakes:  # an event loop keeps its own: SIGTERM is noticed a little later
+        if not self._wakes:  # an event loop keeps its own descriptor: SIGTERM is noticed a little later
             signal.set_wakeup_fd(taken)
         self._is_watching = True
         in_forked_children(self._leave_to_the_parent)
@@ -115,7 +116,7 @@ class Termination:
         return self._receiver.fileno()
 
     def read(self) -> bool:
-        """Return whether SIGTERM was among the signals received since the last call; never blocks."""
+        """Return whether SIGTERM was among the signals received since the last call. Never blocks."""
         try:
             return SIGTERM in self._receiver.recv(4096)
         except BlockingIOError:
@@ -126,7 +127,7 @@ class Termination:
         self._send(b"\0")
 
     def stop(self) -> None:
-        """Restore the user's handler. No effect outside the main thread."""
+        """Restore the user's handler. Has no effect outside the main thread."""
         if self._is_watching and threading.current_thread() is threading.main_thread():
             self._restore()
 
@@ -151,9 +152,9 @@ class Termination:
             signal.signal(signal.SIGTERM, self._previous)
 
     def _leave_to_the_parent(self) -> None:
-        """Stop watching, in a forked child.
+        """Stop watching in a forked child.
 
-        Otherwise a signal that ends a data loader's worker would look as if the parent had been told to leave.
+        Otherwise a signal that ends a data loader's worker would look as if the parent had been asked to leave.
         """
         if self._is_watching:
             self._restore()

@@ -1,7 +1,8 @@
 """Boundaries of one process in a job whose members come and go, and recovery after a lost world.
 
-The first engine of a process represents all of its engines: members come and go at that engine's boundaries, while no
-other engine is inside a global batch, and all engines change in one transaction.
+A boundary is the point between two optimizer steps. The first engine of a process represents all of its engines:
+members come and go at that engine's boundaries, while no other engine is inside a global batch, and all engines change
+in one transaction.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ WAIT_SECONDS = 0.02
 """Polling interval of a member that waits for work or for other members."""
 
 MEET_SECONDS = 1.0
-"""Time that a member waits at a boundary for the others when all were told to leave, before it continues to train."""
+"""Time that a member waits at a boundary for the others if all were asked to leave, before it trains on."""
 MOST_TRIES = 3
-"""Most attempts at one step by the same members if none has died; then the script or the network is at fault."""
+"""Most attempts at one step by the same members if none of them has died. After that many, the script or the network is
+at fault."""
 GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
-"""Location in gloo's source code with which its error messages begin."""
+"""Location in gloo's source code, with which gloo's error messages begin."""
 SPARE = 1000
-"""How many discarded batches a loop may take in one round, beyond twice the most batches of any earlier round."""
+"""Number of discarded batches that a loop may take in one round, in addition to twice the maximum of any earlier
+round."""
 
 
 class Boundaries:
-    """Boundaries of the engines of one process, at which they switch, wait for work, or form a new world."""
+    """Boundaries of one process's engines, at which they switch, wait for work, or form a new world."""
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
@@ -59,7 +62,7 @@ class Boundaries:
 
     @property
     def first(self) -> EngineParts:
-        """The engine that was made first; it represents all engines of the process."""
+        """The engine that was made first. It represents all engines of the process."""
         return self.engines[0]
 
     def remove(self) -> None:
@@ -70,9 +73,9 @@ class Boundaries:
     # ---- boundaries --------------------------------------------------------------------------------------------------
 
     def at_boundary(self, engine: EngineParts, place: str) -> str:
-        """Do what is due at a boundary; see `Membership.at_boundary`.
+        """Do everything that is due at a boundary; see `Membership.at_boundary`.
 
-        Raises SystemExit(0) on a member that leaves, or that was waiting when the job ended.
+        Raises SystemExit(0) on a member that leaves, or that was waiting for work when the job ended.
         """
         if engine is not self.first:
             self._at_boundary_of_another(engine, place)
@@ -112,10 +115,11 @@ class Boundaries:
         self.elastic.member.progress(first.global_steps, str(first.layout), pause_ms, kept, self._clock.tally)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
-        """Take part in a switch that the user asked for, at a boundary of an engine other than the first.
+        """Take part in a requested switch, at a boundary of an engine other than the first.
 
-        Raises ConfigError if the first engine has not reached a boundary yet: newcomers would wait here. Raises
-        WorldChanged if the script comes here again and again without reaching a boundary of the first engine.
+        Raises ConfigError if the first engine has not reached a boundary yet, because newcomers would wait at this one.
+        Raises WorldChanged if the script reaches this boundary again and again without reaching one of the first
+        engine.
         """
         if not self.first.has_stood:
             raise ConfigError(
@@ -130,9 +134,9 @@ class Boundaries:
             self.driver.advance(engine, place)
 
     def _busy_others(self) -> str:
-        """Return, in words, which other engine is inside a global batch; "" if none is.
+        """Return a description of the other engine that is inside a global batch; "" if none is.
 
-        The result is the same on all members, since they run the same script.
+        The result is the same on all members, because they run the same script.
         """
         busy = [one for one in self.engines[1:] if one.has_open_window]
         if not busy:
@@ -143,10 +147,10 @@ class Boundaries:
         )
 
     def _work(self) -> None:
-        """Do all that is due on a working member.
+        """Do everything that is due on a working member.
 
-        If the job has fewer than MIN nodes, save the state at once, as the last nodes may go without notice too, and
-        wait here for more nodes; end the process if that takes too long.
+        If the job has fewer than MIN nodes, this saves the state at once, because the last nodes may disappear without
+        notice too, and waits for more nodes. If that takes too long, it ends the process.
         """
         begin, seconds, standing = time.monotonic(), self.elastic.wait_seconds, ""
         while not self.first.idle:
@@ -181,13 +185,13 @@ class Boundaries:
             time.sleep(WAIT_SECONDS)
 
     def _wait_for_work(self) -> None:
-        """Wait until this idle member works. Raise SystemExit(0) if the job has ended or this member must leave."""
+        """Wait until this idle member works. Raises SystemExit(0) if the job has ended or this member must leave."""
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
         watch = Watch(self.first.control, by_hearts=False)
         with self._long_wait() as wait:
             while self.first.idle:
-                if self.driver.machine.world is None:  # without work it waits for no member
+                if self.driver.machine.world is None:  # as long as there is no change, this process waits for no member
                     wait.rest()
                 wait.look()
                 watch.control = self.first.control
@@ -203,14 +207,14 @@ class Boundaries:
         return Wait(self.driver.waits_for, self.elastic.member.waits_for)
 
     def _advance(self, has_waited: bool = True) -> None:
-        """Take the next step of a change of members, or of a switch that the user asked for."""
+        """Advance a change of members, or a requested switch, as far as possible now."""
         if self.elastic.ending:
             raise ElasticError(self.elastic.ending)
         self.driver.advance(self.first, self._place, has_waited)
 
     @property
     def _all_leave(self) -> bool:
-        """Whether all members were told to leave, and the working ones have not saved the state yet."""
+        """Whether all members were asked to leave, and the working ones have not saved the state yet."""
         newest = self.elastic.member.newest
         return newest is not None and newest.change == "planned" and not newest.members
 
@@ -221,7 +225,7 @@ class Boundaries:
     # ---- after a loss ------------------------------------------------------------------------------------------------
 
     def see_failure(self) -> None:
-        """Form a new world if a collective has failed that the script itself called, outside any call of an engine."""
+        """Form a new world if a collective has failed that the script itself called, outside all calls of an engine."""
         failure = self.losses.failure
         if failure is not None and self.losses.explains(failure):
             self.form_anew()
@@ -231,9 +235,9 @@ class Boundaries:
             self.form_anew()
 
     def form_anew(self) -> None:
-        """Wait until a new world is formed. Open global batches are discarded, and are trained again later.
+        """Wait until a new world is formed. Open global batches are discarded, and trained again later.
 
-        Raises ElasticError if state was lost for good, or if collectives hang again and again.
+        Raises ElasticError if state was permanently lost, or if collectives hang again and again.
         """
         for engine in self.engines:
             with engine.turn():  # afterwards all engines hold the state of one world, the old one or the new one
@@ -259,9 +263,9 @@ class Boundaries:
     # ---- saving, and leaving -----------------------------------------------------------------------------------------
 
     def _save(self, is_due: bool = False) -> None:
-        """Let the extensions save the state.
+        """Have the extensions save the state.
 
-        is_due: whether each extension saves only if a save is due for it; otherwise all of them save now.
+        is_due: whether each extension saves only if its save is due; otherwise all of them save now.
         """
         with self._clock.saving():
             for extension in self.first.extensions:
@@ -270,8 +274,8 @@ class Boundaries:
     def _leave(self, must_save: bool) -> None:
         """End this process.
 
-        must_save: whether all members were told to leave, so that the state has to be saved; all are then at the same
-        step.
+        must_save: whether all members were asked to leave, so that the state has to be saved. In this case all members
+        are at the same step.
         """
         name = self.elastic.member.id
         if not must_save:
@@ -291,7 +295,7 @@ class Boundaries:
 
 
 def _loses_by_a_death(engine: EngineParts) -> bool:
-    """Return whether the death of one node may lose state that no other node has."""
+    """Return whether the death of one node may lose state that no other node holds."""
     nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # none if it leaves
     return needs_copies(engine.vps, engine.layout, nodes)
 
@@ -305,17 +309,18 @@ class Losses:
 
     @property
     def failure(self) -> RuntimeError | None:
-        """Error of a failed collective of the present worlds, whoever called it; None if none has failed."""
+        """Error of a failed collective of the current worlds, whether the script or an engine called it; None if none
+        has failed."""
         return next((status.failure for status in self.statuses if status.failure is not None), None)
 
     @property
     def statuses(self) -> list[GroupStatus]:
-        """Statuses of the process groups of all present worlds."""
+        """Statuses of the process groups of all current worlds."""
         worlds = [engine.world for engine in PROCESS.engines if engine.world is not None]
         return [world.status for world in worlds if world.status is not None]
 
     def check(self) -> None:
-        """Raise WorldChanged if an earlier collective has failed, or was aborted, which raises no error by itself."""
+        """Raise WorldChanged if an earlier collective has failed or was aborted. An abort raises no error by itself."""
         failure = self.failure
         if failure is not None:
             raise WorldChanged("a collective of this world has failed before") from failure
@@ -326,13 +331,13 @@ class Losses:
     def close_worlds(self, is_closed: bool) -> None:
         """Refuse collectives until the next boundary, or allow them again.
 
-        They are refused while it is unknown where the other members are in their scripts.
+        Collectives are refused while it is unknown where the other members are in their scripts.
         """
         for status in self.statuses:
             status.is_closed = is_closed
 
     def explains(self, error: RuntimeError) -> bool:
-        """Return whether an error was caused by the loss of the world, once all members know of the loss.
+        """Return whether the loss of the world caused an error. If so, returns once the loss is known to all members.
 
         Any other error comes from the user's script. Raises ElasticError if this step has failed for the third time
         among the same members.
@@ -350,7 +355,8 @@ class Losses:
         return True
 
     def _await_failure(self) -> None:
-        """Wait until a failure is published; report one to the coordinator if it does not notice any by itself."""
+        """Wait until a failure is published. Reports one to the coordinator if the coordinator does not notice any by
+        itself."""
         end, has_told = time.monotonic() + NOTICE_SECONDS, False
         while not self._elastic.is_aborted:
             if time.monotonic() > end and not has_told:
@@ -361,7 +367,7 @@ class Losses:
             time.sleep(POLL_SECONDS)
 
     def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
-        """Count a failed attempt at this step; raise ElasticError after `MOST_TRIES` attempts of the same members."""
+        """Count a failed attempt at this step. Raises ElasticError after `MOST_TRIES` attempts by the same members."""
         now = tuple(engine.global_steps for engine in PROCESS.engines), members
         tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
         self._failed = now, tries
@@ -376,9 +382,9 @@ class Losses:
 class Rounds:
     """Count of the batches that a loop takes from other engines between two global batches of the first engine.
 
-    After a death all of these batches are discarded until the first engine begins its next batch. A loop that counts
-    batches gets there. A loop that ends only after a number of another engine's steps never does, since a discarded
-    batch makes no step; an error then tells the user. Engines are identified by their numbers.
+    After a death all of these batches are discarded until the first engine begins its next batch. A loop over a fixed
+    number of batches gets that far. A loop over a number of another engine's steps never does, because a discarded
+    batch takes no step; in this case an error tells the user. Engines are identified by their numbers.
     """
 
     def __init__(self) -> None:
@@ -386,7 +392,7 @@ class Rounds:
         self._most: Counter[int] = Counter()
 
     def begin(self) -> None:
-        """Record that the first engine is at a boundary, so that a new round begins."""
+        """Record that the first engine is at a boundary, which begins a new round."""
         self._most |= self._now
         self._now.clear()
 

@@ -24,7 +24,7 @@ COUNT = "loop over engine.epochs(n), which counts the job's epochs"
 
 
 class Checkpoints:
-    """Calls that save and load checkpoints, ours and DeepSpeed's own; see the methods of `DynatrainEngine`."""
+    """Calls that save and load checkpoints, in our format and in DeepSpeed's; see the methods of `DynatrainEngine`."""
 
     def __init__(self, engine: EngineCore, switcher: Switcher, saver: Saver, window: DiscardableBatch) -> None:
         self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
@@ -44,7 +44,7 @@ class Checkpoints:
     def load(
         self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: CheckpointPart = ALL
     ) -> Restored:
-        """Load a checkpoint; see `DynatrainEngine.load`. This uses up a generation number, as a switch does.
+        """Load a checkpoint; see `DynatrainEngine.load`. Like a switch, this uses up a generation number.
 
         part: see `FromCheckpoint`.
         """
@@ -118,16 +118,17 @@ class Checkpoints:
         return result
 
     def _key(self, call: str) -> str:
-        """Return a key on the board (the job's key-value store) that no other call uses."""
+        """Return a key in the job's key-value store that no other call uses."""
         return f"{call}/{self._switcher.place_in_training()}"
 
     def _refuse_late(self, call: str) -> None:
-        """Raise CheckpointError, on all members alike, while part of the state is still moving after a late switch."""
+        """Raise CheckpointError on all members while part of the state is still moving after a late switch."""
         if self.engine.awaits_late:
             raise CheckpointError(f"{call}: {self._switcher.in_the_way()}; call it after that")
 
     def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
-        """Return the agreed folder and tag; None on a late member, since the others are elsewhere in their scripts.
+        """Return the agreed folder and tag; None on a member that joined late, because the others are elsewhere in
+        their scripts.
 
         Raises CheckpointError on an idle member, in a discarded batch, and during a late switch.
         """
@@ -142,6 +143,6 @@ class Checkpoints:
 
 
 def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:
-    """Log that this late member saves nothing, and return the path that its call returns."""
+    """Log that this member, which joined late, saves nothing, and return the path that its call returns."""
     logger.warning("%s(%s, %s): %s save nothing here; %s", call, path, tag, ELSEWHERE, COUNT)
     return Path(path) / (tag or "")

@@ -1,7 +1,7 @@
 """Changes of this member's place (layout, members, rank and generation), and how they are reported to the script.
 
-Code that changes a world does not report them. Instead, at the end of every boundary and while a member waits for work,
-its place is compared with the one that was reported last.
+Code that changes a world does not report the change. Instead, at the end of every boundary and while a member waits for
+work, its place is compared with the one that was last reported.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a member's place in the job, since the last change that was reported to it.
+    """A change of a member's place in the job, since the last change that was reported to that member.
 
-    before: the place that was reported last.
-    after: the present place.
+    before: the place that was last reported.
+    after: the current place.
     step: the number of optimizer steps done.
-    reason: "switch", or the name of the extension that asked for the switch; "rolled back: ..." if a late switch was
+    reason: "switch", or the name of the extension that requested the switch; "rolled back: ..." if a late switch was
         undone; the coordinator's reason if members have come or gone.
     """
 
@@ -65,13 +65,13 @@ class Changes:
         self._formed = 0
 
     def begin(self) -> None:
-        """Remember the first place, once the engine is made and the script can ask it for its place."""
+        """Record the first place. Called once the engine is made and the script can ask for its place."""
         self._told, self._formed = self._present(), PROCESS.membership.formed[0]
 
     def look(self) -> None:
         """Report a change to the listeners, if there is one.
 
-        Does nothing while a new world is being formed, since the place is not final then.
+        Does nothing while a new world is being formed, because the place is not final yet.
         """
         if self._told is None or PROCESS.membership.is_aborted:
             return

@@ -1,4 +1,4 @@
-"""Comparison of processes, whose configurations, models, and values named by extensions must be equal."""
+"""Comparison of processes: their configurations, their models, and the values that extensions name must be equal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FREE = ("dynatrain.report.", "dynatrain.timeout_seconds")
 
 
 def described(own: Mapping[str, Any], settings: DynatrainConfig) -> dict[str, str]:
-    """Return every value of a configuration by its path, for example {"optimizer.params.lr": "0.1"}."""
+    """Return a map from path to value for all values of a configuration, for example {"optimizer.params.lr": "0.1"}."""
     found: dict[str, str] = {}
     _flatten({**own, "dynatrain": settings.model_dump()}, "", found)
     return {path: value for path, value in found.items() if not path.startswith(FREE)}
 
 
 def differing_key(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Return, in words, the first key that differs between a newcomer and the running job; "" if none does."""
+    """Return a description of the first key that differs between a newcomer and the running job; "" if none differs."""
     for path in sorted({*mine, *theirs}):
         if mine.get(path) != theirs.get(path):
             here, there = mine.get(path, "not given"), theirs.get(path, "not given")
@@ -31,7 +31,7 @@ def differing_key(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 def differing_parameter(
     first: Sequence[Any], other: Sequence[Any], of_first: str = "on member 0", of_other: str = "here"
 ) -> str:
-    """Return, in words, the first parameter that differs between two models; "" if none does."""
+    """Return a description of the first parameter that differs between two models; "" if none differs."""
     first, other = plain(first), plain(other)
     for place in range(max(len(first), len(other))):
         theirs = first[place] if place < len(first) else None
@@ -45,7 +45,8 @@ def differing_parameter(
 
 
 def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_first: str, of_other: str = "here") -> str:
-    """Return, in words, the first value that differs although extensions want it to be equal; "" if none does."""
+    """Return a description of the first value that differs although extensions require it to be equal; "" if none
+    differs."""
     for name, value in first.items():
         if other[name] != value:
             return f"{name} is {value} {of_first} and {other[name]} {of_other}: make them equal"
@@ -53,7 +54,8 @@ def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_fir
 
 
 def plain(value: Any) -> Any:
-    """Return a value as it comes back from JSON; raise TypeError for one that JSON cannot hold."""
+    """Return a value in the form that it has after a round trip through JSON. Raises TypeError if JSON cannot hold
+    it."""
     return json.loads(json.dumps(value))
 
 

@@ -1,8 +1,8 @@
 """Discarded global batches: DeepSpeed's calls after the world was aborted in the middle of a global batch.
 
-A new world is formed at once. The global batch that was open is discarded: its gradients are dropped, and `backward`
-and `step` do nothing until the loader returns the same batch again. Until then nothing is sent or received, because
-other members may be at another line of the script, and newcomers have not started it.
+A new world is formed at once. The open global batch is discarded: its gradients are dropped, and `backward` and `step`
+do nothing until the loader returns the same batch again. Until that point nothing is sent or received, because other
+members may be at another line of the script, and newcomers have not started it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DISCARDED = (
 
 
 class DiscardableBatch:
-    """The open global batch of one engine, with its beginning remembered so that it can be trained again."""
+    """The open global batch of one engine, with its beginning recorded so that the batch can be trained again."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -37,8 +37,8 @@ class DiscardableBatch:
     def open(self, stays_discarded: bool = False) -> None:
         """Record the beginning of a global batch. Called before a loader returns the first micro-batch.
 
-        stays_discarded: whether the first engine of the process has not finished the global batch in which the world
-        was aborted, so that a discarded batch of this engine stays discarded.
+        stays_discarded: whether the first engine of the process has not yet finished the global batch in which the
+            world was aborted. If so, a discarded batch of this engine stays discarded.
         """
         if self._engine.is_discarded and stays_discarded:
             return
@@ -46,15 +46,15 @@ class DiscardableBatch:
         self.note()
 
     def note(self) -> None:
-        """Record the present positions of the loaders and the random streams as the beginning of the global batch."""
+        """Record the current positions of the loaders and the random streams as the beginning of the global batch."""
         self._loaders = {name: loader.state_dict() for name, loader in self._engine.train_loaders.items()}
         self._streams = streams.capture()
 
     def discard(self, has_dealt: bool) -> None:
         """Go back to the beginning of the global batch.
 
-        has_dealt: whether one of our loaders has returned part of the batch; otherwise the position in the data is the
-        user's.
+        has_dealt: whether one of our loaders has returned some of the batch. If not, the user's code manages the
+            position in the data.
         """
         self._engine.is_discarded = True
         if not has_dealt:
@@ -66,26 +66,29 @@ class DiscardableBatch:
                 streams.restore(self._streams)
 
     def refuse_switch(self) -> None:
-        """Raise SwitchRefused in a discarded batch, because newcomers do not go through it and would not answer."""
+        """Raise SwitchRefused in a discarded batch. Newcomers do not go through the batch, so they would not answer."""
         if self._engine.is_discarded:
             raise SwitchRefused(*DISCARDED)
 
     def refuse_checkpoint(self) -> None:
-        """Raise CheckpointError in a discarded batch, because newcomers do not go through it and would not answer."""
+        """Raise CheckpointError in a discarded batch. Newcomers do not go through the batch, so they would not
+        answer."""
         if self._engine.is_discarded:
             raise CheckpointError(f"{'; '.join(DISCARDED)}")
 
     def remember(self, output: Any) -> Any:
-        """Return the output of a forward pass; also remember it if other ranks are needed to compute it again."""
+        """Return the output of a forward pass, and keep it if other ranks would be needed to compute it again."""
         if needs_peers(self._engine.layout) and (self._engine.host.module.training or self._output is None):
             self._output = pytree.tree_map(_leaf, output)
         return output
 
     def forward_again(self, forward: Callable[[], Any], needed_peers: bool) -> Any:
-        """Return a value in place of a forward pass's output, after a new world was formed; it trains nothing.
+        """Return a substitute for a forward pass's output, after a new world was formed. The value trains nothing.
 
-        The value is the real output if that needs no other rank. Otherwise it is the output of the last forward pass in
-        training, or NaN if the module is evaluating. Raises WorldChanged if there was none.
+        The substitute is the real output if computing it needs no other rank. Otherwise it is the last output kept, or
+        NaN in its place if the module is evaluating. Raises WorldChanged if no output was kept.
+
+        needed_peers: whether the forward pass needed other ranks in the old world.
         """
         before = streams.capture()
         try:
@@ -101,17 +104,18 @@ class DiscardableBatch:
 
 
 def needs_peers(layout: Layout) -> bool:
-    """Return whether a forward pass in this layout sends or receives."""
+    """Return whether a forward pass in this layout communicates with other ranks."""
     return layout.zero_stage == 3 or layout.pipe * layout.tensor * layout.sequence * layout.expert > 1
 
 
 def _leaf(value: Any) -> Any:
-    """Return a tensor detached from its graph, so that `backward` works if it did before but reaches no parameter."""
+    """Return a tensor detached from its graph. `backward` still works on it if it did before, but reaches no
+    parameter."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _unknown(value: Any) -> Any:
-    """Return a floating-point tensor filled with NaN; return any other value as it is."""
+    """Return a tensor filled with NaN for a floating-point tensor, and any other value unchanged."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return torch.full_like(value, float("nan"), requires_grad=value.requires_grad) if is_float else value
 
@@ -133,7 +137,7 @@ class Loss(torch.Tensor):
         create_graph: bool = False,
         inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Run torch's backward pass; does nothing in a discarded global batch."""
+        """Run torch's backward pass. Does nothing in a discarded global batch."""
         engine = self._engine
         if engine.is_discarded:
             return
@@ -141,17 +145,17 @@ class Loss(torch.Tensor):
         self._membership.surviving(engine, lambda: super(Loss, self).backward(*given), lambda: None)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor, without the engine."""
+        """Pickle as a plain tensor, without the engine."""
         return plain(self).__reduce_ex__(protocol)
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:
-    """Return a plain torch tensor in place of a `Loss`; return any other tensor as it is."""
+    """Return the plain torch tensor of a `Loss`, and any other tensor unchanged."""
     return value.as_subclass(torch.Tensor) if isinstance(value, Loss) else value
 
 
 def guarded(output: Any, engine: EngineCore, membership: Membership) -> Any:
-    """Return a forward pass's output with each number that has a graph turned into a `Loss`."""
+    """Return a forward pass's output, with every scalar tensor that has a graph replaced by a `Loss`."""
 
     def guard(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.grad_fn is None or value.numel() != 1:

@@ -1,6 +1,6 @@
-"""Driver of `BoundaryMachine`: reports to it what the engines of this process hold, and carries out what it decides.
+"""Driver of `BoundaryMachine`: reports the state of this process's engines to it, and carries out its decisions.
 
-A switch covers a list of engines: one engine if the script asked for the switch, all of them in a change of members.
+A switch covers a list of engines: one engine if the script requested the switch, all of them in a change of members.
 None of them commits unless all of them can.
 """
 
@@ -79,10 +79,11 @@ T = TypeVar("T")
 
 
 class Driver:
-    """Driver of the boundary machine: reports to it what this process's engines hold, and carries out its actions.
+    """Driver of the boundary machine: reports the state of this process's engines, and carries out the machine's
+    actions.
 
     elastic: the membership of the process; None in a launch of fixed size, whose generation never changes.
-    leave: function that ends the process; its argument is `EndProcess.must_save`.
+    leave: ends the process; its argument is `EndProcess.must_save`.
     """
 
     def __init__(self, elastic: Elastic | None = None, leave: Callable[[bool], None] = lambda must_save: None) -> None:
@@ -98,7 +99,7 @@ class Driver:
 
     @property
     def elastic(self) -> Elastic:
-        """Membership of a job whose members come and go; raises RuntimeError in a launch of fixed size."""
+        """Membership of a job whose members come and go. Raises RuntimeError in a launch of fixed size."""
         if self._elastic is None:
             raise RuntimeError("in a launch of fixed size no generation follows")
         return self._elastic
@@ -122,7 +123,7 @@ class Driver:
             self.on_board(partial(self._carry_out, actions))
 
     def waits_for(self) -> str:
-        """Return, in words, which members the next action waits for."""
+        """Return a description of the members for which the next action waits."""
         boards = () if self._boards is None else self._boards.fronts
         return self.on_board(lambda: self.machine.waits_for(boards)) or "the board"
 
@@ -133,7 +134,7 @@ class Driver:
         self._close_boards()
 
     def say_once(self, what: str) -> None:
-        """Log a warning, unless it is the same as the last one logged here."""
+        """Log a warning, unless this method logged the same one last."""
         if what != self._said:
             self._said = what
             logger.warning("%s", what)
@@ -141,7 +142,7 @@ class Driver:
     def on_board(self, read: Callable[[], T]) -> T | None:
         """Return the result of `read`. If the board (the job's key-value store) is lost, reopen it and return None.
 
-        In a launch of fixed size the loss of the board ends the job: torch's DistError is raised.
+        In a launch of fixed size the loss of the board ends the job. In this case torch's DistError is raised.
         """
         try:
             return read()
@@ -154,7 +155,8 @@ class Driver:
 
     @property
     def trains_in(self) -> Generation | None:
-        """Generation that this process trains in: already the next one while a late change of members is under way."""
+        """Generation in which this process trains. While a late change of members is under way, this is already the
+        next one."""
         return self.elastic.world if self._before is None else self._open_boards.world
 
     # ---- what goes in ------------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ class Driver:
 
     @singledispatchmethod
     def _do(self, action: Action) -> None:
-        """Carry out one action by the method below that is registered for its type."""
+        """Carry out one action, using the method below that is registered for the action's type."""
         raise TypeError(f"no action: {action!r}")
 
     @_do.register
@@ -205,7 +207,7 @@ class Driver:
 
     @_do.register
     def _know(self, action: Know) -> None:
-        """Take over the members' numbers, since an idle member may have got another one.
+        """Take over the members' numbers, because an idle member's number may have changed.
 
         Idle members also take over what the others train: the layout, its members and the registered parameters.
         """
@@ -229,7 +231,7 @@ class Driver:
 
     @_do.register
     def _post_job(self, action: PostJob) -> None:
-        """Post what a newcomer has to know to build each of the engines, as plain JSON."""
+        """Post what a newcomer has to know to build each engine, as plain JSON."""
         for place, engine in enumerate(self.engines):
             job = engine.job
             record = {
@@ -281,7 +283,7 @@ class Driver:
         ]
         moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
         refusals = dict[int, SwitchRefused | None]()
-        for engine, proposal in moving:  # before any thread starts, as the first thread asks each engine for its needs
+        for engine, proposal in moving:  # before any thread starts: the first one asks each engine for its needs
             with engine.turn():
                 engine.vps.mesh(proposal.source_layout), engine.vps.mesh(proposal.layout)
                 if engine.idle:
@@ -350,10 +352,11 @@ class Driver:
     def _switch(
         self, parts: Sequence[tuple[EngineParts, Preparation]], record: tuple[Control, str] | None
     ) -> Sequence[Transaction | LeanTransaction]:
-        """Switch engines in the same order on all members, so that all of them commit or none; return the transactions.
+        """Switch engines in the same order on all members, so that all of them commit or none, and return the
+        transactions.
 
         record: the board and key of the joint record of several engines, which is written once all of them can commit;
-        None for a single engine, whose transaction writes its own record.
+            None for a single engine, whose transaction writes its own record.
         """
         votes, is_part = list[Transaction | LeanTransaction](), record is not None
         for engine, preparation in parts:
@@ -382,7 +385,8 @@ class Driver:
         return votes
 
     def entered(self, engine: EngineParts) -> None:
-        """Move an engine to the next generation's boards if it trains there before that generation is entered."""
+        """Move an engine to the next generation's boards if it trains in that generation before the generation is
+        entered."""
         machine = self.machine
         if engine.preparation is not None and machine.tries_now(engine.preparation.proposal):
             self._before, boards = engine.context, self._open_boards
@@ -391,7 +395,7 @@ class Driver:
     def ended(self, engines: Sequence[EngineCore], proposal: Proposal, outcome: Outcome) -> None:
         """Update the membership after a switch of these engines, in a job whose members come and go.
 
-        proposal: the proposal for the first of the engines.
+        proposal: the proposal for the first engine.
 
         If this member cannot know how the switch ended, the world is aborted and all members have to report what they
         hold.
@@ -484,10 +488,10 @@ def held_by(
 ) -> HeldState:
     """Return what one engine of this process holds at this moment.
 
-    say: function that logs a message for users.
-    replaced: function that returns the newest stretch of training (a stretch begins with each load of state) that
-    members have reported; see `Elastic.replaced`.
-    is_fixed: whether the launch is of fixed size, so that communicators can be made before the pause.
+    say: logs a message for users.
+    replaced: returns the newest stretch of training that members have reported (each load of state begins a new
+        stretch); see `Elastic.replaced`.
+    is_fixed: whether the launch has a fixed size, so that communicators can be made before the pause.
     """
     number, preparation, lacks = engine.control.member, engine.preparation, None
     if is_fixed and is_accelerated() and preparation is not None and preparation.connections is None:
@@ -517,7 +521,7 @@ def held_by(
 
 
 def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) -> bool:
-    """Return whether the configuration asks for late switches and this engine can make one to the layout."""
+    """Return whether the configuration requests late switches and this engine can make one to the layout."""
     if not engine.settings.late:
         return False
     try:
@@ -537,10 +541,10 @@ def _frozen(engine: EngineParts) -> tuple[Layout, int] | None:
 
 
 def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    """Return the stretch of training from which on copies count (see `Mark.stretch`), or None if it is unknown.
+    """Return the oldest stretch of training whose copies still count (see `Mark.stretch`); None if it is unknown.
 
-    An idle member may not know it. A working one has taken part in every load, unless the others have continued without
-    it.
+    An idle member may not know it. A working member has taken part in every load, unless the others have continued
+    without it.
     """
     kept = engine.kept
     if kept is None:
@@ -565,7 +569,7 @@ def _copies(engine: EngineParts) -> tuple[Had, ...]:
 
 
 def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
-    """Return the ranks whose copies this member is to provide but finds missing or damaged."""
+    """Return the ranks whose copies this member must provide but finds missing or damaged."""
     kept, mine, found = engine.kept, engine.control.member, list[int]()
     for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
         copy = None if kept is None else kept.find(whole.mark, rank)

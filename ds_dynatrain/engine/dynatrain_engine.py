@@ -1,4 +1,7 @@
-"""The engine that a user holds: DeepSpeed's, plus `switch`, `plan`, loaders that follow the world, and the boundary."""
+"""The engine that a user holds: DeepSpeed's, plus `switch`, `plan`, loaders that follow the world, and the boundary.
+
+A boundary is the point between two optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def in_turn(call: Call) -> Call:
-    """Decorate an engine's method so that it runs in `engine.turn()`, where process-wide state is that engine's."""
+    """Decorate an engine's method so that it runs inside `engine.turn()`, where process-wide state belongs to that
+    engine."""
 
     @wraps(call)
     def in_its_turn(engine: DynatrainEngine, *arguments: Any, **named: Any) -> Any:
@@ -54,13 +58,13 @@ def in_turn(call: Call) -> Call:
 class DynatrainEngine(HostEngine):
     """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`.
 
-    Its parts hang on `_parts`. Below are the calls that DeepSpeed's engine does not have, and then those of its calls
-    that do more here: in a world that may be aborted meanwhile, and in the engine's turn.
+    Its parts are in `_parts`. The class has the calls that DeepSpeed's engine lacks, followed by those of DeepSpeed's
+    calls that do more in this engine: they run in the engine's turn, in a world that may be aborted during the call.
     """
 
     _parts: EngineParts
     resumed: Restored | None = None
-    """Checkpoint that the engine took its first state from; None if training began anew."""
+    """Checkpoint from which the engine took its first state; None if training started from scratch."""
 
     def __init__(
         self,
@@ -87,10 +91,11 @@ class DynatrainEngine(HostEngine):
         super().__init__(**arguments)
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return a block in which `torch.distributed`, DeepSpeed and the random generators are this engine's.
+        """Return a context manager within which `torch.distributed`, DeepSpeed and the random generators are this
+        engine's.
 
-        They are in all of its calls. Your own code needs the block only if a process has several engines, and then only
-        to ask `torch.distributed` about this engine's world, or to draw from its random streams.
+        All calls of the engine already run inside it. Your own code needs it only if a process has several engines, and
+        then only to use this engine's world through `torch.distributed`, or to draw from its random streams.
         """
         return PROCESS.turn(self._parts)
 
@@ -98,12 +103,12 @@ class DynatrainEngine(HostEngine):
 
     @property
     def layout(self) -> Layout:
-        """Layout of the present world, also on an idle member."""
+        """Layout of the current world, also on an idle member."""
         return self._parts.layout
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The member at each rank of the present world, also on an idle member."""
+        """The member at each rank of the current world, also on an idle member."""
         return self._parts.members
 
     @property
@@ -113,27 +118,27 @@ class DynatrainEngine(HostEngine):
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this process joined a running job: it has the job's state, and loads none of its own."""
+        """Whether this process joined a running job. If so, it receives the job's state, and loads none of its own."""
         return PROCESS.membership.is_newcomer
 
     @property
     def idle(self) -> bool:
-        """Whether this member holds no state now and waits for work."""
+        """Whether this member currently holds no state and waits for work."""
         return self._parts.idle
 
     @property
     def rank(self) -> int:
-        """This member's place in the world (-1 on an idle member)."""
+        """This member's rank in the world; -1 on an idle member."""
         return self._parts.rank
 
     @property
     def generation(self) -> int:
-        """Number of the present world, from 1."""
+        """Number of the current world, counted from 1."""
         return self._parts.generation
 
     @property
     def data_rank(self) -> int:
-        """This member's place on the data axis (-1 on an idle member); ranks that share it get the same samples."""
+        """This member's index on the data axis; -1 on an idle member. Ranks with equal indices get the same samples."""
         return self._parts.place("data")
 
     @property
@@ -143,32 +148,34 @@ class DynatrainEngine(HostEngine):
 
     @property
     def sequence_rank(self) -> int:
-        """This member's place on the sequence axis (-1 on an idle member): which part of each sequence is its own."""
+        """This member's index on the sequence axis; -1 on an idle member. It determines which part of each sequence the
+        member holds."""
         return self._parts.place("sequence")
 
     @property
     def sequence(self) -> int:
-        """Size of the sequence axis: in how many parts a sequence is cut."""
+        """Size of the sequence axis: the number of parts into which a sequence is cut."""
         return self._parts.layout.sequence
 
     @property
     def batch(self) -> BatchArithmetic:
-        """How a global batch is dealt in the present world."""
+        """How a global batch is divided in the current world."""
         return self._parts.batch_for(self._parts.layout)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimizer step: `train_batch_size` of the configuration, in every world."""
+        """Number of samples per optimizer step: `train_batch_size` of the configuration, in every world."""
         return self._host.global_batch_size
 
     @property
     def is_discarded(self) -> bool:
-        """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
+        """Whether the current global batch is discarded, because the world was formed anew during it. A discarded batch
+        trains nothing, and the loader returns it again."""
         return self._parts.is_discarded
 
     @property
     def slot_is_borrowed(self) -> bool:
-        """Whether the micro-batch that was dealt last, or is in work, has no sample of its own: it counts nothing."""
+        """Whether the last micro-batch fetched, or the one in work, has no samples of its own and does not count."""
         return self._host.slot_is_borrowed
 
     @property
@@ -178,18 +185,19 @@ class DynatrainEngine(HostEngine):
 
     @property
     def last_switch(self) -> SwitchEvent | None:
-        """How the last switch ended; None before the first."""
+        """The event of the last switch; None before the first switch."""
         return self._parts.last_switch
 
     @property
     def buddies(self) -> Any:
-        """Cost of a member's death, as this working member knows it; None in a job without buddies."""
+        """The protection of the state against a member's death, as far as this member knows; None in a job without
+        buddies."""
         found = self._parts.extension("buddies")
         return None if found is None else found.protection
 
     @property
     def balancer(self) -> Any:
-        """Measured times of layers, and the best boundaries for them; None without `dynatrain.balance`."""
+        """Measured times of layers, and the best boundaries for these times; None without `dynatrain.balance`."""
         found = self._parts.extension("balance")
         return None if found is None else found.balancer
 
@@ -203,10 +211,13 @@ class DynatrainEngine(HostEngine):
         """Time each of these modules, and the rest of the model, in the windows of `balance`. For models without
         stages.
 
-        names: as in the model's `named_modules`, none within another one. Call it on every process of the job, with the
-        same names, before training begins; `engine.balancer.profile` then has a layer for each, and "rest". Raises
-        ConfigError for a pipeline, without a `balance` block, once a window has begun, for an unknown name, and if
-        anything is compiled.
+        Call it on every process of the job, with the same names, before training begins. `engine.balancer.profile` will
+        have a layer for each module, and "rest".
+
+        names: as in the model's `named_modules`, none inside another one.
+
+        Raises ConfigError for a pipeline, without a `balance` block, once a window has begun, for an unknown name, and
+        if anything is compiled.
         """
         if self.balancer is None:
             raise ConfigError(
@@ -217,9 +228,9 @@ class DynatrainEngine(HostEngine):
 
     @property
     def job_epoch(self) -> int:
-        """Epochs that the job has gone through in `engine.epochs`, on any members.
+        """Number of epochs that the job has completed in `engine.epochs`, on any members.
 
-        A plain loop leaves it 0; `loader.cursor.epoch` counts there.
+        A loop that does not use `engine.epochs` leaves it at 0; `loader.cursor.epoch` counts such a loop's epochs.
         """
         return self._parts.job_epoch
 
@@ -241,16 +252,19 @@ class DynatrainEngine(HostEngine):
         shares: Sequence[int] | None = None,
         late: bool | None = None,
     ) -> PendingSwitch:
-        """Ask for another layout; call it on every working member, with the same arguments and at the same step.
+        """Request another layout. Call it on every working member, with the same arguments and at the same step.
 
-        layout, or changes to the present one: `switch(data=4)`. at: take effect after that many optimizer steps
-        (`engine.global_steps` for the very next boundary); without it at the first boundary at which all members are
-        prepared. late: masters and moments follow during the first global batch of the new world, and the switch is
-        over with that batch's optimizer step; `dynatrain.late` by default.
+        Returns as soon as all working members have made the request. A repeated request for a pending switch gets the
+        same answer. A later roll-back raises nothing: see `last_switch`.
 
-        Returns as soon as all working members have asked. Raises SwitchRefused, on all members alike, with the reason
-        and what would be possible; nothing has changed then. Asking again for a pending switch gives the same answer. A
-        later roll-back raises nothing: see `last_switch`.
+        layout: the new layout, unless changes to the current one are given, such as `switch(data=4)`.
+        at: the number of optimizer steps after which to switch (`engine.global_steps` for the very next boundary); by
+            default the first boundary at which all members are prepared.
+        late: whether masters and moments move during the first global batch of the new world, whose optimizer step
+            completes the switch; `dynatrain.late` by default.
+
+        Raises SwitchRefused on all members, with the reason and what would be possible. In this case nothing has
+        changed.
         """
         self._parts.window.refuse_switch()
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
@@ -270,7 +284,7 @@ class DynatrainEngine(HostEngine):
         boundaries: Sequence[int] | None = None,
         shares: Sequence[int] | None = None,
     ) -> SwitchEstimate:
-        """Return what a switch would cost, or why it would be refused; asks no other member and changes nothing."""
+        """Return what a switch would cost, or why it would be refused. Contacts no other member and changes nothing."""
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
         return self._parts.switcher.dry_run(layout, sizes)
 
@@ -278,13 +292,17 @@ class DynatrainEngine(HostEngine):
     def suggest(
         self, profile: Any = None, *, members: int | None = None, horizon_steps: float | None = None
     ) -> tuple[Any, ...]:
-        """Return the layouts that are fastest by a profile, best first, of those that a switch would not refuse.
+        """Return the layouts that are fastest according to a profile, best first, without those that a switch would
+        refuse.
 
-        profile: a profile or its file; by default the measured one, or else that of `dynatrain.balance`. members: the
-        number of members; all by default. horizon_steps: the number of steps over which the duration of a switch is
-        spread; without it that duration is not counted. Each result has `layout` and `time.step_ms`, a prediction. Asks
-        no other member and changes nothing. Raises ProfileError for a profile that was measured with other batches,
-        LayoutError if no layout fits.
+        Each result has `layout` and `time.step_ms`, a prediction. Contacts no other member and changes nothing.
+
+        profile: a profile or its file; by default the measured one, or else that of `dynatrain.balance`.
+        members: the number of members; all by default.
+        horizon_steps: the number of steps over which the duration of a switch is spread; without it that duration is
+        ignored.
+
+        Raises ProfileError for a profile that was measured with other batches, LayoutError if no layout fits.
         """
         suggest = named("ds_dynatrain.balance.extension:suggest")
         return cast("tuple[Any, ...]", suggest(self._parts, profile, members, horizon_steps))
@@ -297,9 +315,10 @@ class DynatrainEngine(HostEngine):
     def on_change(self, function: OnChange) -> OnChange:
         """Call `function(change)` on this member whenever its rank, the members or the layout have changed.
 
-        The cause may be a switch, one that is undone, or members that come, leave or die. It is called at a boundary,
-        before the next batch is dealt; on an idle member while it waits, and before its first batch when it works. The
-        change has `before` and `after`, each with `layout`, `members`, `rank` and `generation`. Usable as a decorator.
+        The cause may be a switch, a switch that is undone, or members that join, leave or die. The function is called
+        at a boundary, before the next batch is fetched. On an idle member it is called while the member waits, and
+        before its first batch once it works. The change has `before` and `after`, each with `layout`, `members`, `rank`
+        and `generation`. Usable as a decorator.
         """
         self._parts.changes.listeners.append(function)
         return function
@@ -308,7 +327,7 @@ class DynatrainEngine(HostEngine):
     def boundary(self) -> None:
         """Let a pending change take effect. Call it at the top of a loop that uses none of our loaders.
 
-        On an idle member it returns when the member works again, and raises SystemExit(0) when the job has ended.
+        On an idle member the call returns when the member works again, and raises SystemExit(0) when the job has ended.
         """
         parts = self._parts
         parts.switcher.at_boundary(BOUNDARY)
@@ -317,17 +336,20 @@ class DynatrainEngine(HostEngine):
 
     @in_turn
     def update_param_groups(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
-        """Register what has changed: parameters' `requires_grad`, and new optimizer groups.
+        """Register changes of parameters' `requires_grad`, and new optimizer groups. Returns False if nothing has
+        changed.
 
         Call it on every working member at the same step, after `engine.step()`. A newly frozen parameter loses its
-        master and moments and keeps its weight. A newly trained one gets them, moments as zeros and counts as at the
-        start, in a new optimizer group with the hyper-parameters and schedule of the group that it was listed in.
-        groups: for parameters in no group, or for other hyper-parameters: `{"params": [...], "like": 0, "weight_decay":
-        0.1}`, where `like` is the number of a present group. A group that trains nothing any more is removed.
+        master and moments and keeps its weight. A newly trained one gets a master, moments of zero and initial step
+        counts, in a new optimizer group with the hyper-parameters and schedule of its former group. A group that no
+        longer trains anything is removed.
 
-        Returns False if nothing has changed. Raises SwitchRefused, on all members alike and naming the parameter, for
-        an impossible change; SwitchFailed if it failed and the engine goes on as before, with `requires_grad` as it was
-        registered; OutcomeUnknown if this member cannot know which.
+        groups: groups for parameters that are in none, or that need other hyper-parameters: `{"params": [...], "like":
+            0, "weight_decay": 0.1}`, where `like` is the number of a current group.
+
+        Raises SwitchRefused on all members for an invalid change; the error names the parameter.
+        Raises SwitchFailed if the change failed. The engine continues unchanged, with `requires_grad` as it was
+        registered. Raises OutcomeUnknown if this member cannot know whether the change was made.
         """
         if self.idle:
             raise SwitchRefused(
@@ -338,10 +360,11 @@ class DynatrainEngine(HostEngine):
         return self._parts.switcher.register(list(groups or ()))
 
     def register_for_checkpointing(self, name: str, value: Any) -> Any:
-        """Carry and save an object with `state_dict` and `load_state_dict`; return the object.
+        """Save an object that has `state_dict` and `load_state_dict` with the job's state, and return the object.
 
-        A member that starts to work takes rank 0's state of it. Call it on every process, idle ones too, before the
-        first switch. Raises ConfigError for an object without the two methods, or a name that is taken.
+        A member that starts to work receives rank 0's state of the object. Call it on every process, including idle
+        ones, before the first switch. Raises ConfigError for an object without the two methods, or a name that is
+        taken.
         """
         wanted, parts = ("state_dict", "load_state_dict"), self._parts
         missing = [method for method in wanted if not callable(getattr(value, method, None))]
@@ -360,13 +383,15 @@ class DynatrainEngine(HostEngine):
 
     @in_turn
     def new_group(self, ranks: RanksOf | None = None) -> OwnGroup:
-        """Return a handle for a process group of every world; use it as `group=handle.group`, asked for each time.
+        """Return a handle for a process group that every world has. Use it as `group=handle.group`, read anew for each
+        call.
 
-        Call it on every process, idle ones too, in the same order, before the first batch. ranks: called as
-        `ranks(layout, nodes)`, where `nodes[rank]` names the node of each rank; it returns the ranks of each group, and
-        a rank is in one of them or in none. By default all working members are in one group.
+        Call it on every process, including idle ones, in the same order, before the first batch.
 
-        Raises ConfigError after the first batch, or for impossible ranks; a layout for which `ranks` returns such ranks
+        ranks: called as `ranks(layout, nodes)`, where `nodes[rank]` names the node of each rank. It returns the ranks
+            of each group; a rank is in at most one of them. By default all working members are in one group.
+
+        Raises ConfigError after the first batch, or for invalid ranks. A layout for which `ranks` returns invalid ranks
         is refused.
         """
         parts = self._parts
@@ -396,15 +421,16 @@ class DynatrainEngine(HostEngine):
         seed: int | None = None,
         reshuffle: bool | None = None,
     ) -> TrainLoader | EvaluationLoader:
-        """Return a loader that follows the world; make it on every process, idle ones too, in the same order.
+        """Return a loader that follows the world. Make it on every process, including idle ones, in the same order.
 
         A train loader has a position, and changes take effect at its batches. An evaluation loader (`evaluation=True`)
         has no position, and no change takes effect at its batches; it is not shuffled unless `shuffle` is true, and has
         a `batch_size` of its own.
 
-        dataset: a map-style data set, or a torch DataLoader over one, whose settings are used. seed: the seed of the
-        order. reshuffle: whether each epoch has another order, that of `seed` + epoch; by default as the DataLoader or
-        `dynatrain.data` says.
+        dataset: a map-style data set, or a torch DataLoader over one, whose settings are used.
+        seed: the seed of the order.
+        reshuffle: whether each epoch has a different order, seeded by `seed` + epoch; by default the setting of the
+            DataLoader or of `dynatrain.data`.
         """
         order = Shuffling(shuffle, seed, reshuffle)
         return self._parts.loaders.make(dataset, collate_fn, num_workers, order, evaluation, batch_size, name)
@@ -423,7 +449,7 @@ class DynatrainEngine(HostEngine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> TrainLoader | EvaluationLoader:
-        """Return another loader that follows the world, by DeepSpeed's call for it. Raise DataError for a sampler."""
+        """Return another loader that follows the world, through DeepSpeed's call. Raises DataError for a sampler."""
         if data_sampler is not None:
             raise DataError(
                 "deepspeed_io: a sampler of your own cannot follow the world; leave data_sampler out, or give "
@@ -444,21 +470,24 @@ class DynatrainEngine(HostEngine):
         )
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers, from 0, of the epochs that remain of `count` for the job, on any members."""
+        """Yield the numbers of the epochs that the job still has to run out of `count`. Numbers start at 0, and epochs
+        run on any members count."""
         while self._parts.job_epoch < count:
             yield self._parts.job_epoch
             self._parts.job_epoch += 1
 
     def micro_batch(self, one: MicroBatch, *, is_divided: bool = False) -> AbstractContextManager[None]:
-        """Return a block for the forward pass, backward pass and step of this micro-batch of `loader.windows()`.
+        """Return a context manager for the forward pass, backward pass and step of this micro-batch of
+        `loader.windows()`.
 
         is_divided: whether the loss is not a mean over the micro-batch, but was divided by a number for the whole
-        global batch (its tokens over all ranks, times the number of ranks over which DeepSpeed takes the mean). Such a
-        loss is used as it is, and that of a borrowed micro-batch as 0. Set it for every micro-batch of a global batch
-        or for none.
+            global batch (its tokens over all ranks, times the number of ranks over which DeepSpeed takes the mean).
+            Such a loss is used unchanged, and that of a borrowed micro-batch as 0. Set it for every micro-batch of a
+            global batch or for none.
 
-        Raises DataError for a micro-batch of another world, and if `tokens` are given for a divided loss;
-        UnsupportedError for a pipeline, whose `train_batch` draws its own, and for a divided loss in an exact job.
+        Raises DataError for a micro-batch of another world, and if `tokens` are given for a divided loss. Raises
+        UnsupportedError for a pipeline, whose `train_batch` fetches its own micro-batches, and for a divided loss in an
+        exact job.
         """
         if self._parts.job.has_stages:
             raise usage("engine.micro_batch of a pipeline").error("engine.micro_batch")
@@ -467,10 +496,11 @@ class DynatrainEngine(HostEngine):
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
         """Return the mean of `value` (one number) over the data axis, weighted by each rank's `samples`.
 
-        The result is fp32 on the device of `value` (for a plain number, on the CPU). With sequence parallelism it is
-        over sequence ranks too: each has the mean over its part of the same samples. This is a collective of the
-        working members. If the world is aborted in it, the global batch is discarded, or this member came late and the
-        others are elsewhere, the result is this rank's value alone. Raises DataError if no rank has a sample.
+        The result is fp32 on the device of `value` (on the CPU for a plain number). With sequence parallelism the mean
+        also covers the sequence ranks, each of which has the mean over its part of the same samples. This is a
+        collective of the working members. The result is this rank's value alone if the world is aborted during the
+        call, if the global batch is discarded, or if this member joined late and the others are elsewhere in their
+        scripts. Raises DataError if no rank has a sample.
         """
         return self._parts.loaders.mean(value, samples)
 
@@ -484,36 +514,38 @@ class DynatrainEngine(HostEngine):
     def save(self, path: Folder, tag: str | None = None, *, background: bool = False) -> Path | PendingSave:
         """Save all state into a folder of checkpoints, in a form that any layout and any world can load.
 
-        Call it on every working member with the same arguments and at the same step, after `engine.step()`. path: a
-        folder that all members see. tag: a name in it that is not taken; "step" and the number of steps by default.
-        `latest` names it from then on. Returns the checkpoint's own folder.
+        Call it on every working member with the same arguments and at the same step, after `engine.step()`. Returns the
+        checkpoint's own folder. The file `latest` names the new checkpoint.
 
-        background: only a copy into host memory delays the step, and a thread writes. The copy takes as much memory as
-        this member writes, and is kept for the next one. `wait()` of the result returns the folder, or raises the
-        reason why there is none; a boundary that finds it failed logs the error. Another save, a load and the end of
-        the engine wait for it.
+        path: a folder that all members see.
+        tag: an unused name in this folder; "step" and the number of steps by default.
+        background: whether the step waits only for a copy into host memory, while a thread does the writing. The copy
+            takes as many bytes as this member writes, and its memory is kept for the next one. `wait()` of the result
+            returns the folder, or raises the reason why there is none; a boundary that finds a failed save logs its
+            error. Another save, a load and the end of the engine wait for the running save.
 
-        Raises CheckpointError, on all members alike, if the checkpoint could not be saved; earlier ones are as they
-        were, and training can go on.
+        Raises CheckpointError on all members if the checkpoint could not be saved. Earlier checkpoints are unchanged,
+        and training can continue.
         """
         return self._parts.checkpoints.save(path, tag, background)
 
     @in_turn
     def load(self, path: Folder, tag: str | None = None, *, trust_pickle: bool = False) -> Restored:
-        """Load a checkpoint of `save`, of any layout and world, into the present one, and continue from there.
+        """Load a checkpoint written by `save`, from any layout and world, into the current world, and continue from it.
 
-        A checkpoint of DeepSpeed's `save_checkpoint` is read as well; streams, positions and objects stay as they are
-        then. trust_pickle: unpickle such files even if they hold more than tensors and plain values, which may run
-        their code.
+        Call it on every working member with the same arguments and at the same step. All state is replaced: weights,
+        optimizer, counters, schedule, random streams, loader positions, objects of `register_for_checkpointing`.
+        Loaders and objects created later receive their state when they are created. An existing iterator over a loader
+        continues from the loaded position. A checkpoint of DeepSpeed's `save_checkpoint` is accepted as well; it leaves
+        random streams, positions and objects unchanged.
 
-        Call it on every working member with the same arguments and at the same step. tag: the one that `latest` names
-        by default. All state is replaced: weights, optimizer, counters, schedule, random streams, loaders' positions,
-        objects of `register_for_checkpointing`; a loader or object that is made later gets its own then. An iterator
-        over a loader goes on from the position that was loaded.
+        tag: which checkpoint to load; by default the one named in `latest`.
+        trust_pickle: whether to unpickle DeepSpeed's files even if they hold more than tensors and plain values, which
+            may run code in them.
 
-        Raises CheckpointError, on all members alike, if there is no checkpoint, it does not fit, or (CheckpointDamaged)
-        it is not what was saved; training continues as before the call then. Raises OutcomeUnknown if this member
-        cannot know whether others have loaded it: it trains no further.
+        Raises CheckpointError on all members if there is no checkpoint or it does not fit, and CheckpointDamaged if it
+        differs from what was saved. In both cases training continues as before the call. Raises OutcomeUnknown if this
+        member cannot know whether others have loaded it; this member must not continue training.
         """
         return self._parts.checkpoints.load(path, tag, trust_pickle)
 
@@ -549,19 +581,18 @@ class DynatrainEngine(HostEngine):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the engine with the script: tell the others, and take the process groups down while they can still
-        answer.
-        """
+        """End the engine with the script: notify the other members, and destroy the process groups while they can still
+        answer."""
         self._parts.close()
 
     # ---- DeepSpeed's forward, backward and step, in a world that may be aborted meanwhile ----------------------------
 
     @in_turn
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run DeepSpeed's forward pass; a micro-batch without a sample of its own does not change the module's buffers.
+        """Run DeepSpeed's forward pass. A micro-batch without samples of its own does not change the module's buffers.
 
-        In a job whose members come and go: if the world is aborted in it, it is formed anew, and the output trains
-        nothing.
+        If the world is aborted during the pass (in a job whose members come and go), a new world is formed, and the
+        output trains nothing.
         """
         parts, window = self._parts, self._parts.window
         run = partial(self._forward, *inputs, **kwargs)
@@ -609,17 +640,17 @@ class DynatrainEngine(HostEngine):
         return PROCESS.membership.surviving(parts, backward, lambda: loss)
 
     def _backward_prologue(self) -> None:
-        """Take the engine's turn and run DeepSpeed's prologue of a backward pass; also called for `loss.backward()`."""
+        """Take the engine's turn and run DeepSpeed's prologue of a backward pass. Also called for `loss.backward()`."""
         with PROCESS.backward(self._parts):
             super()._backward_prologue()
 
     @in_turn
     def step(self, lr_kwargs: Any = None) -> None:
-        """Make DeepSpeed's step; after a complete window the next boundary can take effect.
+        """Run DeepSpeed's step. If it completes a global batch, a change may take effect at the next boundary.
 
-        Raises UnsupportedError for a step that the user places (by `set_gradient_accumulation_boundary(True)`, or
-        without `managed_gradient_accumulation`) in the middle of a global batch: in another world it would take other
-        samples. Does nothing in a discarded global batch.
+        Does nothing in a discarded global batch. Raises UnsupportedError if the user places the optimizer step (by
+        `set_gradient_accumulation_boundary(True)`, or without `managed_gradient_accumulation`) in the middle of a
+        global batch, because it would cover other samples in another world.
         """
         if not self._parts.is_discarded:
             PROCESS.membership.surviving(self._parts, lambda: self._step(lr_kwargs), lambda: None)
@@ -647,7 +678,7 @@ class DynatrainEngine(HostEngine):
         parts.finish_step()
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Make DeepSpeed's optimizer step, and set `is_stepping` while the state is only partly updated."""
+        """Run DeepSpeed's optimizer step, and set `is_stepping` while the state is only partly updated."""
         parts = self._parts
         parts.agree()
         parts.is_stepping = True
@@ -679,7 +710,8 @@ class DynatrainEngine(HostEngine):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the module as DeepSpeed does; call it on every process, idle ones too. Each switch compiles anew.
+        """Compile the module the way DeepSpeed does. Call it on every process, including idle ones. Each switch
+        compiles again.
 
         Raises UnsupportedError for a schedule of DeepCompile and for compiled autograd.
         """
@@ -692,17 +724,17 @@ class DynatrainEngine(HostEngine):
     # ---- other calls of DeepSpeed ------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Raise UnsupportedError: the loaders' epochs are cut by the first batch size."""
+        """Raise UnsupportedError, because the first batch size determines the loaders' epochs."""
         raise usage("set_train_batch_size").error(f"set_train_batch_size({train_batch_size})")
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Raise UnsupportedError: the micro-batch follows from the global batch and the world."""
+        """Raise UnsupportedError, because the micro-batch is derived from the global batch and the world."""
         raise usage("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Callable[[int], Any]]) -> None:
-        """Set a custom curriculum, as DeepSpeed does; call it on every process before the first batch.
+        """Set a custom curriculum the way DeepSpeed does. Call it on every process before the first batch.
 
-        Raises ConfigError if it is too late.
+        Raises ConfigError after the first batch.
         """
         for loader in self._parts.loaders.of_curricula:
             if loader.cursor > Cursor() or loader.mid_window:
@@ -713,7 +745,7 @@ class DynatrainEngine(HostEngine):
             loader.order.set_schedule(schedule_func_dict)  # type: ignore[attr-defined]
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
-        """Set DeepSpeed's hook for curricula: `function(batch, state of the sampler)` returns the batch to train on."""
+        """Set DeepSpeed's hook for curricula: `function(batch, sampler_state)` returns the batch to train on."""
         for loader in self._parts.loaders.of_curricula:
             loader.post_process = post_process_func
 
@@ -726,10 +758,10 @@ class DynatrainEngine(HostEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint as DeepSpeed does.
+        """Save a checkpoint the way DeepSpeed does.
 
         Returns False, with a warning, if the world is aborted during the call, or was aborted in this global batch. A
-        member that came late saves under the folder and tag that the others have given.
+        member that joined late saves with the folder and tag that the others have given.
         """
         save = partial(
             super().save_checkpoint,
@@ -752,16 +784,16 @@ class DynatrainEngine(HostEngine):
         *,
         trust_pickle: bool = False,
     ) -> Any:
-        """Load a checkpoint as DeepSpeed does, also one of another layout or of `engine.save`.
+        """Load a checkpoint the way DeepSpeed does, also one of another layout or of `engine.save`.
 
         A checkpoint of another layout, or of `engine.save`, is loaded by all members together or by none, as in
         `engine.load`, which also explains `trust_pickle`. If it cannot be loaded, CheckpointError is raised with the
-        reason. DeepSpeed's own code loads a checkpoint that was cut by this layout and the same options, and any
+        reason. DeepSpeed's own code loads a checkpoint that was written in this layout with the same options, and any
         checkpoint from which only weights are requested. With `load_module_strict=False`, frozen weights that the
-        checkpoint lacks stay as they are.
+        checkpoint lacks stay unchanged.
 
-        A member that joins a running job loads nothing before its first batch there: the call returns the result of
-        the job's own call, with the parts of the client state that JSON can hold.
+        A member that has just joined a running job loads nothing before its first batch. In this case the call returns
+        the result of the job's own call, with the parts of the client state that JSON can hold.
         """
         part = CheckpointPart(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
@@ -774,7 +806,8 @@ class DynatrainEngine(HostEngine):
     reload_states = in_turn(HostEngine.reload_states)
 
     def destroy(self) -> None:
-        """Destroy DeepSpeed's engine, and end its job: members that wait for work in it may go."""
+        """Destroy DeepSpeed's engine, and end the engine's job, so that members that wait for work in that job can
+        end."""
         if "_parts" not in self.__dict__:
             return
         with self.turn():
@@ -786,6 +819,6 @@ class DynatrainEngine(HostEngine):
 
 
 def _given(*sizes: object) -> dict[str, Any]:
-    """Return the given layout sizes by name, leaving out those that are None."""
+    """Return the given layout sizes by name, without those that are None."""
     names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries", "shares")
     return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}

@@ -1,7 +1,7 @@
-"""Membership of this process in a job whose members come and go: the changes it learns of, and the worlds it aborts.
+"""Membership of this process in a job whose members come and go: the changes reported to it, and the worlds it aborts.
 
-The coordinator (`ds_dynatrain.elastic`) publishes which members there are; `membership.boundary_machine` decides what
-follows at the boundaries.
+The coordinator (`ds_dynatrain.elastic`) publishes the list of members; `membership.boundary_machine` decides what
+follows from it at the boundaries.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ WAITING = (
 REOPEN_SECONDS = 0.5
 REPLACED = "replaced"
 NOBODY = -1
-"""Number of a member that does not know its own yet."""
+"""Placeholder for the number of a member that does not know its own number yet."""
 
 
 class Elastic(Membership):
-    """Membership that learns of new generations and lost worlds; `ElasticMembership` adds the engines.
+    """Membership that receives new generations and notices lost worlds; `ElasticMembership` adds the engines.
 
     world: the generation that this member has entered; None before the first.
     registry: the numbers of that generation's members.
-    is_aborted: whether the current world cannot be used any more, since a member of it died or a collective of it
+    is_aborted: whether the current world can no longer be used, because a member of it died or a collective of it
     failed.
-    loads: results of the job's own `load_checkpoint` calls, by the engine's number.
+    loads: a map from an engine's number to the result of the job's own `load_checkpoint` call.
     is_newcomer: whether this member joined a running job.
     engine_count: the number of engines of the running job that a newcomer joined.
     restores: whether this member starts a job whose state is lost.
@@ -98,9 +98,10 @@ class Elastic(Membership):
     def is_harmless(self, world: Generation) -> bool:
         """Return whether the current world can continue after a later generation is published.
 
-        It can if that generation has all members that train at present, and their collectives can be trusted. A planned
-        change has them all; if it does not include this member, its job was started by mistake. During the window of a
-        late switch, all members of both worlds are needed, and no failure is harmless.
+        After a failure it can if that generation has all currently training members and no collective of the current
+        world has failed. A planned change includes all of them; if it does not include this member, the current job was
+        started by mistake, and the world cannot continue. During the window of a late switch all members of both worlds
+        are needed, so no failure is harmless.
         """
         if self._is_in_window and world.change == "failure":
             return False
@@ -111,14 +112,15 @@ class Elastic(Membership):
         return is_known if world.change == "planned" else self._training <= there
 
     def is_over(self, generation: int) -> bool:
-        """Return whether a failure was published after this generation, so that nothing more need be built for it."""
+        """Return whether a failure was published after this generation, so that it no longer makes sense to build its
+        groups."""
         newest = self.member.newest
         return newest is not None and newest.generation > generation and newest.change == "failure"
 
     def stop_if_over(self, generation: int) -> None:
         """Raise WorldChanged if a failure was published after this generation.
 
-        Cheap; call it in polling loops, since dead members never answer.
+        Cheap. Call it in polling loops, because dead members never answer.
         """
         if self.is_over(generation):
             newest = self.member.newest
@@ -131,7 +133,7 @@ class Elastic(Membership):
     def enter(self, world: Generation, registry: Registry, training: frozenset[str]) -> None:
         """Enter a generation.
 
-        training: the ids of the members that hold the state now.
+        training: the ids of the members that now hold the state.
         """
         with self._lock:
             self.world, self.registry, self._training = world, registry.only(world.members), training
@@ -141,28 +143,31 @@ class Elastic(Membership):
             self.member.enter(world)
 
     def retrain(self, members: tuple[int, ...]) -> None:
-        """Record which members of the generation hold the state from now on; a death among them aborts the world."""
+        """Record which members of the generation hold the state from now on. The death of one of them aborts the
+        world."""
         with self._lock:
             self._training = self.registry.ids_of(members)
             self._see_newest(self.generation)
 
     def enter_window(self, generation: int) -> None:
-        """Begin the window of a late switch, the time until its masters and moments have arrived.
+        """Begin the window of a late switch: the time until its masters and moments have arrived.
 
-        Any failure published after this generation aborts the world during the window, which `settle` or `let_go` ends.
+        Any failure published after this generation aborts the world during the window. The window ends with `settle` or
+        `let_go`.
         """
         with self._lock:
             self._is_in_window = True
             self._see_newest(generation)
 
     def _see_newest(self, generation: int) -> None:
-        """Abort the world if a newer generation harms it, given which members hold the state now."""
+        """Abort the world if a newer generation harms it, given the members that hold the state now."""
         newest = self.member.newest
         if newest is not None and newest.generation > generation and not self.is_harmless(newest):
             self._lose_present(newest)
 
     def abort(self) -> None:
-        """Abort the world, because it is unknown what others hold; in a new generation all report what they hold."""
+        """Abort the world, because it is unknown what others hold. All members report what they hold in a new
+        generation."""
         with self._lock:
             self._lose_present(None)
             self.member.breach()
@@ -182,13 +187,14 @@ class Elastic(Membership):
             sockets.abort(resting)
 
     def breach(self) -> None:
-        """Report a failed collective to the coordinator, so that all members know, unless the world is aborted."""
+        """Report a failed collective to the coordinator, so that all members learn of it. Does nothing if the world is
+        already aborted."""
         with self._lock:
             if not self.is_aborted:
                 self.member.breach()
 
     def _hear(self, world: Generation) -> bool:
-        """Take in a new generation; return whether it aborts the current world.
+        """Process a new generation, and return whether it aborts the current world.
 
         Called on the member's own thread, before any other thread learns of the generation.
         """
@@ -205,7 +211,8 @@ class Elastic(Membership):
             return True
 
     def _hangs_in(self, blocked_seconds: float) -> str:
-        """Return, in words, a collective in which the main thread has waited for `collective_seconds`; "" if none."""
+        """Return a description of the collective in which the main thread has waited for `collective_seconds`; "" if
+        none."""
         self._blocked_seconds = blocked_seconds
         what, seconds = self.waits(blocked_seconds)
         if seconds < self.collective_seconds or self.is_aborted or str(OWN_WAITS):
@@ -213,7 +220,8 @@ class Elastic(Membership):
         return f"{unfinished() or what}, {seconds:.0f} s"
 
     def _say_where(self, world: Generation) -> None:
-        """Log where the main thread is while a collective hangs; if one hangs again, set the reason to end the job."""
+        """Log where the main thread is while a collective hangs. If this is the second hang, set the reason to end the
+        job."""
         what, seconds = self.waits(self._blocked_seconds)
         here = [f"{what}, {seconds:.0f} s" if what else "no collective", f"at {stands_at()}", unfinished()]
         logger.error("%s; the main thread here is in %s", world.reason, "; ".join(filter(None, here)))
@@ -227,7 +235,7 @@ class Elastic(Membership):
     # ---- process groups ------------------------------------------------------------------------------------------
 
     def lose(self, known: Collection[str], there: Collection[int]) -> Collection[str]:
-        """Forbid new collectives in the worlds of this process; return the names of groups that may stay.
+        """Forbid new collectives in the worlds of this process, and return the names of groups that may stay.
 
         known: names of the groups that could be left alone.
         there: numbers of the members that remain.
@@ -237,7 +245,7 @@ class Elastic(Membership):
         return ()
 
     def abandon(self) -> None:
-        """End all operations in the world of an engine that is still being made; does nothing in this class."""
+        """End all operations in the world of an engine that is still being made. Does nothing in this class."""
 
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
         """Return what the main thread waits for, and for how many seconds; see `Gate.waits`."""
@@ -245,30 +253,32 @@ class Elastic(Membership):
 
     @contextmanager
     def building(self, generation: int, engine: int = 1) -> Iterator[Note]:
-        """Return a block for building an engine's world; a failure published after this generation aborts the building.
+        """Context manager for building an engine's world. A failure published after this generation aborts the
+        building.
+
+        Yields a function to call for each group that was built.
 
         engine: the engine's number.
-
-        The block's value is a function to be called for each group that was built.
         """
         with self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation)) as note:
             yield note
 
     @contextmanager
     def building_first(self, generation: int, engine: int) -> Iterator[Note]:
-        """Return a block like `building` for an engine's first world, which is the current world afterwards."""
+        """Context manager like `building` for an engine's first world, which becomes the current world afterwards."""
         with self.building(generation, engine) as note:
             yield note
         self.settle(engine)
 
     @contextmanager
     def building_more(self, engine: int = 1) -> Iterator[Note]:
-        """Return a block like `building` for further groups of the current world."""
+        """Context manager like `building` for further groups of the current world."""
         with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted) as note:
             yield note
 
     def settle(self, engine: int = 1) -> None:
-        """Make the world that was last built for an engine its current one, and end the window of a late switch."""
+        """Make the world that was last built for an engine the engine's current one, and end the window of a late
+        switch."""
         with self._lock:
             self._is_in_window = False
             if engine in self._coming:
@@ -289,7 +299,7 @@ class Elastic(Membership):
     def open_boards(
         self, world: Generation, number: int = NOBODY, seconds: float | None = None, engine: int = 1
     ) -> Boards:
-        """Open an engine's board (key-value store) of a generation twice: for the main thread and for the background.
+        """Open an engine's board (key-value store) of a generation twice: for the main thread and for background work.
 
         Raises torch's DistError if the coordinator's store cannot be reached.
         """
@@ -309,7 +319,7 @@ class Elastic(Membership):
     # ---- what outlives generations -------------------------------------------------------------------------------
 
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """Post that a state was loaded, which begins this stretch of training (see `Mark.stretch`).
+        """Post that a state was loaded. The load begins this stretch of training (see `Mark.stretch`).
 
         Raises torch's DistError if the store cannot be reached.
         """
@@ -317,10 +327,11 @@ class Elastic(Membership):
             self._job_board(self.world).post(REPLACED, list(stretch))
 
     def replaced(self) -> tuple[int, ...] | None:
-        """Return the newest stretch of training that `say_replaced` has posted; () if none, None if it is unknown.
+        """Return the newest stretch of training that `say_replaced` has posted; () if there is none, None if it is
+        unknown.
 
         It is unknown if the store cannot be reached, or if the coordinator was restarted since this member entered its
-        generation: the new coordinator's store is empty.
+        generation, because the new coordinator's store is empty.
         """
         newest = self.member.newest
         if self.world is None or newest is None or newest.term != self.world.term:
@@ -345,7 +356,7 @@ class GenerationBoards:
 
     engines: the engines' numbers.
 
-    They are opened in a thread, since the store may be slow or unreachable.
+    The boards are opened in a thread, because the store may be slow or unreachable.
     """
 
     def __init__(self, world: Generation, elastic: Elastic, engines: Sequence[int]) -> None:
@@ -366,7 +377,7 @@ class GenerationBoards:
         return tuple(front for front, _ in self._opened)
 
     def of(self, engine: int = 0) -> Boards:
-        """Return the boards of the engine at this position in the process; raise RuntimeError until they are open."""
+        """Return the boards of the engine at this index in the process. Raises RuntimeError until they are open."""
         if not self._opened:
             raise RuntimeError(f"the board of generation {self.world.generation} is not open")
         return self._opened[engine]
@@ -378,9 +389,9 @@ class GenerationBoards:
                 board.member = registry.numbers[self._elastic.member.id]
 
     def adopt(self, engine: EngineCore, place: int, candidates: Candidates) -> None:
-        """Make these boards the present ones of an engine.
+        """Make these boards an engine's current ones.
 
-        place: the engine's position in the process.
+        place: the engine's index in the process.
         """
         engine.context = Context(engine.launch, candidates, *self.of(place))
 

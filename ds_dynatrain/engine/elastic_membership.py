@@ -52,16 +52,17 @@ class ElasticMembership(Elastic):
         self._boundaries = Boundaries(self)
         self._jobs: list[Job] = []
         self._is_in_call = False
-        """Whether one of DeepSpeed's calls is under way; a pipeline reads its samples within such a call."""
+        """Whether one of DeepSpeed's calls is under way. A pipeline reads its samples within such a call."""
 
     @property
     def node(self) -> str:
-        """Name of the node, as its agent gives it."""
+        """Name of the node, as given by its agent."""
         return self.member.place.node
 
     @property
     def formed(self) -> tuple[int, str]:
-        """Generation that this process trains in, and the coordinator's reason for it; (0, "") before the first."""
+        """The generation in which this process trains, and the coordinator's reason for it; (0, "") before the
+        first."""
         world = self._boundaries.driver.trains_in
         return (0, "") if world is None else (world.generation, world.reason)
 
@@ -80,22 +81,22 @@ class ElasticMembership(Elastic):
         return made
 
     def could_not_build(self) -> None:
-        """Stop this member because its engine could not be built, so that the others count it as lost."""
+        """Stop this member because its engine could not be built, so that the others count this member as lost."""
         self.member.stop(has_ended=False)
 
     def add(self, engine: EngineCore) -> None:
-        """Remember the engine's job; when the last of these jobs ends, this member leaves."""
+        """Record the engine's job. When the last recorded job ends, this member leaves."""
         self._jobs.append(engine.job)
 
     def begin(self, world: Generation, members: tuple[int, ...]) -> None:
-        """Enter the generation in which the job starts; from here on every member has a number."""
+        """Enter the generation in which the job starts. From this call on every member has a number."""
         if self.world is None:
             registry = Registry().extended(world.members)
             self.enter(world, registry, registry.ids_of(members))
         self._first.clear()
 
     def say_end(self, engine: EngineCore) -> None:
-        """Post that the script has ended, unless this process leaves and the job goes on."""
+        """Post that the script has ended, unless this process leaves and the job continues."""
         if not self.member.is_leaving:
             post_end(engine.control)
 
@@ -113,11 +114,12 @@ class ElasticMembership(Elastic):
             self.member.stop(has_ended=not ended_in_error())
 
     def end_script(self, engine: EngineCore) -> None:
-        """Skip the last garbage collection, which takes 0.8 s: a node that was told to leave has little time."""
+        """Skip the last garbage collection, which takes 0.8 s, because a node that was asked to leave has little
+        time."""
         gc.freeze()
 
     def watch(self, board: Control) -> Watch:
-        """Return a watch that only looks for ended scripts: the coordinator handles deaths."""
+        """Return a watch that only looks for ended scripts, because the coordinator handles deaths."""
         return Watch(board, by_hearts=False)
 
     def activate_between(self, engine: EngineCore) -> None:
@@ -127,10 +129,10 @@ class ElasticMembership(Elastic):
     # ---- a loss, in any thread ---------------------------------------------------------------------------------------
 
     def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """Abort communicators of an accelerator, and return the names of groups that may stay; see `Elastic.lose`.
+        """Abort an accelerator's communicators, and return the names of groups that may stay; see `Elastic.lose`.
 
-        No group may stay while a switch is prepared or carried out, since this thread cannot know which world owns it.
-        With several engines none may stay either, since their groups may have been built at the same time.
+        No group may stay while a switch is prepared or carried out, because this thread cannot know which world owns
+        it. With several engines none may stay either, because their groups may have been built at the same time.
         """
         engines = PROCESS.engines
         is_clear = len(engines) == 1 and not engines[0].is_switching
@@ -147,7 +149,7 @@ class ElasticMembership(Elastic):
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
         """Return what the main thread waits for in any of this process's worlds, and for how many seconds.
 
-        The longest wait counts; the result is ("", 0.0) if there is none.
+        If it waits in several worlds, the longest wait counts. The result is ("", 0.0) if it waits in none.
 
         blocked_seconds: see `Gate.waits`.
         """
@@ -164,32 +166,32 @@ class ElasticMembership(Elastic):
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
-        """Do what is due at a boundary; see `Boundaries.at_boundary`."""
+        """Do everything that is due at a boundary; see `Boundaries.at_boundary`."""
         return self._boundaries.at_boundary(parts_of(engine), place)
 
     def waiting_change(self, engine: EngineCore) -> str:
-        """Return, in words, the newest generation, if this is the first engine and has not entered it; else ""."""
+        """Return a description of the newest generation if this is the first engine and has not entered it; else ""."""
         newest = self.member.newest
         if engine is not self._boundaries.first or newest is None or newest.generation <= self.generation:
             return ""
         return f"generation {newest.generation}: {newest.reason}"
 
     def open_window(self, engine: EngineCore) -> None:
-        """Record where the global batch begins, in case it is discarded."""
+        """Record the point where the global batch begins, in case the batch is discarded."""
         parts_of(engine).window.open(stays_discarded=self.stays_discarded(engine))
 
     def stays_discarded(self, engine: EngineCore) -> bool:
         """Return whether the batches of an engine other than the first are still discarded.
 
-        They are until the first engine has finished the batch in which the world was aborted.
+        They are discarded until the first engine has finished the batch in which the world was aborted.
         """
         first = self._boundaries.first
         return engine is not first and first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Form a new world if a collective of the script's own has failed.
+        """Form a new world if a collective has failed that the script itself called.
 
-        Within a call that `surviving` runs, raise WorldChanged instead; `surviving` then forms the world.
+        Within a call that `surviving` runs, this raises WorldChanged instead, and `surviving` forms the new world.
         """
         if self._is_in_call:
             self._boundaries.losses.check()
@@ -197,7 +199,8 @@ class ElasticMembership(Elastic):
             self._boundaries.see_failure()
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
-        """Return the result of `call`; if it has lost the world, form a new one and return the result of `again`."""
+        """Return the result of `call`. If the world is lost during the call, form a new one and return the result of
+        `again`."""
         boundaries, losses, was = self._boundaries, self._boundaries.losses, self._is_in_call
         try:
             self._is_in_call = True
@@ -205,7 +208,7 @@ class ElasticMembership(Elastic):
             return call()
         except RuntimeError as error:
             if not losses.explains(error):
-                if found := complaint():  # every later call would fail, too, also those that end the script
+                if found := complaint():  # every later call would fail, too, including those that end the script
                     self._give_up(found)
                 raise
         finally:
@@ -221,7 +224,7 @@ class ElasticMembership(Elastic):
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """Reconnect to an engine's board of the present generation if the coordinator was restarted.
+        """Reconnect to an engine's board of the current generation if the coordinator was restarted.
 
         Raises SwitchRefused if no coordinator answers.
         """
@@ -245,7 +248,7 @@ class ElasticMembership(Elastic):
         return engine.members if PROCESS.is_shared else engine.candidates.members
 
     def guard(self, preparation: Preparation) -> None:
-        """Make a failure break off a preparation, so that it does not wait for dead members."""
+        """Have a failure interrupt a preparation, so that the preparation does not wait for dead members."""
         generation = self._generation_ahead
         if self._abort is not None:  # no group is built during an abort
             self._abort.join()
@@ -257,15 +260,16 @@ class ElasticMembership(Elastic):
 
     @property
     def _generation_ahead(self) -> int:
-        """Number of the generation that this member is about to enter, or else of the one that it is in."""
+        """Number of the generation that this member is about to enter, or of its current one if it is not about to
+        enter any."""
         machine = self._boundaries.driver.machine
         world = self.world if machine.world is None else machine.world
         return 0 if world is None else world.generation
 
     def _say_committed(self, preparation: Preparation) -> None:
-        """Tell the coordinator at once that this member holds the state of the new generation.
+        """Report to the coordinator at once that this member holds the state of the new generation.
 
-        Other members may die before the change is complete.
+        This cannot wait, because other members may die before the change is complete.
         """
         machine, member = self._boundaries.driver.machine, self.member
         if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
@@ -281,13 +285,14 @@ class ElasticMembership(Elastic):
         self._boundaries.driver.ended([engine], proposal, outcome)
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
-        """Send the event to the coordinator, which keeps it for observers of the job."""
+        """Send the event to the coordinator, which keeps it for people who watch the job."""
         self.member.switched(told(engine.job.number, event))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return the result of the job's own `load_checkpoint` on a newcomer, which gets its state later; else None."""
+        """Return the result of the job's own `load_checkpoint` on a newcomer, which receives its state later; else
+        None."""
         return tuple(self.loads.get(engine) or (None, {})) if self.is_newcomer else None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Entry of a process into a job: with its launch, with others that start an elastic job, or into a running one."""
+"""Entry of a process into a job: with its launch, with others that start an elastic job, or into a running job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ds_dynatrain.reshard.context import Boards, Candidates, Context
 from ds_dynatrain.reshard.membership import Membership
 
 START_SECONDS = 1800.0
-"""Longest wait for processes that build their models at different speeds: as long as DeepSpeed itself waits."""
+"""Longest wait for processes that build their models at different speeds. It equals DeepSpeed's own time-out."""
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.5
 """Interval at which a process that waits for a job to start checks whether one is already running."""
@@ -43,13 +43,13 @@ T = TypeVar("T")
 
 @dataclass
 class Entry:
-    """State of a process in a job before its engine exists.
+    """State of a process in a job before the process's engine exists.
 
     launch: the group of all processes that start together; this process alone if it joins a running job.
     mine: this process's number as a member.
     size: the number of processes in the group.
     record: the running job's record (see `PostJob`); None if this process starts a job.
-    number: the number of the engine among those that the process has made, from 1.
+    number: the number of the engine among those that the process has made, counted from 1.
     """
 
     launch: LaunchWorld
@@ -69,7 +69,8 @@ class Entry:
         return self.record is not None
 
     def exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """Post a value under a key, and return the values that all starting processes post there, by member."""
+        """Post a value under a key, and return a map from member to value for all starting processes, each of which
+        posts one."""
         if self.joins:
             return {self.mine: mine}
         self.control.post(f"{key}/{self.mine}", mine)
@@ -79,15 +80,15 @@ class Entry:
             return self.control.gather(key, range(self.size), what, deadline, self.stop)
 
     def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
-        """Return the context at the start.
+        """Return the context at the start of the job.
 
-        records: the record that each process has posted about itself, by member.
+        records: a map from member to the record that its process has posted about itself.
         """
         nodes = {member: str(record["node"]) for member, record in records.items()}
         return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
     def building(self) -> AbstractContextManager[Note]:
-        """Return the block for building an engine's first world."""
+        """Return the context manager for building an engine's first world."""
         return self.membership.building_first(self._generation, self.number)
 
     @property
@@ -100,9 +101,9 @@ class Entry:
 
 
 def with_launch(seconds: float, known: Membership | None) -> Entry:
-    """Enter with all processes of a launch, which make their engines in the same order.
+    """Enter together with all processes of a launch, which make their engines in the same order.
 
-    known: the membership of this process's earlier engines; None for the first.
+    known: the membership of this process's earlier engines; None for the first engine.
     """
     launch, store = LaunchWorld.current(), connected(launch_store, seconds)
     serve_host(launch.group, store, seconds)
@@ -112,11 +113,12 @@ def with_launch(seconds: float, known: Membership | None) -> Entry:
 
 
 def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMembership | None = None) -> Entry:
-    """Enter an elastic job once the coordinator lets this process in, to start the job or as a newcomer.
+    """Enter an elastic job once the coordinator admits this process, either to start the job or as a newcomer.
 
     known: the membership of this process, if the coordinator already knows it.
 
-    Raises SystemExit(0) if the job ends before that, and TimeoutError or PeerRefused as `Member.start` does.
+    Raises SystemExit(0) if the job ends before that, and TimeoutError or PeerRefused under the same conditions as
+    `Member.start`.
     """
     elastic, alone = known or ElasticMembership(place, settings), LaunchWorld.current()
     with _to_the_end_of_the_job(elastic):
@@ -137,10 +139,11 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
 def beside(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
     """Enter an elastic job with a further engine of a process that already has some.
 
-    number: the number of the new engine, from 1.
+    number: the number of the new engine, counted from 1.
 
-    Raises ConfigError in a process that joins a job with fewer engines, ElasticError if a member is lost meanwhile,
-    SystemExit(0) if the job ends.
+    Raises ConfigError in a process that joins a job with fewer engines.
+    Raises ElasticError if a member is lost during the call.
+    Raises SystemExit(0) if the job ends.
     """
     elastic, alone, generation = membership, LaunchWorld.current(), 0
     if not isinstance(elastic, ElasticMembership):
@@ -166,7 +169,7 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
 
 @contextmanager
 def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
-    """Return a block that raises SystemExit(0) if the job ends before this process has joined it."""
+    """Context manager that raises SystemExit(0) if the job ends before this process has joined it."""
     try:
         yield
     except JobFinished as end:
@@ -178,7 +181,7 @@ def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
 def into(
     elastic: ElasticMembership, world: Generation, alone: LaunchWorld, seconds: float, engine: int = 1
 ) -> Entry | None:
-    """Enter one generation; return None if this process has to wait for a later one.
+    """Enter one generation. Returns None if this process has to wait for a later one.
 
     engine: the number of the engine that is being made.
     """
@@ -215,11 +218,11 @@ def into(
 
 
 def _stay_outside(elastic: Elastic, world: Generation, engine: int) -> None:
-    """Stay out of a generation that does not include this member, and join a later one.
+    """Stay out of a generation that does not include this member, in order to join a later one.
 
-    After a failure the remaining members ask all leaving ones what they hold, also one that has not joined yet. Raises
-    JobFinished if this member was told to leave. Raises ElasticError if it was making a further engine, whose
-    description is on the previous generation's board.
+    After a failure the remaining members ask all leaving members what they hold; this member answers that it holds
+    nothing. Raises JobFinished if this member was asked to leave. Raises ElasticError if it was making a further
+    engine, because that engine's description is on the previous generation's board.
     """
     if world.change == "failure" and elastic.member.id in world.leaving:
         with suppress(td.DistError, OSError):
@@ -241,8 +244,9 @@ def _say_nothing_is_held(elastic: Elastic, board: Control) -> None:
 def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int) -> bool:
     """Return whether no member of a generation has an engine yet, so that all of them start together.
 
-    Some may have an engine although none is known to hold the state: they are about to leave with the state, or joined
-    a moment before it was lost. Raises ElasticError on a member that is about to make a further engine for such a job.
+    Even if no member is known to hold the state, some may have an engine: they are about to leave with the state, or
+    joined just before the state was lost. Raises ElasticError on a member that is about to make a further engine for
+    such a job.
     """
     if world.survivors:
         return False
@@ -262,7 +266,7 @@ def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int)
 
 
 def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], T]) -> T | None:
-    """Call `look` until it returns a true value, and return that value; None if a later generation comes first.
+    """Call `look` until it returns a true value, and return this value. Returns None if a later generation comes first.
 
     Raises JobFinished if the job ends.
     """
@@ -278,13 +282,13 @@ def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], 
 
 
 def start_of_job(elastic: Elastic) -> str:
-    """Return, as a line for the log, what a process waits for until the coordinator has put it into a generation."""
+    """Return a log text about what a process waits for until the coordinator has put it into a generation."""
     status = f"`ds-dynatrain status {elastic.member.place.coordinator}`"
     return f"the job to start, or to take this process in; {status} says which nodes are ready"
 
 
 def start_alone() -> None:
-    """Install a world of this process alone, in place of any process groups that the script has made."""
+    """Install a world of this process alone, replacing any process groups that the script has made."""
     if td.is_initialized():
         td.destroy_process_group()
     store = HashStore()
@@ -296,11 +300,11 @@ def start_alone() -> None:
 
 @dataclass(eq=False)
 class Early:
-    """Member without an engine, which `PROCESS` keeps until `initialize` is called.
+    """A member without an engine, which `PROCESS` keeps until `initialize` is called.
 
-    launch: the process group that it is in.
-    entry: the entry of a process that starts a job; None if it joins one.
-    joins: whether a job was already running when it came.
+    launch: the process group that the member is in.
+    entry: the entry of a process that starts a job; None if the process joins one.
+    joins: whether a job was already running when the process came.
     """
 
     membership: ElasticMembership
@@ -314,20 +318,20 @@ class Early:
         self.joins = self.entry is None
 
     def install(self) -> None:
-        """Make `torch.distributed`, DeepSpeed and the environment variables refer to its group."""
+        """Make `torch.distributed`, DeepSpeed and the environment variables refer to this member's group."""
         self.launch.install()
         at_exit(self.end)
 
     def connect(self) -> None:
-        """Prepare the group of processes that start a job to carry tensors of an accelerator; all of them call it.
+        """Prepare the group of starting processes to carry an accelerator's tensors. All of these processes call it.
 
-        Raises WorldChanged if one of them is lost meanwhile.
+        Raises WorldChanged if one of them is lost during the call.
         """
         if self.entry is not None:
             self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
-        """Enter the job with an engine; like `with_members`."""
+        """Enter the job with an engine. The result is like that of `with_members`."""
         entry, launch = self.entry, self.launch
         self.is_taken = True
         self.entry, self.launch = None, self.alone  # this object must not keep the group alive
@@ -343,13 +347,14 @@ class Early:
         return with_members(elastic.member.place, settings, self.membership)
 
     def end(self) -> None:
-        """Tell the coordinator that the script has ended, if no engine was made that would do so."""
+        """Report to the coordinator that the script has ended, unless an engine was made, which would report this
+        itself."""
         if not self.is_taken:
             self.membership.member.stop(has_ended=not ended_in_error())
 
 
 def begin(place: WorkerPlace) -> Early:
-    """Enter an elastic job without an engine; raise SystemExit(0) if the job ends before that."""
+    """Enter an elastic job without an engine. Raises SystemExit(0) if the job ends before that."""
     settings = DynatrainConfig()
     elastic = ElasticMembership(place, settings)
     start_alone()
@@ -364,7 +369,8 @@ def begin(place: WorkerPlace) -> Early:
 
 
 def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
-    """Start a job with all other processes that start it; return None if a running job has to be joined instead."""
+    """Start a job together with all other starting processes. Returns None if a running job has to be joined
+    instead."""
     member, generation = elastic.member, 0
     warm()
     member.ready()
@@ -394,7 +400,7 @@ def _is_running(elastic: Elastic) -> bool:
 
 
 def _node_of(elastic: Elastic) -> LaunchWorld:
-    """Return the world of this process's node, whose workers wait for each other here."""
+    """Return the world of this process's node. Waits until all workers of the node have come."""
     place = elastic.member.place
     store = elastic.member.node_store(START_SECONDS)
     return LaunchWorld.formed(store, "node", place.local_rank, place.local_size, START_SECONDS, GroupStatus())

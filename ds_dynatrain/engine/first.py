@@ -1,6 +1,6 @@
 """The first layout of a launch, and its first state if a model's parameters arrive one by one.
 
-The layout follows from the `dynatrain` block or from DeepSpeed's configuration. A leaf is a micro-batch of fixed size.
+The layout is derived from the `dynatrain` block or from DeepSpeed's configuration.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from ds_dynatrain.support import Target, refuse_layout
 from ds_dynatrain.transfer import digest
 
 DRAW_SECONDS = 1800.0
-"""Longest wait for members that initialize a large model's parameters: as long as DeepSpeed waits for a collective."""
+"""Longest wait for members that initialize a large model's parameters. It equals DeepSpeed's time-out for
+collectives."""
 
 
 def first_layout(
@@ -49,7 +50,8 @@ def first_layout(
     model: the model, with all its layers if it was built in stages.
     pipe: the number of pipeline stages.
     grows: whether members come and go, so that any number of them may start.
-    in_leaves: whether batches consist of leaves (micro-batches of fixed size); ranks without a leaf are then idle.
+    in_leaves: whether batches consist of leaves (micro-batches of fixed size); ranks without a leaf are idle in this
+    case.
 
     Raises ConfigError if there are too few processes, or if the axes do not divide their number.
     """
@@ -85,7 +87,8 @@ def first_layout(
 
 
 def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
-    """Raise ConfigError if the first layout cannot split the batch for this model, or rules out what the user wants."""
+    """Raise ConfigError if the first layout cannot divide the batch for this model, or conflicts with the
+    configuration."""
     try:
         feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
@@ -98,7 +101,8 @@ def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, proc
 
 
 def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of stages that share a tensor; raise ConfigError if the layout cannot cut the model."""
+    """Return the sets of stages that share a tensor. Raises ConfigError if the model cannot be divided by the
+    layout."""
     try:
         return shared_stages(shaper.cuts(layout).values())
     except (LayoutError, UnsupportedError) as error:
@@ -109,7 +113,7 @@ def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace) -> None:
-    """Build the state of the first layout from parameters that arrive one by one; all processes take part."""
+    """Build the state of the first layout from parameters that arrive one by one. All processes take part."""
     engine.adopt_space(space)
     values = incoming.values(engine.launch, engine.job.job_seed, works=engine.world is not None)
     numbers = {id(parameter): number for number, parameter in enumerate(engine.host.model_map.parameters)}
@@ -153,7 +157,7 @@ def _fill(
 def _compare_draws(engine: EngineCore, incoming: Incoming, mine: dict[str, Any] | None = None) -> None:
     """Compare the parameters that the working members initialized from random generators.
 
-    Raises ConfigError on all processes, naming a parameter, if values differ or a member has failed.
+    Raises ConfigError on all processes if values differ or a member has failed. The error names a parameter.
     """
     if not incoming.draws:
         return

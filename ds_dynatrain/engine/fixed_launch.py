@@ -26,7 +26,7 @@ class FixedLaunch(Membership):
         self._driver = Driver()
 
     def add(self, engine: EngineCore) -> None:
-        """Start this member's heartbeat, which members that wait for work look at."""
+        """Start this member's heartbeat, which waiting members observe."""
         beating = parts_of(engine).heartbeat = Heartbeat(engine.control)
         beating.start()
 
@@ -42,7 +42,7 @@ class FixedLaunch(Membership):
     def end_script(self, engine: EngineCore) -> None:
         """Wait, on member 0, until idle and late members have read that the job has ended.
 
-        Member 0's process may hold the store.
+        This is needed because member 0's process may serve the key-value store.
         """
         board = engine.control
         if board.member != 0:
@@ -68,7 +68,7 @@ class FixedLaunch(Membership):
         return ""
 
     def _wait_for_work(self, engine: EngineParts, place: str) -> None:
-        """Wait until this member works; raise SystemExit(0) when the working members' scripts have ended."""
+        """Wait until this member works. Raises SystemExit(0) when the working members' scripts have ended."""
         engine.close_loaders()  # their processes must not outlive the world that they fetched for
         watch = self.watch(engine.control)
         while engine.idle:
@@ -83,5 +83,5 @@ class FixedLaunch(Membership):
         engine.note_safe()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the output of a forward pass; also remember it while the batch may still be discarded."""
+        """Return the output of a forward pass, and keep it while the batch may still be discarded."""
         return parts_of(engine).window.remember(output) if engine.awaits_late else output

@@ -64,7 +64,7 @@ from ds_dynatrain.space import Layout, is_partitioned
 from ds_dynatrain.support import usage
 
 DEFAULT_PORT = 29500
-"""DeepSpeed's own default for `distributed_port`."""
+"""DeepSpeed's default for `distributed_port`."""
 
 Results = tuple[Any, Any, Any, Any]
 
@@ -90,18 +90,22 @@ def initialize(
     model_factory: ModelFactory | None = None,
     extensions: Iterable[Extension] = (),
 ) -> Results:
-    """Initialize as `deepspeed.initialize`, and return (engine, optimizer, training loader, scheduler).
+    """Initialize the way `deepspeed.initialize` does, and return (engine, optimizer, training loader, scheduler).
 
-    Without a `dynatrain` block in the configuration it is `deepspeed.initialize`. With one, call it on every process of
-    the launch: `dynatrain.layout` says which layout to start with, and processes that it does not need start idle.
+    Without a `dynatrain` block in the configuration this is `deepspeed.initialize`. With one, call it on every process
+    of the launch: `dynatrain.layout` gives the layout to start with, and processes that are not needed for it start
+    idle.
 
-    on_idle: called again and again as `on_idle(engine)` on a member that waits for work. param_init_fn: for a model on
-    the meta device, called as `param_init_fn(module)` on each module with parameters of its own, in place of its
-    `reset_parameters()`. model_factory: builds the same model anew, for one that cannot be copied and whose layers are
-    to be dealt out. extensions: your own, in the same order on every process; see `Extension`.
+    on_idle: called again and again as `on_idle(engine)` on a member that waits for work.
+    param_init_fn: for a model on the meta device. Called as `param_init_fn(module)` on each module with parameters of
+        its own, instead of the module's `reset_parameters()`.
+    model_factory: builds the same model again. Needed for a model that cannot be copied and whose layers are to be
+        divided among stages.
+    extensions: your own extensions, in the same order on every process; see `Extension`.
 
-    Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature that
-    a switch would get wrong, CheckpointError if `dynatrain.resume` names a checkpoint that cannot be loaded.
+    Raises ConfigError for a wrong block or a model that differs between processes.
+    Raises UnsupportedError for a feature that a switch would not handle correctly.
+    Raises CheckpointError if `dynatrain.resume` names a checkpoint that cannot be loaded.
     """
     given = {"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters}
     given |= {"lr_scheduler": lr_scheduler, "collate_fn": collate_fn}
@@ -146,10 +150,11 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
 
     Call it in a script's first line. Processes that start a job wait for each other, and see all of them in
     `torch.distributed`, RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until
-    `initialize`: the others are training, and take part in nothing. Returns whether this process joins. Models may be
-    built under `deepspeed.zero.Init` from here on.
+    `initialize`, because the others are training and take part in nothing else. Returns whether this process joins.
+    Models may be built under `deepspeed.zero.Init` after this call.
 
-    Raises SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
+    Raises SystemExit(0) if the job ends before that, TimeoutError or PeerRefused under the same conditions as
+    `Member.start`.
     """
     show_by_default()
     place = worker_place()
@@ -167,9 +172,10 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
 
 
 def join_at_zero_init() -> None:
-    """Make the first `deepspeed.zero.Init` of an elastic launch call `init_distributed`, unless the script already has.
+    """Make the first `deepspeed.zero.Init` of an elastic launch call `init_distributed`, unless the script has already
+    called it.
 
-    Needed by frameworks that build a model under `zero.Init` themselves. Does nothing in a fixed launch.
+    Needed by frameworks that build a model under `zero.Init` themselves. Does nothing in a launch of fixed size.
     """
     if worker_place() is not None:
         install_zero_init(_join_before_engines, read_config)
@@ -185,7 +191,7 @@ def _join_before_engines() -> bool:
 
 
 def _require_global_batch(own: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the global batch is not given, and would therefore change with the number of ranks."""
+    """Raise ConfigError if the global batch size is not given, because it would change with the number of ranks."""
     if not isinstance(own.get("train_batch_size"), int):
         micro, steps = (own.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
         raise ConfigError(
@@ -196,7 +202,7 @@ def _require_global_batch(own: Mapping[str, Any]) -> None:
 
 
 def _settle_elastic_launch() -> None:
-    """Prepare an elastic launch, before anything else is done.
+    """Prepare an elastic launch before anything else is done.
 
     Raises UnsupportedError or ConfigError if the launch could not survive a death.
     """
@@ -224,7 +230,7 @@ class _Given:
 
 
 def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
-    """Join the job, or start it with the other processes, and return the engine.
+    """Join the job, or start it together with the other processes, and return the engine.
 
     start: arguments of `deepspeed.init_distributed`.
     """
@@ -252,7 +258,7 @@ def _refuse_beside(others: list[EngineCore], model: nn.Module, place: WorkerPlac
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
     stood = [other.job.number for other in others if other.has_stood]
-    if place is not None and stood:  # members that have come would not know of this engine
+    if place is not None and stood:  # members that have joined would not know of this engine
         raise ConfigError(
             f"engine {stood[0]} of this process has dealt a batch already, and members that come would not know of a "
             "new engine; make all engines before the first batch of any of them"
@@ -331,7 +337,7 @@ def _split(
 ) -> tuple[dict[str, Any], DynatrainConfig | None]:
     """Return DeepSpeed's part and our part of the configuration.
 
-    Raises ConfigError if several configurations are given and the first has a `dynatrain` block; all other mistakes are
+    Raises ConfigError if several configurations are given and the first has a `dynatrain` block. All other mistakes are
     left for DeepSpeed to report.
     """
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
@@ -352,9 +358,9 @@ def _make(
     incoming: Incoming,
     shaper: Shaper,
 ) -> DynatrainEngine:
-    """Make the engine, ready for work; nothing of it is left if this raises an error.
+    """Make the engine, ready for work. If this raises an error, nothing of the engine is left.
 
-    layout: the present layout of the job.
+    layout: the current layout of the job.
     arguments: arguments of DeepSpeed's constructor.
     """
     check_start(layout, arguments["model"], shaper, job, max(entry.size, layout.world_size))
@@ -393,7 +399,7 @@ def _make(
 
 
 def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) -> DynatrainEngine:
-    """Make the engine of a working member, in the process groups of its first world.
+    """Make the engine of a working member, in the process groups of the member's first world.
 
     ties: the sets of stages that share a tensor.
     """
@@ -425,7 +431,8 @@ def _idle(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) 
 
 
 def _settle(engine: EngineParts, entry: Entry) -> None:
-    """Replace the group of all starting processes by one of this process alone, which it uses while it is idle."""
+    """Replace the group of all starting processes by one of this process alone, which the process uses while it is
+    idle."""
     if entry.world is None or entry.alone is None or entry.joins:
         return
     engine.context = replace(engine.context, launch=entry.alone)
@@ -436,7 +443,7 @@ def _settle(engine: EngineParts, entry: Entry) -> None:
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
-    """Return an engine of the class that the model needs and that the extensions derive from it.
+    """Return an engine of the class that the model needs, as extended by the extensions.
 
     groups: the groups of the installed world, which is a placeholder on an idle member.
     """
@@ -469,7 +476,7 @@ def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
 def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
     """Return the descriptions of the parameters, which must be equal on all processes.
 
-    A process that joins a job takes the form of each parameter from the job, since all values come from there.
+    A process that joins a job takes the description of each parameter from the job, because all values come from there.
     """
     rows = incoming.rows()
     if entry.record is None:
@@ -479,13 +486,13 @@ def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
 
 
 def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dict[int, dict[str, Any]]:
-    """Tell the others about this member, and check that all have the same model.
+    """Introduce this member to the others, and check that all have the same model.
 
     rows: the result of `rows_of`.
     machine: further values that must be equal on all members.
 
-    Raises ConfigError, on all processes, naming the first parameter or value that differs; if this process joins a
-    running job, on this process alone.
+    Raises ConfigError on all processes if a parameter or value differs; if this process joins a running job, only on
+    this process. The error names the first difference.
     """
     if entry.record is not None:
         differs = differing_machine(entry.record["machine"], machine, "in the running job") or differing_parameter(

@@ -1,7 +1,5 @@
-"""Loaders of an engine, which follow the world: how they are made, what they ask the engine, and means over batches.
-
-A leaf is a micro-batch of fixed size.
-"""
+"""Loaders of an engine, which follow the world: how they are made, the engine's answers to them, and means over
+batches."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shuffling:
-    """Order of a loader as its caller gives it; a field is None if the caller does not set it."""
+    """Order of a loader as given by its caller. A field is None if the caller does not set it."""
 
     shuffle: bool | None
     seed: int | None = None
@@ -37,29 +35,30 @@ class Shuffling:
 
 
 class Loaders:
-    """Host of an engine's loaders (see `data.loader.Host`), which also takes means over their batches."""
+    """Host of an engine's loaders (see `data.loader.Host`). It also computes means over the loaders' batches."""
 
     def __init__(self, engine: EngineCore, switcher: Switcher, window: DiscardableBatch) -> None:
         self.engine, self._switcher, self._window = engine, switcher, window
         self._evaluation_loaders = 0
         self._opened: dict[str, tuple[str, int]] = {}
-        """(segment, number of micro-batches trained before) of each train loader's last global batch."""
+        """Map from the name of each train loader to its last global batch: (segment, number of micro-batches trained
+        before it)."""
 
     # ---- what loaders ask --------------------------------------------------------------------------------------------
 
     @property
     def data_rank(self) -> int:
-        """This member's index on the data axis (-1 on an idle member)."""
+        """This member's index on the data axis; -1 on an idle member."""
         return self.engine.place("data")
 
     @property
     def batch(self) -> BatchArithmetic:
-        """Division of a global batch among the ranks of the present world."""
+        """Division of a global batch among the ranks of the current world."""
         return self.engine.batch_for(self.engine.layout)
 
     @property
     def generation(self) -> int:
-        """Number of the present world, counted from 1."""
+        """Number of the current world, counted from 1."""
         return self.engine.generation
 
     @property
@@ -68,7 +67,7 @@ class Loaders:
         return self.engine.idle
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return the block around a loader's work, within which process-wide state belongs to this engine."""
+        """Return the context manager for a loader's work, within which process-wide state belongs to this engine."""
         return PROCESS.turn(self.engine)
 
     def begin_epoch(self, loader: TrainLoader) -> int | None:
@@ -76,17 +75,17 @@ class Loaders:
         return PROCESS.sync_points.begin_epoch(loader.name, loader.is_under_way, loader.source.sampler_epoch)
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
-        """Begin a pass over an evaluation loader; return whether the loader has batches on this member."""
+        """Begin a pass over an evaluation loader, and return whether the loader has batches on this member."""
         return PROCESS.sync_points.arrive(f"a pass over {loader.name!r}") is not None
 
     def before_micro_batch(self) -> None:
-        """Form a new world if the present one is lost. Called by a train loader before each micro-batch."""
+        """Form a new world if the current one is lost. Called by a train loader before each micro-batch."""
         PROCESS.membership.before_micro_batch(self.engine)
 
     def before_batch(self, loader: TrainLoader) -> None:
-        """Come to a boundary. Called by a train loader before it begins a global batch.
+        """Reach a boundary. Called by a train loader before it begins a global batch.
 
-        Raises DataError if the loader's last global batch was trained only in part.
+        Raises DataError if the loader's last global batch was trained only partly.
         """
         self._refuse_part(loader)
         self._switcher.at_boundary(loader.name)
@@ -94,10 +93,10 @@ class Loaders:
         self._opened[loader.name] = self.engine.segment, self.engine.micro_steps
 
     def _refuse_part(self, loader: TrainLoader) -> None:
-        """Raise DataError if only a part of the loader's last global batch was trained.
+        """Raise DataError if the loader's last global batch was trained only partly.
 
-        DeepSpeed's accumulation window would then stay open at all later boundaries, and no switch, save or SIGTERM
-        could take effect.
+        DeepSpeed's accumulation window would stay open at all later boundaries, and no switch, save or SIGTERM could
+        take effect.
         """
         engine = self.engine
         segment, opened = self._opened.get(loader.name, ("", 0))
@@ -127,7 +126,7 @@ class Loaders:
             self.engine.open_batch = OpenBatch(True, self._samples_with(slot), False)
 
     def _samples_with(self, slot: Slot) -> int | None:
-        """Return the number of samples in the open global batch, which follows from a slot; None if not yet known."""
+        """Return the number of samples in the open global batch, derived from a slot; None if it is not yet known."""
         if isinstance(slot, Leaf):
             return slot.batch_samples
         if slot.is_borrowed:
@@ -136,7 +135,7 @@ class Loaders:
 
     @contextmanager
     def micro_batch(self, one: MicroBatch, is_divided: bool) -> Iterator[None]:
-        """Return the block that trains one micro-batch; see `DynatrainEngine.micro_batch`."""
+        """Context manager within which one micro-batch is trained; see `DynatrainEngine.micro_batch`."""
         if not isinstance(one, MicroBatch):
             raise DataError(
                 f"engine.micro_batch: a {type(one).__name__} is not one of a loader's windows(); write `for window in "
@@ -223,10 +222,10 @@ class Loaders:
         return found.to(value.device) if isinstance(value, torch.Tensor) else found
 
     def together(self, name: str, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective of the working members, or return the result of `alone` if they do not all take part.
+        """Run a collective of the working members, or return the result of `alone` if not all of them take part.
 
-        They do not if the world is aborted during the collective, if the global batch is discarded, or if this member
-        came late and the others are elsewhere in their scripts.
+        This happens if the world is aborted during the collective, if the global batch is discarded, or if this member
+        joined late and the others are elsewhere in their scripts.
 
         name: a name for the log, the same on all members.
         """

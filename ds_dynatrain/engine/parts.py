@@ -1,4 +1,4 @@
-"""Parts of an engine: its state, and the objects that work on it, each of which is given only what it needs."""
+"""Parts of an engine: its state, and the objects that work on the state. Each object is given only what it needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineParts(EngineCore):
     heartbeat: Heartbeat | None = None
     """Heartbeat of this member; None in jobs whose coordinator detects deaths."""
     kept: Kept | None = None
-    """Copies of the state that members keep for each other; None in jobs without them."""
+    """Copies of the state that members keep for each other; None in jobs without copies."""
 
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
@@ -54,7 +54,7 @@ class EngineParts(EngineCore):
         return self.job.extensions
 
     def extension(self, name: str) -> Any:
-        """Return the extension of this name; None if the job has none."""
+        """Return the extension with this name; None if the job has none."""
         return next((each for each in self.extensions if each.name == name), None)
 
     @property
@@ -63,24 +63,25 @@ class EngineParts(EngineCore):
         return [one for one in open_engines() if one is not self]
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return a block within which process-wide state belongs to this engine."""
+        """Return a context manager within which process-wide state belongs to this engine."""
         return PROCESS.turn(self)
 
     def begin_segment(self) -> None:
-        """Record that another state is about to be loaded, so that step numbers may repeat, and tell the extensions."""
+        """Record that another state is about to be loaded, so that step numbers may repeat, and notify the
+        extensions."""
         super().begin_segment()
         for extension in self.extensions:
             extension.before_load()
 
     def before_leaving_world(self) -> None:
-        """Let the extensions finish their work in the present world before it is left."""
+        """Let the extensions finish their work in the current world before the engine leaves it."""
         for extension in self.extensions:
             extension.before_leaving_world()
 
     def finish_step(self) -> None:
-        """Tell the extensions at the end of a global batch that its step is over.
+        """Notify the extensions, at the end of a global batch, that its step is over.
 
-        Raises WorldChanged if a member may have been lost while replicas made the step.
+        Raises WorldChanged if a member may have been lost while replicas took the step.
         """
         for extension in () if self.micro_steps % self.accumulation else self.extensions:
             extension.after_step()
@@ -88,7 +89,7 @@ class EngineParts(EngineCore):
             self.agree()
 
     def forget_batch(self) -> None:
-        """Record that no global batch is open any more, and tell the extensions."""
+        """Record that no global batch is open any longer, and notify the extensions."""
         super().forget_batch()
         for extension in self.extensions:
             extension.on_batch_forgotten()
@@ -96,7 +97,8 @@ class EngineParts(EngineCore):
     # ---- the begin and the end -------------------------------------------------------------------------------------
 
     def begin_work(self, space: VirtualParameterSpace) -> None:
-        """Open the engine, as the last step of `initialize`, with its parameter space; make it known to the process."""
+        """Open the engine with its parameter space, as the last step of `initialize`, and register it with the
+        process."""
         self.adopt_space(space)
         self.is_open = True
         if self.world is not None:
@@ -116,7 +118,8 @@ class EngineParts(EngineCore):
         self.changes.begin()
 
     def close(self) -> None:
-        """End the engine with the script: tell the other members, and destroy process groups while all respond."""
+        """End the engine with the script: notify the other members, and destroy process groups while all members
+        respond."""
         with self.turn():
             if self.end_job():
                 PROCESS.membership.end_script(self)
@@ -125,7 +128,7 @@ class EngineParts(EngineCore):
             td.destroy_process_group()
 
     def end_job(self) -> bool:
-        """Leave the world and return to the launch group; return False if that was done before."""
+        """Leave the world and return to the launch group. Returns False if this was already done."""
         for extension in self.extensions:
             extension.on_end()
         if not self.is_open:
@@ -137,7 +140,7 @@ class EngineParts(EngineCore):
             self.saver.settle()
             PROCESS.membership.say_end(self)
             self.close_loaders()
-        except RuntimeError:  # the store is gone: no member can be told
+        except RuntimeError:  # the store is gone: no member can be notified
             pass
         PROCESS.membership.remove(self)
         if self.world is not None:
@@ -149,7 +152,7 @@ class EngineParts(EngineCore):
     # ---- when a world is aborted -------------------------------------------------------------------------------------
 
     def discard_window(self) -> None:
-        """Drop the gradients of the open global batch, and go back to where it began."""
+        """Drop the gradients of the open global batch, and go back to the batch's beginning."""
         dealt = self.open_batch.is_dealt
         self.host.break_off()
         self.window.discard(dealt)
@@ -159,14 +162,14 @@ class EngineParts(EngineCore):
         self.host.drop_gradients()
 
     def give_state_up(self) -> None:
-        """Drop this member's state, because others have a newer one or all of it is restored from elsewhere."""
+        """Drop this member's state, because others have a newer one or all state is restored from another source."""
         self.host.detach()
         self.is_stepping = False
         self.host.leave_world()
         self.leave_groups()
 
     def leave_groups(self) -> None:
-        """Leave the world, and install the launch group unless another engine of the process is just being made."""
+        """Leave the world, and install the launch group unless another engine of the process is being made."""
         if not PROCESS.is_joining:
             self.launch.install()
         self.release_old_state()
@@ -177,7 +180,7 @@ class EngineParts(EngineCore):
 
 
 def parts_of(engine: EngineCore) -> EngineParts:
-    """Return an engine as `EngineParts`; raise TypeError if it is of another class."""
+    """Return an engine as `EngineParts`. Raises TypeError if it is of another class."""
     if not isinstance(engine, EngineParts):
         raise TypeError(f"an engine without its parts: {engine!r}")
     return engine

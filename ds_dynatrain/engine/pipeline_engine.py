@@ -1,8 +1,8 @@
 """Engine of a `PipelineModule`: each call trains a whole global batch, and the boundary is at its beginning.
 
-An iterator of the user's own yields what one member reads in one world: a number of micro-batches from one share of
-each global batch, starting at the member's position. Its samples cannot be assigned again. It is therefore usable until
-any member's position in the pipelines, or the share of its pipeline, changes; the ZeRO stage and the boundaries of
+A user's own iterator yields what one member reads in one world: a number of micro-batches from one share of each global
+batch, starting at the member's position. Its samples cannot be assigned to other members. It is therefore usable until
+any member's position in the pipelines changes, or the share of its pipeline; the ZeRO stage and the boundaries of
 stages may change.
 """
 
@@ -31,7 +31,8 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class Passes:
-    """Source of samples that reads one pass of our loader; with DeepSpeed's `RepeatingLoader`, pass after pass."""
+    """Source of samples that reads one pass of our loader, or pass after pass if given DeepSpeed's
+    `RepeatingLoader`."""
 
     given: Pass | RepeatingLoader
 
@@ -40,9 +41,9 @@ class Passes:
         return self.given if isinstance(self.given, Pass) else cast("Pass", self.given.data_iter)
 
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
-        """Come to the boundary at the next batch of the pass.
+        """Reach the boundary at the next batch of the pass.
 
-        Raises StopIteration, on all members, if the only pass is over.
+        Raises StopIteration on all members if the only pass is over.
         """
         try:
             self._at.reach_boundary()
@@ -53,7 +54,7 @@ class Passes:
             self._at.reach_boundary()
 
     def samples(self, now: PipelinePlaces) -> Pass:
-        """Return the present pass, which can be read at any position in the pipelines."""
+        """Return the current pass, which can be read at any position in the pipelines."""
         return self._at
 
     def reads(self, given: object) -> bool:
@@ -86,7 +87,7 @@ class PipelinePlaces:
 
 @dataclass(frozen=True)
 class UserIterator:
-    """Source of samples that reads an iterator of the user's own.
+    """Source of samples that reads a user's own iterator.
 
     places: the positions in the pipelines for which the iterator was given.
     """
@@ -95,13 +96,13 @@ class UserIterator:
     places: PipelinePlaces
 
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
-        """Come to a boundary, as in a training loop that uses none of our loaders."""
+        """Reach a boundary, the same way as in a training loop that uses none of our loaders."""
         boundary()
 
     def samples(self, now: PipelinePlaces) -> Iterator[Any]:
-        """Return the iterator, which must have been given for the present positions of the members.
+        """Return the iterator, which must have been given for the members' current positions.
 
-        Raises DataError, on all members and before anything is read, if it was given for other positions.
+        Raises DataError on all members, before anything is read, if it was given for other positions.
         """
         if now != self.places:
             raise DataError(
@@ -113,12 +114,12 @@ class UserIterator:
     def reads(self, given: object) -> bool:
         """Return whether this source reads `given`.
 
-        An iterator that is given again still belongs to the positions for which it was given first.
+        An iterator that is given again still belongs to the positions for which it was first given.
         """
         return given is self.given
 
     def refuse_again(self) -> None:
-        """Raise WorldChanged, because an iterator of the user's own cannot go back."""
+        """Raise WorldChanged, because a user's own iterator cannot go back."""
         raise WorldChanged(
             "train_batch: the world was aborted in this global batch and formed anew, and what was read of the "
             f"{type(self.given).__name__} cannot be read again; {WAY_OUT}"
@@ -130,13 +131,13 @@ Feed = Passes | UserIterator
 
 
 def places_of(engine: EngineCore) -> PipelinePlaces:
-    """Return the positions of all members in the present world's pipelines."""
+    """Return the positions of all members in the current world's pipelines."""
     layout = engine.layout
     return PipelinePlaces(engine.members, layout.pipe, layout.data, layout.shares)
 
 
 def feed_of(engine: EngineCore, given: Any) -> Feed:
-    """Return the source of samples that reads `given`; raise DataError if it is no iterator."""
+    """Return the source of samples that reads `given`. Raises DataError if `given` is not an iterator."""
     if isinstance(given, TrainLoader):
         given = RepeatingLoader(given)
     if isinstance(given, Pass) or (isinstance(given, RepeatingLoader) and isinstance(given.loader, TrainLoader)):
@@ -149,7 +150,7 @@ def feed_of(engine: EngineCore, given: Any) -> Feed:
 
 
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
-    """DeepSpeed's pipeline engine whose stages, world and ZeRO stage change between two `train_batch` calls."""
+    """DeepSpeed's pipeline engine, whose stages, world and ZeRO stage can change between two `train_batch` calls."""
 
     _feed: Feed | None = None
     """Source of samples from which `train_batch()` continues."""
@@ -158,10 +159,11 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     @in_turn
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train a global batch as DeepSpeed does. A pending change takes effect first, and an idle member waits here.
+        """Train a global batch the way DeepSpeed does. A pending change takes effect first. An idle member waits in
+        this call.
 
-        data_iter: see `set_dataiterator`. Without it the batch comes from the previous iterator, or from the first
-        loader if there was none.
+        data_iter: see `set_dataiterator`. By default the batch comes from the previous iterator, or from the first
+            loader if no iterator was set.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -188,15 +190,15 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return loss
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Share the loss with all ranks, and then make DeepSpeed's step, so that no death can lose the loss."""
+        """Share the loss with all ranks before running DeepSpeed's step, so that no death can lose the loss."""
         self._share_loss()
         super()._take_model_step(*arguments)
 
     def _train_again(self) -> torch.Tensor:
         """Train the global batch again after the world was aborted and a new one formed.
 
-        A function of `on_switch` may have set another source of samples meanwhile. At stage 0 another replica may have
-        completed the step; its loss is then returned.
+        A function of `on_switch` may have set another source of samples before this call. At stage 0 another replica
+        may have completed the step; in this case the step's loss is returned.
         """
         if self._read is not None:
             feed, step = self._read
@@ -207,7 +209,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return self.train_batch()
 
     def _reach_boundary(self) -> Iterator[Any]:
-        """Come to a boundary; return an iterator over the next global batch, for the world that trains it."""
+        """Reach a boundary, and return an iterator over the next global batch, for the world that trains it."""
         if self._feed is None:
             if not self._parts.train_loaders:
                 raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")
@@ -223,15 +225,16 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     @in_turn
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Read from `iter(loader)` from now on, as DeepSpeed's call."""
+        """Read from `iter(loader)` from now on, like DeepSpeed's call."""
         self.set_dataiterator(iter(loader))
 
     def set_dataiterator(self, iterator: Any) -> None:
-        """Set what `train_batch()` reads from now on, as DeepSpeed's call; call it on every process.
+        """Set what `train_batch()` reads from now on, like DeepSpeed's call. Call it on every process.
 
         iterator: an iterator over one of our loaders, `iter(loader)`, which ends with the epoch (StopIteration on all
-        members); or `RepeatingLoader(loader)`; or `loader` itself, which is read as the latter; or None for the first
-        loader. An iterator of your own can be read until a switch changes the position of a member in the pipelines.
+            members); or `RepeatingLoader(loader)`; or `loader` itself, which is read like the latter; or None for the
+            first loader. An iterator of your own can be read until a switch changes the position of a member in the
+            pipelines.
         """
         if iterator is None:
             self._feed = None
@@ -240,9 +243,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         super().set_dataiterator(iterator)
 
     def loader(self, dataset: Any, **arguments: Any) -> TrainLoader | EvaluationLoader:
-        """Return a loader, as of any engine; raise DataError for a short last global batch, which a pipeline cannot
-        run.
-        """
+        """Return a loader; see `DynatrainEngine.loader`. Raises DataError for a short last global batch, which a
+        pipeline cannot run."""
         made = super().loader(dataset, **arguments)
         if isinstance(made, EvaluationLoader):
             return made
@@ -256,7 +258,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return made
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
-        """Return the loader of `training_data` in its own order, as DeepSpeed's pipeline engine reads it.
+        """Return the loader of `training_data` in the data set's own order, the way DeepSpeed's pipeline engine reads
+        it.
 
         Any other loader shuffles by default.
         """

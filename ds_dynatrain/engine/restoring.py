@@ -37,15 +37,17 @@ def restore(
     registry: Registry,
     elastic: Elastic,
 ) -> bool:
-    """Restore the state of all engines from copies, or else from the newest backup. All members of the layout call it.
+    """Restore the state of all engines from copies, or otherwise from the newest backup. All members of the layout call
+    it.
 
     engines: the engines of this process.
     proposals: for each engine, the layout and members in which to restore it.
     copies: for each engine, a copy of its whole state, all from the same boundary; () if there are none.
-    boards, registry: the boards of the new generation, and the numbers of its members.
+    boards: the key-value stores of the new generation.
+    registry: the numbers of the new generation's members.
 
-    Returns whether the state is restored. If a failure or a death has prevented it, the engines hold no state, and a
-    later generation tries again. Raises CheckpointError if there are no copies and no whole checkpoint.
+    Returns whether the state is restored. If a failure or a death has prevented this, the engines hold no state, and a
+    later generation tries again. Raises CheckpointError if there are neither copies nor a whole checkpoint.
     """
     worlds = dict[int, World]()
     try:
@@ -80,9 +82,9 @@ def _are_restored(
     newest: Generation,
     elastic: Elastic,
 ) -> bool:
-    """Restore all engines from copies.
+    """Restore all engines from copies, and return whether this succeeded.
 
-    Returns False if that fails although no member has died, and there is a backup to try instead.
+    Returns False if it fails although no member has died, and there is a backup to try instead.
     """
     parts = list(zip(engines, proposals, copies, strict=True))
     try:
@@ -114,9 +116,10 @@ def serve(
     registry: Registry,
     elastic: Elastic,
 ) -> None:
-    """Send the copies that this member keeps to the members that restore. Log a failure, which they notice, too.
+    """Send the copies that this member keeps to the restoring members. A failure is only logged, because those members
+    notice it, too.
 
-    The arguments are those of `restore`. All worlds are built before anything is sent, as on the members that restore.
+    The arguments are those of `restore`. All worlds are built before anything is sent, as on the restoring members.
     """
     mine, worlds = boards.of()[0].member, dict[int, World]()
     parts = [
@@ -152,7 +155,7 @@ def _stay(engine: EngineParts, copies: WholeCopies) -> None:
 
 
 def void_before(engine: EngineParts, stretch: tuple[int, ...]) -> None:
-    """Discard an engine's copies from before this stretch of training (each load begins one)."""
+    """Discard an engine's copies from before this stretch of training (each load begins a new stretch)."""
     if engine.kept is not None:
         engine.kept.void_before(stretch)
 
@@ -172,7 +175,7 @@ def let_go(engine: EngineParts) -> None:
 def _world_of(
     engine: EngineParts, proposal: Proposal, holders: Sequence[int], world: Generation, elastic: Elastic
 ) -> World:
-    """Return an engine's next world; its group for transfers includes `holders`, the members that hold copies."""
+    """Return an engine's next world. Its group for transfers includes `holders`, the members that hold copies."""
     number, mine = engine.job.number, engine.control.member
     layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
     with elastic.building(world.generation, number) as note:
@@ -185,7 +188,8 @@ def _world_of(
 
 
 def _is_overtaken(world: Generation, elastic: Elastic) -> bool:
-    """Return whether a later generation was published; wait shortly for one, as others may hear of a death first."""
+    """Return whether a later generation was published. Waits shortly for one, because others may learn of a death
+    first."""
     end = time.monotonic() + NOTICE_SECONDS
     while elastic.member.is_newest(world) and time.monotonic() < end:
         time.sleep(POLL_SECONDS)

@@ -44,7 +44,7 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support.proved import warning
 
 ASSUMED_BYTES_PER_SECOND = 1e9
-"""Link speed that estimates assume until a switch has been measured."""
+"""Link speed that estimates assume before any switch has been measured."""
 
 OnSwitch = Callable[[SwitchEvent], object]
 
@@ -53,7 +53,7 @@ OnSwitch = Callable[[SwitchEvent], object]
 class Reason:
     """Reason for a switch request.
 
-    cause: the name of the extension that asks; "" if the script asks.
+    cause: the name of the requesting extension; "" if the script makes the request.
     predicted_gain: see `Proposal`.
     without: members that get no rank in the new layout.
     """
@@ -70,8 +70,8 @@ class Switcher:
     """Switches of one engine on this member; see the docstring of the module.
 
     listeners: the user's functions, called after each committed switch.
-    note_window: records where a global batch begins.
-    discard_window: goes back to where the global batch began.
+    note_window: records the point where a global batch begins.
+    discard_window: goes back to the point where the global batch began.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Switcher:
         self._steps = Steps()
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
         self._entered: Transaction | None = None
-        """Late switch (its masters and moments follow after the pause) that is entered but not complete; else None."""
+        """A late switch (its masters and moments move after the pause) that is entered but not complete; else None."""
         self.listeners: list[OnSwitch] = []
         self.bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._answered: PendingSwitch | None = None
@@ -106,7 +106,7 @@ class Switcher:
         late: bool | None = None,
         reason: Reason = SCRIPT,
     ) -> PendingSwitch:
-        """Ask for a switch; see `DynatrainEngine.switch`. The script's request replaces an extension's pending one."""
+        """Request a switch; see `DynatrainEngine.switch`. The script's request replaces an extension's pending one."""
         late = self.engine.settings.late if late is None else bool(late)
         if self.engine.idle:
             raise SwitchRefused(
@@ -137,7 +137,8 @@ class Switcher:
         return self.engine.pending
 
     def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
-        """Return whether this switch is already pending, as when a loop asks for it again within one optimizer step."""
+        """Return whether this switch is already pending, for example because a loop requests it again within one
+        optimizer step."""
         try:
             target = feasible.target_layout(self.engine.layout, layout, changes)
         except SwitchRefused:
@@ -146,7 +147,8 @@ class Switcher:
         return pending is not None and (pending.layout, pending.at, pending.late) == wanted
 
     def place_in_training(self) -> str:
-        """Return the key of a request, unique to this point of the training and equal on all members that ask there."""
+        """Return a key for a request: unique to this point in training, and the same on all members that make this
+        request."""
         now = (self.engine.segment, self.engine.micro_steps)
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
         return f"{now[0]}/{now[1]}/{self._asked[1]}"
@@ -180,7 +182,7 @@ class Switcher:
         reason: Reason,
         gives_way: bool,
     ) -> tuple[SwitchRequest, Proposal]:
-        """Return this member's request, including its refusal if there is one, and the proposal that results from it.
+        """Return this member's request, including its refusal if there is one, and the resulting proposal.
 
         gives_way: whether the pending switch is given up in favour of this one.
         """
@@ -219,7 +221,7 @@ class Switcher:
         return regrouping.register(self.engine, self.place_in_training(), groups, self.in_the_way())
 
     def in_the_way(self, of_reading: bool = False) -> str:
-        """Return, in words, why an operation that needs exclusive use of the state cannot run now; "" if it can.
+        """Return a description of why an operation that needs exclusive use of the state cannot run now; "" if it can.
 
         of_reading: whether the operation only reads the state, so that a pending switch does not prevent it.
         """
@@ -233,11 +235,11 @@ class Switcher:
     # ---- made ready -----------------------------------------------------------------------------------------------
 
     def rehearse(self, layout: Layout, rank: int) -> SwitchRefused | None:
-        """Build a layout's optimizer once, without peers and over memory that is never touched, and drop it.
+        """Build a layout's optimizer once, without communication and over memory that is never touched, and drop it.
 
-        This completes all imports and compilations of a first build. Called on idle members, whose random streams stay
-        unchanged. Returns None if the layout can be built, or else the refusal with which this member votes on the
-        switch.
+        This completes all imports and compilations that a first build needs. Called on idle members, whose random
+        streams stay unchanged. Returns None if the layout can be built; otherwise the refusal with which this member
+        votes on the switch.
         """
         engine, before = self.engine, streams.capture()
         try:
@@ -269,9 +271,9 @@ class Switcher:
     ) -> None:
         """Prepare a proposed switch in the background.
 
-        boards: the boards on which it is negotiated; by default those of the present generation.
-        check: function that raises SwitchRefused if this member cannot take part; called in the background.
-        nodes: the node of each member; needed if some members are not in the present generation.
+        boards: the boards on which the switch is negotiated; by default those of the current generation.
+        check: raises SwitchRefused if this member cannot take part; called in the background.
+        nodes: the node of each member; needed if some members are not in the current generation.
         refusal: the reason why this member cannot take part, if it is already known.
         """
         self._warn_of_hardware(proposal)
@@ -302,10 +304,7 @@ class Switcher:
         preparation.start()
 
     def _warn_of_hardware(self, proposal: Proposal) -> None:
-        """Warn once, on rank 0, if a switch uses parts that were never proved on this kind of accelerator.
-
-        The names of the parts are those of `support.proved`.
-        """
+        """Warn once, on rank 0, if a switch uses parts that have not been tested on this kind of accelerator."""
         engine, source, target = self.engine, proposal.source_layout, proposal.layout
         if self._has_warned or engine.rank != 0:
             return
@@ -331,7 +330,7 @@ class Switcher:
             logger.warning(said)
 
     def tell_of_batch(self) -> None:
-        """Warn, once, on rank 0, if the present layout cuts a global batch into micro-batches of one sample."""
+        """Warn once, on rank 0, if the current layout cuts a global batch into micro-batches of one sample."""
         engine = self.engine
         if self._has_told_of_batch or engine.idle or engine.rank != 0:
             return
@@ -341,7 +340,7 @@ class Switcher:
             logger.warning("%s", notice)
 
     def connect_ahead(self) -> None:
-        """Connect the members of the next world at a boundary before the switch; give the switch up if this fails."""
+        """Connect the members of the next world at a boundary before the switch. If this fails, give the switch up."""
         preparation = self.engine.preparation
         if preparation is None:
             return
@@ -363,7 +362,7 @@ class Switcher:
         self._changes.look()
 
     def note_step(self) -> None:
-        """Warn, after an optimizer step, if something waits for a boundary and this training loop reaches none."""
+        """Warn if something waits for a boundary and the training loop reaches none. Called after an optimizer step."""
         for waiting in self._steps.past_boundary(self._waiting()):
             logger.warning(
                 "%s, and there was no boundary in %d optimizer steps: %s",
@@ -371,7 +370,8 @@ class Switcher:
             )
 
     def _waiting(self) -> Iterator[str]:
-        """Yield, in words, everything that waits for a boundary; rank 0 alone reports what waits on all members."""
+        """Yield a description of each thing that waits for a boundary. Things that wait on all members are reported by
+        rank 0 only."""
         pending = self.engine.pending
         for extension in self.engine.job.extensions:
             yield from extension.waiting(self._steps.count)
@@ -381,7 +381,7 @@ class Switcher:
             yield f"a change of members waits ({change})"
 
     def pass_time(self, seconds: float) -> None:
-        """Call the user's `on_idle` on a member that waits for work; sleep if there is none."""
+        """Call the user's `on_idle` on a member that waits for work, or sleep if there is no such function."""
         on_idle = self.engine.job.on_idle
         if on_idle is not None:
             on_idle(self.engine.deepspeed)
@@ -391,9 +391,9 @@ class Switcher:
     # ---- carried out: a late switch, in two votes -----------------------------------------------------------------
 
     def enter(self, preparation: Preparation, place: str) -> None:
-        """Carry out the pause of a late switch, after which masters and moments follow.
+        """Carry out the pause of a late switch. Masters and moments follow after the pause.
 
-        A member that does not train in the new world completes the whole switch here.
+        A member that does not train in the new world completes the whole switch in this call.
         """
         engine = self.engine
         transaction = self._entered = Transaction(engine, preparation, place)
@@ -412,9 +412,9 @@ class Switcher:
         transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - transaction.begin)
 
     def settle(self) -> bool:
-        """Complete a late switch before an optimizer step; return whether the step may be made.
+        """Complete a late switch before an optimizer step, and return whether the step may be taken.
 
-        The step may not be made if masters or moments did not arrive; the global batch is then discarded.
+        The step may not be taken if masters or moments did not arrive. In this case the global batch is discarded.
         """
         transaction, self._entered = self._entered, None
         if transaction is None:
@@ -433,11 +433,11 @@ class Switcher:
 
     @property
     def entered_at(self) -> str:
-        """Name of the boundary at which the unsettled late switch was entered; "" if there is none."""
+        """Name of the boundary at which the incomplete late switch was entered; "" if there is none."""
         return "" if self._entered is None else self._entered.place
 
     def give_up_late(self, reason: str) -> None:
-        """Undo a late switch whose outcome is not recorded yet, and go back to the world before it."""
+        """Undo a late switch whose outcome is not recorded yet, and go back to the previous world."""
         if self._entered is not None:
             self._entered.give_up(reason)
             self.settle()
@@ -475,22 +475,22 @@ class Switcher:
             self._answered, self.engine.pending = pending, None
 
     def give_up(self, reason: str) -> None:
-        """Give up the switch that is being prepared, because no member can carry it out any more."""
+        """Give up the switch that is being prepared, because no member can carry it out any longer."""
         if self.engine.preparation is not None:
             tell(self.engine, self._drop(self.engine.preparation, reason, "rolled_back"), write=None)
 
     def cancel(self) -> None:
-        """Report a switch as cancelled if no boundary has come for it. Called when the job ends."""
+        """Report a switch as cancelled if it could not begin at any boundary. Called when the job ends."""
         preparation = self.engine.preparation
         if preparation is None:
             return
         if self.engine.pending is None and preparation.board is not self.engine.control:
-            self.engine.close_preparation()  # a change of members, which this script has not asked for
+            self.engine.close_preparation()  # a change of members, which this script did not request
             return
         tell(self.engine, self._drop(preparation, "the job ended before a boundary came for it", "cancelled"))
 
     def _drop(self, preparation: Preparation, reason: str, how: HowItEnded) -> SwitchEvent:
-        """Give up a preparation; return the event that reports this, with a pause of 0."""
+        """Give up a preparation, and return the event that reports this, with a pause of 0."""
         self.engine.close_preparation()
         was = self.engine.layout, self.engine.members
         event = replace(event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0), outcome=how)
@@ -499,9 +499,10 @@ class Switcher:
         return event
 
     def note_first_step(self) -> None:
-        """Add the time of recompilation to the last switch's event, after the first optimizer step since the switch.
+        """Add the recompilation time to the last switch's event. Called after the first optimizer step since the
+        switch.
 
-        `last_switch` and the pending switch get the new event; the report file gets a further line.
+        The new event replaces `last_switch` and the event of the pending switch; the report file gets a further line.
         """
         engine = self.engine
         if not self._first_step_is_due:
@@ -516,9 +517,9 @@ class Switcher:
         tell(engine, engine.last_switch, log_recompile, EventWriter.write_recompile)
 
     def note_gain(self, event: SwitchEvent, gain: float) -> None:
-        """Report the gain of a switch, as a fraction of a step, once a later window has measured it.
+        """Report the gain of a switch, as a fraction of a step's time, once a later window has measured it.
 
-        `last_switch` gets the new event if it is that switch; the report file gets a further line.
+        If `last_switch` is that switch, it gets the new event; the report file gets a further line.
         """
         engine, known = self.engine, replace(event, measured_gain=gain)
         if engine.last_switch is not None and engine.last_switch.generation == event.generation:

@@ -22,11 +22,12 @@ def event_of(
     was: tuple[Layout, tuple[int, ...]],
     pause_ms: float,
 ) -> SwitchEvent:
-    """Return the event of a switch as this member reports it: bytes are sums over all members, phases are its own."""
+    """Return the event of a switch as this member reports it. Bytes are sums over all members, phases are this member's
+    own."""
     proposal = preparation.proposal
     everyone = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
     kinds = measured.kinds
-    has_figures = measured.stats is not None and not measured.is_uncertain  # else the board does not answer
+    has_figures = measured.stats is not None and not measured.is_uncertain  # otherwise the board does not answer
     figures = preparation.figures(kinds) if has_figures else None
     outcome: Outcome = "committed" if measured.committed else "rolled_back"
     certificate = None
@@ -68,10 +69,10 @@ def tell(
     log: Callable[[SwitchEvent], None] = log_event,
     write: Callable[[EventWriter, SwitchEvent], None] | None = EventWriter.write,
 ) -> None:
-    """Report an event to the log and the report file. Only rank 0 does so.
+    """Report an event to the log and the report file. Takes effect only on rank 0.
 
-    log: function that logs the event.
-    write: function that writes the event's line into the report file; None to write no line.
+    log: logs the event.
+    write: writes the event's line into the report file; None to write no line.
     """
     if engine.rank != 0:
         return

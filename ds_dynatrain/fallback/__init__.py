@@ -2,12 +2,12 @@
 
 | file | |
 |---|---|
-| `extension` | the extension that the engine calls: when a checkpoint is due, and saving it |
+| `extension` | the extension that the engine calls: decides when a checkpoint is due, and saves it |
 | `joint_tags` | one tag for the checkpoints of all engines of a process |
 | `config` | the `fallback` block |
 | `rows` | rows of the support table |
 
-`engine/checkpoints` restores from them.
+`engine/checkpoints` restores from these checkpoints.
 
 May import `engine`; start with `extension`.
 """

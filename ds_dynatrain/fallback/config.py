@@ -15,13 +15,13 @@ class FallbackConfig(Block):
     path: File
     """A folder that all members see."""
     every_steps: Steps | None = None
-    """Save whenever the number of completed optimizer steps is a multiple of this one."""
+    """Save whenever the number of completed optimizer steps is a multiple of this number."""
     every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] | None = None
     """Save when the last checkpoint is this many seconds old, by the clock of rank 0."""
     background: bool = True
-    """Whether the step waits only for a copy in host memory, which takes as many bytes as this member writes."""
+    """Whether the step waits only for a copy into host memory, which takes as many bytes as this member writes."""
     on_sigterm: bool = False
     """Whether SIGTERM to any member makes all members save at the next step and end with code 143. Elastic jobs do not
-    need it."""
+    need this."""
     keep: Size = 2
-    """Number of the newest checkpoints that stay in the folder."""
+    """Number of the newest checkpoints kept in the folder."""

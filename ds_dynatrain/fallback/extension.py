@@ -1,11 +1,12 @@
-"""The extension that saves checkpoints automatically at boundaries.
+"""The extension that saves checkpoints automatically at boundaries, the points between two optimizer steps.
 
-`Due` decides when to save, alike on all members. If SIGTERM asks for a save, the members agree on its step over the
-job's board: a member that gets the signal posts a request, and rank 0 posts its next step as the last one. No member
-can be past that step, since each step needs rank 0's gradients and every member reads the board at every boundary.
-After the save all working members end. If a process has several engines, the first one that reaches such a step, and
-finds none of the others in a global batch, saves for all. In a job that members join and leave, all engines are saved
-when the first one is (`joint_tags`).
+`Due` decides when to save, and decides the same on all members. If SIGTERM requests a save, the members agree on its
+step through the job's key-value store (board): a member that gets the signal posts a request, and rank 0 posts its next
+step as the last one. No member can be past that step, because each step needs rank 0's gradients and every member reads
+the board at every boundary. After the save all working members end.
+
+If a process has several engines, the first engine that reaches such a step, and finds no other engine in a global
+batch, saves for all. In a job whose members come and go, all engines are saved when the first one is (`joint_tags`).
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.process import PROCESS
 
 TERMINATED = 143
-"""Exit code after SIGTERM, as a shell has it: 128 + 15."""
+"""Exit code after SIGTERM: 128 + 15, the shell's convention."""
 PATIENCE_STEPS = 8
-"""Number of steps after which an engine ends without saving others that it always finds in a global batch. After as
-many steps without a boundary, a due save counts as waiting."""
+"""Number of steps for which an ending engine waits for others that are always in a global batch, before it ends without
+saving them. A save that is due and finds no boundary for this many steps counts as waiting."""
 END_STEPS = 2
 """Number of steps after SIGTERM within which all members save and end, if each step has a boundary."""
 LOOK_SECONDS = 1.0
 MOST_STEPS = 64
-"""The most steps between two looks at rank 0's clock, which are about `LOOK_SECONDS` apart."""
+"""The most steps between two looks at rank 0's clock; the looks are about `LOOK_SECONDS` apart."""
 ANSWER_SECONDS = 2.0
 BUSY_SECONDS = 10.0
-"""How long a save waits for the previous one to end, and `ANSWER_SECONDS` for the board to answer, before it is put
-off."""
+"""How long a save waits for the previous one to end before it is put off. The limit for the board's answer is
+`ANSWER_SECONDS`."""
 AGAIN_SECONDS = 30.0
-"""Time after which a save that was put off is tried again."""
+"""Time after which a postponed save is tried again."""
 ANYTHING = 1 << 62
 
 
 class Fallback(Extension):
-    """One member's part in saving the fallback checkpoints that the `fallback` block asks for."""
+    """One member's part in saving the checkpoints that the `fallback` block requests."""
 
     name = "fallback"
 
@@ -65,13 +66,12 @@ class Fallback(Extension):
     # ---- when an engine is made, and ends ----------------------------------------------------------------------------
 
     def check_launch(self, is_elastic: bool) -> None:
-        """Remember whether members come and go; if so, all engines of a process are saved and restored together."""
+        """Record whether members come and go. If so, all engines of a process are saved and restored together."""
         self._is_elastic = is_elastic
 
     def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
-        """Raise ConfigError if only one of two engines that are restored together saves checkpoints, or if both share a
-        folder.
-        """
+        """Raise ConfigError if two engines are restored together and only one saves checkpoints, or both use the same
+        folder."""
         ours, theirs = here.fallback, there.fallback
         if self._is_elastic and (theirs is None) != (ours is None):
             raise ConfigError(
@@ -86,9 +86,9 @@ class Fallback(Extension):
             )
 
     def attach(self, engine: Any) -> None:
-        """Connect to the engine, and watch for SIGTERM if the block says so.
+        """Attach to the engine, and watch for SIGTERM if the block requests it.
 
-        In an elastic launch SIGTERM asks this member alone to leave, and is not watched here.
+        In an elastic launch SIGTERM asks only this member to leave, so it is not watched here.
         """
         super().attach(engine)
         self._engine: EngineParts = engine._parts
@@ -105,13 +105,13 @@ class Fallback(Extension):
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def backups(self) -> Backups:
-        """Return the folder of the checkpoints that this extension saves, and how many of them it keeps."""
+        """Return the folder of the checkpoints that this extension saves, and the number of checkpoints kept."""
         return Backups("fallback checkpoint", Path(self._settings.path), self._settings.keep)
 
     def save_if_due(self) -> None:
         """Save a checkpoint if one is due.
 
-        A save that fails is logged, and training goes on. Raise SystemExit after the save that SIGTERM asks for.
+        A save that fails is logged, and training continues. Raises SystemExit after a save that SIGTERM requested.
         """
         self._unless_lost(self._save_if_due)
 
@@ -132,7 +132,7 @@ class Fallback(Extension):
     def save_now(self) -> None:
         """Save a checkpoint of this step, and wait until it is written.
 
-        Do nothing if this method has saved this step already. A save that fails is logged, and the next call tries it
+        Does nothing if this method has already saved this step. A save that fails is logged, and the next call tries
         again.
         """
         self._unless_lost(self._save_now)
@@ -157,7 +157,7 @@ class Fallback(Extension):
             self._save_now()
 
     def _unless_lost(self, save: Callable[[], None]) -> None:
-        """Call `save`; in an elastic launch, do without this checkpoint if the world or the coordinator is lost."""
+        """Call `save`. In an elastic launch, give up this checkpoint if the world or the coordinator is lost."""
         try:
             save()
         except (WorldChanged, td.DistError) as lost:
@@ -168,7 +168,7 @@ class Fallback(Extension):
                 logger.warning("no fallback checkpoint of step %d (%s); the one before counts", step, lost)
 
     def _finds_board(self) -> bool:
-        """Connect all engines to their boards again after the coordinator was lost; return whether that worked."""
+        """Reconnect all engines to their boards after the coordinator was lost, and return whether this succeeded."""
         self._engine.note_safe()
         try:
             for engine in PROCESS.engines:
@@ -178,9 +178,10 @@ class Fallback(Extension):
         return True
 
     def _save(self, more: str = "", in_background: bool = False) -> bool:
-        """Save this engine and those saved with it; return whether that worked, or was begun in the background.
+        """Save this engine and those saved with it, and return whether the save succeeded or was started in the
+        background.
 
-        more: a suffix that makes this save's key unique.
+        more: a suffix that makes the key of this save unique.
         """
         engine, beside, keep = self._engine, self._beside, self._settings.keep
         key = f"fallback/{engine.segment}/{engine.global_steps}{more}"
@@ -200,7 +201,7 @@ class Fallback(Extension):
             engine.note_safe()
 
     def _write(self, tag: str | None, key: str, keep: int | None, in_background: bool) -> None:
-        """Save a checkpoint of this engine alone; raises CheckpointError if that fails."""
+        """Save a checkpoint of this engine alone. Raises CheckpointError if saving fails."""
         saver = self._engine.saver
         (saver.start if in_background else saver.save)(self.backups().path, tag, key, "", keep)
 
@@ -208,19 +209,19 @@ class Fallback(Extension):
 
     @property
     def _others(self) -> list[Fallback]:
-        """The fallback extensions of the other engines in this process."""
+        """The fallback extensions of the process's other engines."""
         found = [one.extension(self.name) for one in self._engine.others]
         return [each for each in found if each is not None]
 
     @property
     def _beside(self) -> list[Fallback]:
-        """The fallback extensions of the engines that are saved whenever this one is."""
+        """The fallback extensions of the engines that are saved together with this one."""
         return self._others if self._is_elastic else []
 
     # ---- what waits for a boundary -----------------------------------------------------------------------------------
 
     def waiting(self, steps: int) -> Iterator[str]:
-        """Yield, in words, what is waiting for a boundary here."""
+        """Yield a description of each save of this extension that waits for a boundary."""
         engine = self._engine
         if self._hears_termination() and engine.global_steps - self._told_at > END_STEPS:
             yield "SIGTERM has come, all working members are to save and end"
@@ -229,14 +230,14 @@ class Fallback(Extension):
             yield "a fallback checkpoint is due"
 
     def _hears_termination(self) -> bool:
-        """Return whether this member was told to end by a SIGTERM that asks for a save."""
+        """Return whether this member has received a SIGTERM that requests a save."""
         if self._termination is not None and self._termination.read() and not self._is_told:
             self._is_told, self._told_at = True, self._engine.global_steps
             logger.warning("SIGTERM: all working members save a checkpoint at the next step, and end")
         return self._is_told
 
     def _is_the_end(self) -> bool:
-        """Return whether a member was told to end, and this is the step at which all members end."""
+        """Return whether a member has received SIGTERM and this is the step at which all members end."""
         if self._termination is None:
             return False
         engine, key = self._engine, f"fallback/{self._engine.segment}/end"
@@ -251,13 +252,14 @@ class Fallback(Extension):
 
 
 class Due:
-    """Decides whether a fallback checkpoint of an engine is due, and whether it can be saved; alike on all members.
+    """Decides whether a fallback checkpoint of an engine is due, and whether it can be saved. The answers are the same
+    on all members.
 
-    All members pass the same boundaries. Each of them knows by itself whether the number of steps makes a save due.
-    Whether the time does is decided by the clock of rank 0, which all look at together, about once a second. A save
-    needs the board, and the previous save must have ended: if a member would have to wait for either, all put the save
-    off. Members tell each other by collectives of their world, since a coordinator that hangs would block a member that
-    asks the board.
+    All members pass the same boundaries. Whether the number of steps makes a save due, each member knows by itself.
+    Whether the time makes it due, rank 0's clock decides; all members look at it together, about once a second. A save
+    needs the board (the members' key-value store), and the previous save must have ended. If a member would have to
+    wait for either, all members put the save off. Members use collectives of their world to inform each other, because
+    a coordinator that hangs would block a member that asks the board.
     """
 
     def __init__(self, engine: EngineCore, settings: FallbackConfig) -> None:
@@ -266,12 +268,12 @@ class Due:
         self._next_look: int | None = None
         self._looked = 0.0, 0
         self._again_at: float | None = None
-        """Time, by rank 0's clock, to try again a save that was put off; None, or not None, on all members alike."""
+        """Time, by rank 0's clock, at which to retry a postponed save; None if no save was postponed. All members agree
+        on whether it is None."""
 
     def is_now(self) -> bool:
-        """Return whether a save is due at this boundary, the first one of its step; raises WorldChanged if a member is
-        lost.
-        """
+        """Return whether a save is due at this boundary, the first one of its step. Raises WorldChanged if a member is
+        lost."""
         engine, steps = self._engine, self._engine.global_steps
         if self._segment != engine.segment:
             self._segment, self._again_at = engine.segment, None
@@ -286,16 +288,18 @@ class Due:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a save was due before now, by this member's own steps and clock. Sends no message."""
+        """Whether a save was already due, by this member's own steps and clock. Sends no message."""
         engine, every = self._engine, self._settings.every_steps
         saved = engine.safe_at[1]
         return self._is_late() or (every is not None and engine.global_steps // every > saved // every)
 
     def can_be_saved(self, savers: list[Saver]) -> bool:
-        """Return whether a save can begin without making a member wait; otherwise put it off, which rank 0 logs.
+        """Return whether a save can begin without making a member wait. Otherwise put the save off, and log this on
+        rank 0.
 
         savers: the savers of all engines that would be saved.
-        Raise WorldChanged if a member is lost.
+
+        Raises WorldChanged if a member is lost.
         """
         engine = self._engine
         answers = engine.control.answers(ANSWER_SECONDS)
@@ -317,14 +321,15 @@ class Due:
         return False
 
     def _is_late(self) -> bool:
-        """Return whether a save is due by time; called on rank 0, whose clock counts."""
+        """Return whether a save is due by time. Called on rank 0, whose clock counts."""
         now, seconds = time.monotonic(), self._settings.every_seconds
         if self._again_at is not None:
             return now >= self._again_at
         return seconds is not None and now - self._engine.safe_since >= seconds
 
     def _gap(self) -> int:
-        """Return the number of steps until the next look at the clock, from how long steps took since the last look."""
+        """Return the number of steps until the next look at the clock, estimated from the duration of steps since the
+        last look."""
         (then, steps), now = self._looked, time.monotonic()
         step_seconds = max(1e-6, (now - then) / max(1, self._engine.global_steps - steps))
         self._looked = now, self._engine.global_steps
@@ -333,7 +338,7 @@ class Due:
         return max(1, min(MOST_STEPS, int(seconds / step_seconds)))
 
     def _least(self, one: int = ANYTHING, other: int = ANYTHING) -> tuple[int, int]:
-        """Return, for each of two numbers, the least value of any member; a collective over the world."""
+        """Return, for each of the two numbers, its minimum over all members. This is a collective over the world."""
         said, world = torch.tensor([one, other]), self._engine.world
         if world is not None and world.default.size() > 1:
             td.all_reduce(said, td.ReduceOp.MIN, group=world.default)

@@ -1,7 +1,7 @@
 """One tag for the checkpoints of all engines of a process that were saved at one boundary.
 
-The engines share one history. Each has a folder of its own; nothing is restored from a tag that one of the folders
-lacks, and no complete one is removed before there are enough newer ones.
+The engines share one history. Each has a folder of its own. A tag is restored only if all folders have it, and a
+complete checkpoint is removed only once there are enough newer ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from ds_dynatrain.reshard.core import EngineCore
 
 
 def next_tag(engine: EngineCore, folders: Sequence[Path], keep: int, key: str) -> str:
-    """Return the tag of the next joint checkpoint, free in all folders; rank 0 of the first engine chooses it.
+    """Return the tag of the next joint checkpoint, unused in all folders. Rank 0 of the first engine chooses it.
 
     engine: the first engine of the process.
     keep: how many joint checkpoints stay; older ones are removed.
     key: a key that is used only once on the engine's board.
-    Raise CheckpointError, on all members alike, if the folders cannot be read or written.
+
+    Raises CheckpointError on all members if the folders cannot be read or written.
     """
 
     def chosen() -> str:
@@ -38,7 +39,7 @@ def joint_tags(folders: Sequence[Path]) -> list[str]:
 
 
 def free_in_all(folders: Sequence[Path], wanted: str) -> str:
-    """Return the wanted tag, with a number appended if one of the folders has it."""
+    """Return the wanted tag, with a number appended if one of the folders already has it."""
     taken, tag = "", wanted
     while tag != taken:
         taken = tag
@@ -48,7 +49,8 @@ def free_in_all(folders: Sequence[Path], wanted: str) -> str:
 
 
 def forget_old(folders: Sequence[Path], keep: int) -> None:
-    """Remove all checkpoints that are older than the newest joint ones; none while there are fewer than that."""
+    """Remove all checkpoints that are older than the newest `keep` joint ones. Remove none if there are fewer joint
+    ones."""
     kept = joint_tags(folders)[:keep]
     for path in folders if len(kept) == keep else ():
         tags = folder.tags(path)

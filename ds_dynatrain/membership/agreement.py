@@ -1,7 +1,6 @@
 """Agreement of members on one decision: whether to switch at all, and at which step.
 
-Every working member posts what it asks for. The first member decides for all, and a member that is late reads its
-decision.
+Every working member posts its request. The first member decides for all, and a late member reads that decision.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ MOST_PLACES = 4
 
 @dataclass(frozen=True)
 class SwitchRequest:
-    """Request of one working member for a switch, or the reason why it cannot take part in one.
+    """Request of one working member for a switch, or the reason why the member cannot take part in one.
 
     at: the step at which to switch, if one was given.
-    step: the member's own step when it asked.
-    refusal: if it cannot take part, the reason and the advice on what to do.
+    step: the member's own step when it made the request.
+    refusal: the reason why the member cannot take part, and the advice on what to do; None if it can.
     """
 
     layout: dict[str, int]
@@ -37,10 +36,12 @@ class SwitchRequest:
 
 
 def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int, ...], proposal: Proposal) -> Proposal:
-    """Return `proposal` if every working member asks for the same and none refuses; the same answer on all of them.
+    """Return `proposal` if every working member makes the same request and none refuses. The result is the same on all
+    of them.
 
-    place: a name for the point in training, unique on the board.
-    Raises SwitchRefused if a member refuses, if requests differ, or if a member did not ask within the time-out.
+    place: a name for the point in training, unique in the key-value store.
+
+    Raises SwitchRefused if a member refuses, if requests differ, or if a member makes no request within the time-out.
     """
     session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
     asked = {**asdict(replace(mine, refusal=None)), "destination": proposal.fingerprint()}
@@ -67,7 +68,8 @@ def _words(request: SwitchRequest) -> str:
 
 
 def say_prepared(control: Control, proposal: Proposal, error: str | None = None) -> None:
-    """Report that this member is ready for the switch, or why not; the last one also reports that all have done so."""
+    """Report that this member is ready for the switch, or why it is not. The last member to report also records that
+    all have reported."""
     key = f"prepared/{proposal.generation}"
     if error is not None:
         control.decide(f"{key}/failed", f"it could not be prepared on member {control.member}: {error}")
@@ -79,7 +81,7 @@ def say_prepared(control: Control, proposal: Proposal, error: str | None = None)
 def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[], None]) -> None:
     """Wait until all members are ready for a switch.
 
-    Raise SwitchFailed if one of them reports an error, MemberMissing if one does not report in time.
+    Raises SwitchFailed if a member reports an error, MemberMissing if one does not report in time.
     """
     key, what = f"prepared/{proposal.generation}", "preparing the switch"
     try:
@@ -92,9 +94,9 @@ def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[],
 
 
 def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:
-    """Wait at the boundary of the switch for all other members; check that they are at the same step and loader.
+    """Wait at the boundary of the switch for all other members, and check that they are at the same step and loader.
 
-    Raise MemberMissing for members that do not come in time, SwitchRefused if one is at another step or loader.
+    Raises MemberMissing if members do not come in time, SwitchRefused if one is at another step or loader.
     """
     member, leader = session.board.member, proposal.source_members[0]
     here = [member, place, step if member in proposal.source_members else None]
@@ -105,13 +107,14 @@ def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:
 
 
 def _places(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join two reports: where rank 0 is, and one member for each loader and step, for at most a few of these."""
+    """Merge two reports: keep the position of rank 0, and one member for each other loader and step, up to a small
+    number."""
     stands = {(place, step): [member, place, step] for member, place, step in (*other["elsewhere"], *one["elsewhere"])}
     return {"leader": one["leader"] or other["leader"], "elsewhere": sorted(stands.values())[:MOST_PLACES]}
 
 
 def _judge_places(found: dict[str, Any]) -> list[str] | None:
-    """Return the reason and the advice if a member is at another loader or step than rank 0; else None."""
+    """Return the reason and the advice if a member is at a different loader or step from rank 0; else None."""
     _, wanted, at = found["leader"]
     for member, place, step in found["elsewhere"]:
         if place != wanted:

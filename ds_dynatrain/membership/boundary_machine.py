@@ -1,10 +1,11 @@
 """Decisions of a process at a boundary, about switches and changes of members, without sockets, threads or engines.
 
-The machine reads what is on the boards and what state this process holds, and returns what is to be done (`Action`).
+A boundary is the point between two optimizer steps; a board is a generation's records in a key-value store. The machine
+reads the boards and the state that this process holds, and returns what is to be done (`Action`).
 
-A *switch* that the script or an extension has asked for stays within the generation. It uses the present board of its
-engine: working members meet at the step that was asked for, or that rank 0 names once all are prepared. Idle members
-follow what they read there. A launch of fixed size has only such switches: its generation never changes.
+A *switch* requested by the script or an extension stays within the generation. It uses the current board of its engine:
+working members meet at the requested step, or at one that rank 0 names once all are prepared. Idle members follow what
+they read on the board. A launch of fixed size has only such switches: its generation never changes.
 
 A *change of members* leads to another generation, which the coordinator publishes. It has boards of its own, one for
 each engine of a process. Every member goes through the same stages:
@@ -16,15 +17,15 @@ each engine of a process. Every member goes through the same stages:
 | learn | on an idle member: what the job is doing, so that its own engines do the same | `job`, `built/<m>` |
 | follow | rank 0 of the working members leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
 | meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
-| | all leave: the step at which all stand, or the one after it if one has waited | `stands/<step>/<m>`, `meet` |
-| window | a late switch between its votes: the new world makes its first step, or goes back | `entered`, `record` |
-| over | a later generation, since this one could not be restored | |
+| | all leave: the step that all have reached, or the next one if a member has waited | `stands/<step>/<m>`, `meet` |
+| window | a late switch between its votes: the new world takes its first step, or goes back | `entered`, `record` |
+| over | a later generation, because this one could not be restored | |
 
-If nothing moves (a newcomer gets no rank, or an idle member leaves) all enter the generation at the meeting. An attempt
-that is rolled back is followed by another one; after two such attempts, the next leaves the newcomers out. A later
-generation overtakes all this at any point except in the window, which first ends by its record (`transacted`). Only the
-first attempt at a change is late: state that no forward pass reads then moves during the new world's first step. A
-switch that was asked for comes before a planned change; no such switch is carried out once a change was proposed.
+If no state moves (a newcomer gets no rank, or an idle member leaves), all enter the generation at the meeting. An
+attempt that is rolled back is followed by another one; after two such attempts, the next one leaves the newcomers out.
+A later generation interrupts every stage except the window, which is first ended by its record (`transacted`). Only the
+first attempt at a change is late: state that no forward pass reads moves during the new world's first step. A requested
+switch precedes a planned change; no requested switch is carried out once a change was proposed.
 """
 
 from __future__ import annotations
@@ -56,29 +57,30 @@ from ds_dynatrain.space.layout import Layout
 Proposals = tuple[Proposal, ...]
 """Proposals of a change, one for each engine of a process."""
 IN_THE_PAUSE = -1
-"""Value in place of a step: communicators are made during the switch itself."""
+"""Placeholder for a step: communicators are made during the switch itself."""
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """Present state of one engine of this process.
+    """Current state of one engine of this process.
 
     number: the number of this member.
     rank: the engine's rank; None if the engine is idle.
     attempt: the highest generation number that was proposed to the engine.
-    board: the board of the engine's present generation.
+    board: the key-value store of the engine's current generation.
     is_clean: whether no optimizer step is under way.
     pending: the switch that is being prepared, if any.
     is_in_window: whether a late switch is between its votes.
-    settle: waits until this member's device has finished all earlier work; the board, read afterwards, then shows all
-        that others had posted by that time.
-    lacks: returns whether the next world needs communicators that the present one does not have; None if no
+    settle: waits until this member's device has finished all earlier work. The board, read after this call, shows
+        everything that others had posted before.
+    lacks: returns whether the next world needs communicators that the current one does not have; None if no
         communicators are made before the pause.
     can_restore: whether the engine has backups.
-    registered, frozen: the same as in `Survivor`.
-    since: returns the `since` of `Survivor`; it asks the store.
+    registered: the same as in `Survivor`.
+    frozen: the same as in `Survivor`.
+    since: returns the `since` of `Survivor`; this call asks the store.
     copies: returns the copies that this process has.
-    damaged: reads the copies that this process is to give, and returns the ranks whose copies are damaged.
+    damaged: reads the copies that this process is to provide, and returns the ranks whose copies are damaged.
     goes_late: returns whether masters and moments are to move after the pause of a switch to the given layout.
     """
 
@@ -108,13 +110,13 @@ class HeldState:
 class OwnFacts:
     """Facts that a process knows about itself.
 
-    world: the generation that it has entered.
+    world: the generation that the process has entered.
     registry: the numbers of that generation's members.
-    is_aborted: whether nothing of the current world can be used any more.
+    is_aborted: whether the current world can no longer be used.
     is_leaving: whether this process was asked to leave.
     engines: the process's engines, in the order in which they were made; the first one decides for all.
     at: the index of the engine that has reached a boundary.
-    has_waited: whether training continues if the others are not at this boundary, too.
+    has_waited: whether training continues even if the other members are not at this boundary.
     """
 
     member: str
@@ -143,13 +145,13 @@ class OwnFacts:
 
     @property
     def makes_steps(self) -> bool:
-        """Whether the members that train make steps."""
+        """Whether the working members take optimizer steps."""
         return not self.is_aborted and (self.world is None or not self.world.paused)
 
     def goes_late(self, world: Generation, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
-        """Return whether masters and moments are to move in a generation's first step.
+        """Return whether masters and moments are to move during a generation's first step.
 
-        targets: the layout and members that each engine goes to.
+        targets: each engine's layout and members in that generation.
         """
         if not self.makes_steps or world.paused or not world.members:
             return False
@@ -159,14 +161,14 @@ class OwnFacts:
 
 @dataclass(frozen=True)
 class GiveUpPreparation:
-    """Give up any switch that is being prepared, as it cannot take place."""
+    """Give up any switch that is being prepared, because it cannot take place."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Open:
-    """Connect to the boards of a generation, or connect again."""
+    """Connect, or reconnect, to the boards of a generation."""
 
     world: Generation
 
@@ -175,7 +177,7 @@ class Open:
 class Know:
     """Take over the numbers of all members.
 
-    records: on an idle member, what `PostJob` has posted for each engine; empty on others.
+    records: on an idle member, what `PostJob` has posted for each engine; empty on other members.
     """
 
     registry: Registry
@@ -186,8 +188,8 @@ class Know:
 class Post:
     """Post a value on a board of an engine.
 
-    is_decision: whether a value that another member has posted first stays.
-    is_present: whether to post on the board of the present generation, and not of the next one.
+    is_decision: whether a value that another member has already posted is kept.
+    is_present: whether to post on the board of the current generation rather than on that of the next one.
     """
 
     key: str
@@ -199,14 +201,15 @@ class Post:
 
 @dataclass(frozen=True)
 class PostJob:
-    """Post what newcomers need to build their engines, on the board of each."""
+    """Post what newcomers need to build their engines, on each engine's board."""
 
     registry: Registry
 
 
 @dataclass(frozen=True)
 class Void:
-    """Discard this process's copies that are older than a stretch of training (see `Mark.stretch`)."""
+    """Discard this process's copies that are older than the given `Mark.stretch`, which grows with every load of a
+    state."""
 
     before: tuple[int, ...]
 
@@ -215,7 +218,7 @@ class Void:
 class LetGo:
     """Give up the state of all engines.
 
-    lost: what is gone for good, in words.
+    lost: a description of what is permanently lost.
     """
 
     lost: str = ""
@@ -223,16 +226,15 @@ class LetGo:
 
 @dataclass(frozen=True)
 class Hold:
-    """Continue from whole states, one for each engine; a member that one of them does not list gives up that engine's
-    state.
-    """
+    """Continue from whole states, one for each engine. A member that such a state does not list gives up its own state
+    of that engine."""
 
     sources: tuple[WholeState, ...]
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Prepare each engine for its part in a change of members; `prepared` is posted at the end."""
+    """Prepare each engine for its part in a change of members, and post `prepared` when that is done."""
 
     proposals: Proposals
 
@@ -263,9 +265,10 @@ class Connect:
 
 @dataclass(frozen=True)
 class Transact:
-    """Take part in the prepared switch of one engine, or of all of them in a change of members.
+    """Take part in the prepared switch of one engine, or of all engines in a change of members.
 
-    Call `BoundaryMachine.transacted` after a change of members; after a late one, once its record is written.
+    Call `BoundaryMachine.transacted` after a change of members. If that change is late, call it once its record is
+    written.
     """
 
     engine: int | None = None
@@ -273,9 +276,10 @@ class Transact:
 
 @dataclass(frozen=True)
 class Restore:
-    """Restore the state, together with all members of the target: from copies of each engine, or from a checkpoint.
+    """Restore the state together with all members of the target: from copies of each engine, or from a checkpoint.
 
     Call `BoundaryMachine.restored` afterwards.
+
     copies: the copies to use, one set for each engine; () for a checkpoint.
     """
 
@@ -285,7 +289,7 @@ class Restore:
 
 @dataclass(frozen=True)
 class Serve:
-    """Give this member's copies to the members that restore from them, without restoring itself."""
+    """Send this member's copies to the members that restore from them. This member does not restore anything itself."""
 
     proposals: Proposals
     copies: tuple[WholeCopies, ...]
@@ -293,7 +297,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class Spend:
-    """Count an attempt that was rolled back on all members: the generation numbers of its proposals are used up.
+    """Count an attempt that was rolled back on all members. The generation numbers of its proposals are used up.
 
     tries: the number of attempts that have failed so far.
     """
@@ -305,7 +309,7 @@ class Spend:
 
 @dataclass(frozen=True)
 class Enter:
-    """Enter the generation, with each engine in the layout and at the rank that its proposal gives."""
+    """Enter the generation, with each engine in the layout and at the rank that its proposal assigns."""
 
     world: Generation
     registry: Registry
@@ -316,7 +320,7 @@ class Enter:
 class EndProcess:
     """End the process.
 
-    must_save: whether it has to save its state first, as no member was there to take it.
+    must_save: whether the process has to save its state first, because no member was left to receive it.
     """
 
     must_save: bool = False
@@ -353,7 +357,7 @@ Action = (
 
 
 class ChangeStage(Enum):
-    """Progress of this member on its way to a generation."""
+    """Progress of this member towards a new generation."""
 
     AGREE = "agree"
     PROVE = "prove"
@@ -365,11 +369,11 @@ class ChangeStage(Enum):
 
 
 class BoundaryMachine:
-    """State machine that decides what one process does at a boundary.
+    """State machine that decides what one process does at a boundary (the point between two optimizer steps).
 
-    destinations: returns the layout and members for each engine if this member leads; None if there are none.
-    world: the generation that the process is on its way to; None while it is in the newest one.
-    proposals: the proposals that are being tried now.
+    destinations: returns each engine's new layout and members if this member leads; None if no layout is possible.
+    world: the generation that the process is about to enter; None while it is in the newest one.
+    proposals: the proposals of the current attempt.
     """
 
     def __init__(self, destinations: Callable[[DestinationFacts], list[Destination] | None]) -> None:
@@ -381,11 +385,11 @@ class BoundaryMachine:
         self.tries = 0
         self.restores = False
         self.meets_at: int | None = None
-        """Step at which all members meet; None until rank 0 has named it."""
+        """Step at which all members meet; None until rank 0 has named a step."""
         self._copies: tuple[WholeCopies, ...] = ()
         self._survivors: list[dict[str, Survivor]] = []
-        """For each engine, what every member that may hold state has reported, by id, less copies found damaged since.
-        """
+        """For each engine, a map from the id of every member that may hold state to its report, without copies that
+        were found damaged later."""
         self._proofs = 0
         self._lost = 0
         """Index of the first engine that has lost state."""
@@ -394,12 +398,12 @@ class BoundaryMachine:
         self._passed_over = 0
         """Number of the last generation that left this idle member out; the member waits for the next one."""
         self._ahead: tuple[Proposal | None, int] = None, IN_THE_PAUSE
-        """A switch that was asked for, and the step, named by rank 0, at which its communicators are made."""
+        """A requested switch, and the step, named by rank 0, at which its communicators are made."""
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def advance(self, own: OwnFacts, newest: Generation | None, boards: Sequence[Board]) -> list[Action]:
-        """Return the next actions. Call it again until there are none, and then from time to time.
+        """Return the next actions. Call this method again until it returns none, and from time to time after that.
 
         newest: the last generation that was published.
         boards: the boards of `world`, one for each engine of the process; () while they are not open.
@@ -425,19 +429,22 @@ class BoundaryMachine:
         return self._switch(own)
 
     def tries_now(self, proposal: Proposal) -> bool:
-        """Return whether a proposal belongs to the change of members under way, and not to a switch asked for."""
+        """Return whether a proposal belongs to the current change of members, rather than to a requested switch."""
         return any(one is proposal for one in self.proposals)
 
     def transacted(self, own: OwnFacts, is_committed: bool, reason: str) -> list[Action]:
-        """Return the actions that follow the end of `Transact`, which is the same on all members."""
+        """Return the actions that follow `Transact`.
+
+        is_committed: the outcome of `Transact`, which is the same on all members.
+        """
         if self.world is None:
             return []
         return self._enter(own, self.world) if is_committed else self._failed(self.proposals, reason)
 
     def restored(self, own: OwnFacts, is_whole: bool) -> list[Action]:
-        """Return the actions that follow the end of `Restore`.
+        """Return the actions that follow `Restore`.
 
-        is_whole: whether the state is restored; if not, a member has died, and a later generation will come.
+        is_whole: whether the state is restored. If not, a member has died, and a later generation will come.
         """
         if self.world is None:
             return []
@@ -447,7 +454,7 @@ class BoundaryMachine:
         return [self._record(), *self._enter(own, self.world)]
 
     def board_is_lost(self, reason: str) -> list[Action]:
-        """Forget what was read on a board that was lost, and return the actions that connect to it again."""
+        """Forget what was read on a lost board, and return the actions that connect to the board again."""
         self.proposals, self.tries, self._said = (), 0, set()
         if self.stage in (ChangeStage.FOLLOW, ChangeStage.MEET):
             self.stage = ChangeStage.LEARN
@@ -455,7 +462,7 @@ class BoundaryMachine:
         return given_up if self.world is None else [*given_up, Open(self.world)]
 
     def waits_for(self, boards: Sequence[Board]) -> str:
-        """Return, in words, what keeps this member from its next action.
+        """Return a description of what this member is waiting for before its next action.
 
         boards: as in `advance`.
         """
@@ -482,7 +489,7 @@ class BoundaryMachine:
         return f"generation {world.generation}: {', '.join(missing) or 'nobody'} {what}"
 
     def forget(self) -> None:
-        """Forget the generation that this process was on its way to."""
+        """Forget the generation that this process was about to enter."""
         self.world, self.proposals, self.stage = None, (), ChangeStage.LEARN
         self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
         self._copies, self._survivors, self._proofs, self.meets_at = (), [], 0, None
@@ -490,9 +497,8 @@ class BoundaryMachine:
     # ---- a switch within the generation ------------------------------------------------------------------------------
 
     def _switch(self, own: OwnFacts) -> list[Action]:
-        """Return the actions for a switch that was asked for: of the engine at this boundary or, if it is idle, of any
-        idle engine.
-        """
+        """Return the actions for a requested switch of the engine at this boundary, or of any idle engine if that
+        engine is idle."""
         here = own.engines[own.at]
         if here.rank is None:
             engines = () if self.world is not None else enumerate(own.engines)
@@ -504,7 +510,8 @@ class BoundaryMachine:
         return connecting or self._meet_for_switch(own.at, here, here.pending, ahead=int(own.makes_steps))
 
     def _give_up_hopeless(self, own: OwnFacts, newest: Generation) -> list[Action]:
-        """Give up, for all members, a switch that needs an idle member which the newest generation does not list."""
+        """Give up, for all members, every requested switch that needs an idle member which the newest generation does
+        not list."""
         there = {own.registry.numbers.get(member) for member in newest.members}
         asked = [(place, one.pending) for place, one in enumerate(own.engines) if one.pending is not None]
         hopeless = [(place, one) for place, one in asked if not there >= {*one.members} - {*one.source_members}]
@@ -515,7 +522,8 @@ class BoundaryMachine:
         return [*said, GiveUpPreparation(newest.reason)]
 
     def _connect(self, place: int, here: HeldState, asked: Proposal) -> list[Action]:
-        """Connect the next world's members at the step that rank 0 names: its next one, if it precedes the switch."""
+        """Connect the next world's members at a step that rank 0 names: rank 0's next step, if this is earlier than the
+        switch."""
         if here.lacks is None or asked.at is None:
             return []
         key = f"{asked.ahead_key}/step"
@@ -533,11 +541,13 @@ class BoundaryMachine:
         return [Connect(place)] if is_now else []
 
     def _meet_for_switch(self, place: int, here: HeldState, asked: Proposal, ahead: int) -> list[Action]:
-        """Meet at the step that was asked for or, without one, at the next step of rank 0 once all are prepared.
+        """Meet at the requested step or, if none was requested, at the next step of rank 0 once all members are
+        prepared.
 
-        No member can have passed that step: every step needs rank 0's gradients, and each member reads the board again
-        at every boundary.
-        ahead: 1 if the members make steps, 0 if not.
+        No member can have passed rank 0's next step: every step needs rank 0's gradients, and each member reads the
+        board again at every boundary.
+
+        ahead: 1 if the members take steps, 0 if not.
         """
         meet = asked.at
         if meet is None:
@@ -550,7 +560,7 @@ class BoundaryMachine:
         return [Transact(place)] if meet is not None and here.step >= meet else []
 
     def _follow_switch(self, place: int, here: HeldState) -> list[Action]:
-        """Follow, as an idle member, what the working members have agreed on."""
+        """Follow, as an idle member, a switch that the working members have agreed on."""
         asked, board = here.pending, here.board
         if asked is None:
             found = board.read(f"proposal/{here.attempt + 1}")
@@ -575,7 +585,7 @@ class BoundaryMachine:
         if newest.generation <= max(self._passed_over, 0 if at is None else at.generation):
             return False
         is_first = self.world is None and newest.change == "planned" and own.is_switching
-        return not is_first  # the switch that the user asked for comes before a planned change
+        return not is_first  # a switch requested by the user comes before a planned change
 
     def _set_out(self, own: OwnFacts, newest: Generation) -> list[Action]:
         self.forget()
@@ -639,10 +649,10 @@ class BoundaryMachine:
         return [*([Void(since)] if since else []), *self._go_on_from(of_engines)]
 
     def _answers(self, stay: Sequence[str], world: Generation, boards: Sequence[Board]) -> dict[str, Any] | None:
-        """Return what each member that may hold state has reported; None until all have.
+        """Return a map from each member that may hold state to its report; None until all have reported.
 
-        A member that has handed its state over may end before it answers; no answer of it is needed if one of the
-        others reports that it was released.
+        A member that has handed over its state may end before it reports. Its report is not needed if another member
+        reports that it was released.
         """
         if not boards[0].all_posted("survivor", stay):
             return None
@@ -654,8 +664,8 @@ class BoundaryMachine:
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
     def _be_left_out(self, own: OwnFacts) -> list[Action]:
-        """Give up the state of this member, which no other member asks for: it is new, or the coordinator did not know
-        it yet.
+        """Give up the state of this member, for which no other member asks: this member is new, or was not yet known to
+        the coordinator.
 
         The others continue without its state, and without the member itself if the new generation does not list it.
         """
@@ -664,9 +674,10 @@ class BoundaryMachine:
         return [LetGo()] if own.is_all_idle or own.is_aborted else []
 
     def _go_on_from(self, of_engines: list[dict[str, Survivor]]) -> list[Action]:
-        """Continue from the survivors' state; if one engine has lost state, all go back to copies or a checkpoint.
+        """Continue from the survivors' state. If one engine has lost state, all engines go back to copies or a
+        checkpoint.
 
-        All engines of a process go back together, since they share one history.
+        All engines of a process go back together, because they share one history.
         """
         sources = [whole_state(of_engine) for of_engine in of_engines]
         whole = tuple(source for source in sources if source is not None)
@@ -676,10 +687,11 @@ class BoundaryMachine:
         return []
 
     def _prove(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Choose the newest copies that are whole for all engines; the members that are to give them read them first.
+        """Choose the newest copies that are whole for all engines, and have the members that provide them check them
+        first.
 
-        No other copy is read, so a restoration waits while each member reads its own copy, and one more on the members
-        that keep copies of the dead.
+        No other copy is read. A restoration therefore waits while each member reads its own copy, and members that keep
+        copies of dead members read one more.
         """
         found = whole_copies(self._survivors) if self._leader else ()
         if not found:
@@ -704,7 +716,7 @@ class BoundaryMachine:
     def _pass_over(self, found: tuple[WholeCopies, ...], said: dict[int, Sequence[Sequence[int]]]) -> None:
         """Leave out damaged copies.
 
-        said: member -> for each engine, the ranks whose copies are damaged there.
+        said: a map from each member to the ranks of its damaged copies, for each engine.
         """
         self._proofs += 1
         for engine, whole in enumerate(found):
@@ -712,10 +724,10 @@ class BoundaryMachine:
             self._survivors[engine] = without(self._survivors[engine], whole.mark, damaged)
 
     def _go_back(self, own: OwnFacts, world: Generation, number: int, gone: str) -> list[Action]:
-        """Go back to a checkpoint with all engines, since one of them has lost state.
+        """Return all engines to a checkpoint, because one of them has lost state.
 
-        number: the index of that engine.
-        gone: whose copies were lost together with their holders, in words.
+        number: the index of the engine that has lost state.
+        gone: a description of whose copies were lost together with their holders.
         """
         lost = own.engines[number]
         if self._leader and lost.can_restore:
@@ -735,7 +747,8 @@ class BoundaryMachine:
     # ---- what the job is doing, and what it is to do -----------------------------------------------------------------
 
     def _leads(self, own: OwnFacts) -> bool:
-        """Return whether this member leads: it has rank 0 or, in a restoration, is the first that made its engines."""
+        """Return whether this member leads: it has rank 0 or, in a restoration, is the first member that has built its
+        engines."""
         return own.member == self._leader if self.restores else own.engines[0].rank == 0
 
     def _learn(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
@@ -769,10 +782,10 @@ class BoundaryMachine:
         return [Prepare(proposals)]
 
     def _lead(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Post what newcomers have to build; once they have built it, and no switch is being prepared, post proposals.
+        """Post what newcomers have to build. Once they have built it and no switch is being prepared, post proposals.
 
-        A switch that was asked for meanwhile comes first: members find a proposal at different times, and one of them
-        may be in that switch.
+        A switch that was requested in the meantime comes first: members find a proposal at different times, and one of
+        them may already be in that switch.
         """
         if "job" not in self._said:
             self._said.add("job")
@@ -808,7 +821,8 @@ class BoundaryMachine:
     # ---- the meeting -------------------------------------------------------------------------------------------------
 
     def _meet(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Meet, as a working member, at the step that rank 0 names: its next step, which no member can have passed."""
+        """Meet, as a working member, at the step that rank 0 names. This is rank 0's next step, which no member can
+        have passed."""
         first, step = self.proposals[0], own.engines[0].step
         if not first.source_members:  # restored, and the board was lost before the record was written
             return self.restored(own, is_whole=True)
@@ -827,10 +841,10 @@ class BoundaryMachine:
         return [self._record(), *self._enter(own, world)]
 
     def _meet_to_end(self, own: OwnFacts, boards: Sequence[Board]) -> list[Action]:
-        """Meet at the boundary that all happen to have reached, since all were asked to leave and time is short.
+        """Meet at a boundary that all members have reached. Used when all were asked to leave and time is short.
 
-        A member that has waited in vain for the others names its next step, which none can have passed. The first step
-        that any member names counts.
+        A member that has waited for the others in vain names its next step, which none can have passed. The first step
+        named by any member counts.
         """
         first, step, number = self.proposals[0], own.engines[0].step, own.engines[0].number
         stands = f"stands/{step}"
@@ -842,7 +856,8 @@ class BoundaryMachine:
         return [Post(first.meeting_key, step + 1, is_decision=True)] if own.has_waited else []
 
     def _meet_idle(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Take part, as an idle member, in a switch that begins, or follow the outcome of one without this member."""
+        """Take part, as an idle member, in a switch that is beginning, or follow the outcome of a switch without this
+        member."""
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:
             mine = self.registry.numbers[own.member]
@@ -883,21 +898,23 @@ class BoundaryMachine:
 
 
 def who_is_asked(world: Generation) -> tuple[str, ...]:
-    """Return the members that report after a failure what they hold: those that may hold state, or all if none may."""
+    """Return the members that must report after a failure what they hold: those that may hold state, or all members if
+    none may."""
     return world.members[: world.survivors] or world.members
 
 
 def _name(own: OwnFacts, engine: int, mark: Mark, rank: int) -> str:
-    """Return the id of the member that had a rank when a copy was taken; "" if that was in an earlier world."""
+    """Return the id of the member that had a rank when a copy was taken; "" if the copy was taken in an earlier
+    world."""
     here, ids = own.engines[engine], {number: one for one, number in own.registry.numbers.items()}
     is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
     return ids.get(here.members[rank], "") if is_this else ""
 
 
 def _survivor(own: OwnFacts, held: HeldState, gives: bool) -> Survivor:
-    """Return this member's report of what an engine holds.
+    """Return this member's report of what one engine holds.
 
-    gives: whether this member stays to give its copies.
+    gives: whether this member stays and can provide its copies.
     """
     return Survivor(
         number=held.number,

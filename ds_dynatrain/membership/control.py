@@ -1,8 +1,9 @@
 """The members' board: small records in the launcher's key-value store.
 
-No operation here is a collective: a member posts, reads, or polls until others have posted, and every poll has an end.
-Keys are written once and never used again. Records are plain JSON, in which arrays of numbers lie as they do in memory.
-In a job with a token each record is sealed, since torch's store takes them from anybody; counts and lists are not.
+No operation here is a collective: a member posts, reads, or polls until others have posted, and every poll ends. Keys
+are written once and never reused. Records are plain JSON with arrays of numbers appended as raw bytes. In a job with a
+token each record is sealed (authenticated), because torch's store accepts records from anybody; counts and lists are
+not.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ from ds_dynatrain.errors import DynatrainError, MemberMissing, OutcomeUnknown, T
 
 LONGEST_POLL_SECONDS = 0.005
 POLL_RANGE = 16
-"""Longest time between two reads of the store, divided by the shortest."""
+"""Ratio of the longest to the shortest time between two reads of the store."""
 POLLS_PER_SECOND = 30_000
-"""Most reads per second by all members that wait for the same record: the store answers some 50,000."""
+"""Most reads per second by all members that wait for the same record. The store answers some 50,000 per second."""
 LATER = 1 / 3
-"""Delay of the next read as a fraction of the time waited so far: a pause is short, other waits are long."""
+"""Delay before the next read, as a fraction of the time waited so far: waits in a pause are short, other waits are
+long."""
 STOP_SECONDS = 0.01
 MOST_STOP_SECONDS = 0.25
-"""Longest time between two checks for a reason to give up; `STOP_SECONDS` is the shortest."""
+"""Longest time between two checks for a reason to give up. The shortest is `STOP_SECONDS`."""
 LONGEST_SECONDS = 1800.0
-"""Longest wait for work of unknown duration, on a disk: as long as DeepSpeed waits for a collective."""
+"""Longest wait for work of unknown duration, such as work on a disk: as long as DeepSpeed waits for a collective."""
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 5
-"""Number of missing heartbeats below which a slow store or busy machine may be the cause, whatever the time-out."""
+"""Number of missing heartbeats up to which a slow store or busy machine may be the cause, whatever the time-out is."""
 AGAIN_SECONDS = 0.1
-"""Time between two attempts to reach the store for a decision."""
+"""Time between two attempts to ask the store for a decision."""
 
 TAG_BYTES = 32
 """Length of an HMAC-SHA256 tag."""
@@ -50,7 +52,8 @@ _MARK = "__array__"
 
 
 class Control:
-    """One member's access to the board; another thread needs a `clone`."""
+    """One member's access to the board (the members' records in a key-value store). Each further thread needs a
+    `clone`."""
 
     def __init__(
         self,
@@ -70,20 +73,20 @@ class Control:
         self.member = member
         self.timeout_seconds = timeout_seconds
         self.watch = watch
-        """Function that raises an error once no member should wait on this board any longer, such as after a death."""
+        """Function that raises an error once members should stop waiting on this board, such as after a death."""
         self.lost: OutcomeUnknown | None = None
-        """Error that is set if this member does not know what was decided and must not continue training; else None."""
+        """Error that is set if this member does not know a decision and must not continue training; else None."""
 
     @property
     def store(self) -> Store:
-        """The store under this board's prefix, for building process groups."""
+        """The key-value store under this board's prefix, for building process groups."""
         return self._store
 
     def clone(self) -> Control:
         """Return the same board over a connection of its own.
 
-        Do this once, not per switch: torch asks the name server for the peer's name at both ends of every new
-        connection, and a name server that does not answer holds up the whole store for seconds.
+        Make one clone and keep it, rather than one for each switch: for every new connection torch asks the name server
+        for the peer's name at both ends, and a name server that does not answer delays the whole store for seconds.
         """
         base = connected(self._base.clone, self._base.timeout.total_seconds())
         of_this = self.member, self.timeout_seconds, self.watch, self._seal, self._teardowns
@@ -94,7 +97,7 @@ class Control:
         self._store.set(key, self._packed(key, value))  # type: ignore[arg-type]
 
     def read(self, key: str) -> Any | None:
-        """Return the value under `key`; None if it was not posted yet."""
+        """Return the value under `key`; None if it has not been posted yet."""
         return self.value(key) if self._store.check([key]) else None
 
     def value(self, key: str) -> Any:
@@ -102,11 +105,12 @@ class Control:
         return self._unpacked(key, self._store.get(key))
 
     def decide(self, key: str, value: Any) -> Any:
-        """Post `value` unless another member was first; return the value that counts, the same for all.
+        """Post `value` unless another member was first, and return the value that counts, which is the same on all
+        members.
 
-        In a launch of fixed size a cut connection is replaced, and the store asked again until the time-out: a value
-        that is written once can safely be asked for twice. In a job whose members come and go it is not asked again,
-        since it may be another store by then, without the earlier values. Raises torch's DistError if there is no
+        In a launch of fixed size a broken connection is replaced, and the store is asked again until the time-out;
+        asking twice is safe, because a value is written only once. In a job whose members come and go the store is not
+        asked again, because it may be a new store without the earlier values. Raises torch's DistError if there is no
         answer.
         """
         data, begin = self._packed(key, value), time.monotonic()
@@ -122,12 +126,12 @@ class Control:
                 self._connect_anew()
 
     def raise_if_lost(self) -> None:
-        """Raise OutcomeUnknown if a decision is not known on this member."""
+        """Raise OutcomeUnknown if this member does not know a decision."""
         if self.lost is not None:
             raise self.lost
 
     def _connect_anew(self) -> None:
-        """Connect again after a cut; raise DistError if that fails within the time-out."""
+        """Connect again after a broken connection. Raises DistError if this fails within the time-out."""
         patience = self._base.timeout
         self._base.set_timeout(timedelta(seconds=self.timeout_seconds))
         try:
@@ -137,13 +141,13 @@ class Control:
         self._store = PrefixStore(self._prefix, self._base)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove records that no member will read again; they stay if the store cannot delete."""
+        """Remove records that no member will read again. They stay if the store cannot delete."""
         with suppress(RuntimeError):
             for key in keys:
                 self._store.delete_key(key)
 
     def count(self, key: str) -> int:
-        """Return the number of this call among all members' calls for `key`, from 1."""
+        """Return how many calls for `key` all members have made so far, this one included."""
         return int(self._store.add(key, 1))
 
     def add_to_list(self, key: str, entry: int) -> None:
@@ -151,11 +155,12 @@ class Control:
         self._store.append(key, f"{entry},")  # type: ignore[attr-defined]  # torch leaves it out of its stubs
 
     def read_list(self, key: str) -> list[int]:
-        """Return the numbers on a list, ascending; wait for the first one."""
+        """Return the numbers on a list in ascending order. Waits until the list has one."""
         return sorted(map(int, self._store.get(key).decode().rstrip(",").split(",")))
 
     def answers(self, seconds: float) -> bool:
-        """Return whether the store answers within `seconds`. A second call before the answer waits longer."""
+        """Return whether the store answers within `seconds`. A further call takes longer while an earlier one is
+        unanswered."""
         try:
             answered(lambda: self._store.check(["alive"]), seconds)
         except td.DistError:
@@ -163,7 +168,7 @@ class Control:
         return True
 
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool:
-        """Return whether `key/member` was posted for every member."""
+        """Return whether the record `key/member` was posted for every member."""
         return bool(self._store.check([f"{key}/{member}" for member in members]))
 
     def gather(
@@ -174,11 +179,13 @@ class Control:
         deadline: float | None = None,
         stop: Callable[[], None] | None = None,
     ) -> dict[int, Any]:
-        """Return the records `key/member` of all members, as soon as all were posted.
+        """Return the records `key/member` of all members, keyed by member, as soon as all were posted.
 
+        what: a description of what is awaited, for the error.
         deadline: a `time.monotonic()` value (default: the board's time-out from now).
         stop: called while polling; it may raise.
-        Raises MemberMissing, naming the members and `what` was awaited, when the deadline passes.
+
+        Raises MemberMissing, which names the missing members and `what`, when the deadline passes.
         """
         return self.wait({member: f"{key}/{member}" for member in members}, what, deadline, stop)
 
@@ -193,15 +200,15 @@ class Control:
         is_there: bool = True,
         is_patient: bool = False,
     ) -> dict[int, Any]:
-        """Return each member's record as soon as all were posted; the same as `gather`, but with any keys.
+        """Return each member's record as soon as all were posted. Differs from `gather` in that keys are arbitrary.
 
-        keys: member -> the key of its record.
+        keys: a map from each member to the key of its record.
         crowd: how many members wait at the same time.
         longest: the most seconds between two reads, for a small crowd.
         is_there: whether the records may have been posted already.
-        is_patient: whether the work takes an unknown time; a member then counts as missing once its heartbeat has
-        stopped for the time-out, or after half an hour. A board with a `watch` has no heartbeats, and waits half an
-        hour.
+        is_patient: whether the work takes an unknown time. If so, a member counts as missing once its heartbeat has
+            stopped for the time-out, or after half an hour. A board with a `watch` has no heartbeats, and waits half an
+            hour.
         """
         begin, names, patience = time.monotonic(), list(keys.values()), self.timeout_seconds
         beats = dict[int, Any]()
@@ -243,18 +250,19 @@ class Control:
         return unpack(data if self._seal is None else self._seal.take(f"{self._prefix}/{key}", data))
 
     def track_teardown(self, thread: threading.Thread) -> None:
-        """Remember a thread that takes process groups down, in a list that a board shares with its clones."""
+        """Remember a thread that destroys process groups, in a list that a board shares with its clones."""
         self._teardowns.add(thread)
 
     def finish_teardowns(self) -> None:
-        """Wait until no group is half taken down, at most the time-out for each."""
+        """Wait until no group is partly destroyed, for at most the time-out per group."""
         self._teardowns.finish(self.timeout_seconds)
 
 
 class Teardowns:
-    """Threads of this process that take process groups down; any thread may add one.
+    """Threads of this process that destroy process groups. Any thread may add one.
 
-    The process waits for them before it ends, because torch aborts a process that exits while a group is half gone.
+    The process waits for these threads before it ends, because torch aborts a process that exits while a group is
+    partly destroyed.
     """
 
     def __init__(self) -> None:
@@ -262,12 +270,12 @@ class Teardowns:
         self._lock = threading.Lock()
 
     def add(self, thread: threading.Thread) -> None:
-        """Add a thread that was started and ends by itself."""
+        """Add a thread that was started and will end by itself."""
         with self._lock:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def finish(self, timeout_seconds: float) -> None:
-        """Wait until no group is half taken down, at most the time-out for each."""
+        """Wait until no group is partly destroyed, for at most the time-out per group."""
         with self._lock:
             threads, self._threads = self._threads, []
         for thread in threads:
@@ -278,7 +286,7 @@ class Teardowns:
 
 
 def pack(value: Any) -> bytes:
-    """Return `value`, plain JSON whose leaves may be one-dimensional uint64 arrays, as bytes."""
+    """Return `value` as bytes. It must be plain JSON whose leaf values may also be one-dimensional uint64 arrays."""
     parts: list[bytes] = []
     text = json.dumps(value, default=partial(_placed, parts)).encode()
     if not parts:
@@ -287,7 +295,8 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value that `pack` made bytes of; arrays are views of `data`. Raise TransferError for other bytes."""
+    """Return the value that `pack` turned into these bytes. Arrays are views of `data`. Raises TransferError for other
+    bytes."""
     if not data.startswith(_WITH_ARRAYS):
         return json.loads(data)
     begin = len(_WITH_ARRAYS) + _LENGTH
@@ -299,7 +308,8 @@ def unpack(data: bytes) -> Any:
 
 
 def _placed(parts: list[bytes], held: Any) -> dict[str, list[int]]:
-    """Append an array to `parts`, and return its place there; raise TypeError for any other value, as `json` does."""
+    """Append an array to `parts`, and return its position there. Raises TypeError for any other value, the way `json`
+    does."""
     if not isinstance(held, np.ndarray) or held.dtype != np.uint64 or held.ndim != 1:
         raise TypeError(f"a {type(held).__name__} is neither plain JSON nor an array of uint64")
     start = sum(map(len, parts))
@@ -317,15 +327,15 @@ def _found(data: bytes, base: int, held: dict[str, Any]) -> Any:
 class RecordForged(DynatrainError, td.DistError):  # noqa: N818
     """Error for a record on the board that no member of the job has written.
 
-    It is handled like the loss of the store, as a decision under that key is unknown.
+    It is handled like the loss of the store, because the decision under that key is unknown.
     """
 
 
 class Seal:
     """Authentication tag that members of a job with a token put before each record.
 
-    secret: a key that only these members know and that differs in each generation, so that no record of another
-    generation is accepted.
+    secret: a key known only to these members. It differs in each generation, so records of another generation are
+    rejected.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -336,9 +346,8 @@ class Seal:
         return self._tag(key, data) + data
 
     def take(self, key: str, found: bytes) -> bytes:
-        """Return the record without its tag; raise RecordForged if a member of this job did not write it under this
-        key.
-        """
+        """Return the record without its tag. Raises RecordForged if it was not written by a member of this job under
+        this key."""
         tag, data = found[:TAG_BYTES], found[TAG_BYTES:]
         if not hmac.compare_digest(self._tag(key, data), tag):
             raise RecordForged(

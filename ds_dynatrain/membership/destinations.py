@@ -1,9 +1,9 @@
 """Destinations of a change, computed by the leader: the layout for each engine, and the member at each of its ranks.
 
-The layout for a world of n members follows from `dynatrain.layouts` of the configuration, read as a rule. "data" (the
-default) lets the data axis grow and shrink, and leaves the others as they are. "best" takes the layout that an
-extension finds best. A table names layouts by world size. "module:function" names a function of the user's:
-`function(members, present)` returns a `Layout`, a dictionary such as `{"data": 4, "zero_stage": 2}`, or None.
+The layout for a world of n members follows a rule, which `dynatrain.layouts` of the configuration names. "data" (the
+default) grows and shrinks the data axis, and leaves the others unchanged. "best" takes the layout that an extension
+finds best. A table names layouts by world size. "module:function" names a user's function: `function(members, present)`
+returns a `Layout`, a dictionary such as `{"data": 4, "zero_stage": 2}`, or None.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused
 from ds_dynatrain.space.layout import Layout
 
 Destination = tuple[Layout, tuple[int, ...]]
-"""Layout, and the member at each of its ranks."""
+"""A layout, and the member at each of its ranks."""
 
 WITH_NEWCOMERS = 2
-"""Attempts at a change that include newcomers.
+"""Number of attempts at a change that include newcomers.
 
-Later ones only include members that hold the state already, if one of them stays and there is a layout for these.
+Later attempts include only members that already hold the state, if one of them stays and there is a layout for them.
 """
 
 
 @dataclass(frozen=True)
 class Registry:
-    """Numbers of all members of a job by their ids; `following` is the next number to be given.
+    """Map from the ids of all members of a job to their numbers; `following` is the next number to be given.
 
     Every member that has entered a generation has its registry, so any leader of the next one gives the same numbers.
     """
@@ -47,27 +47,27 @@ class Registry:
         return Registry(numbers, following)
 
     def only(self, members: Iterable[str]) -> Registry:
-        """Return a registry of these members alone; numbers of others are not given again. Raise KeyError for an
-        unknown member.
-        """
+        """Return a registry of these members only. Numbers of other members are not given again. Raises KeyError for an
+        unknown member."""
         return Registry({member: self.numbers[member] for member in members}, self.following)
 
     def ids_of(self, numbers: Iterable[int]) -> frozenset[str]:
-        """Return the ids of members by their numbers."""
+        """Return the ids of the members with these numbers."""
         wanted = set(numbers)
         return frozenset(member for member, its in self.numbers.items() if its in wanted)
 
 
 @dataclass(frozen=True)
 class DestinationFacts:
-    """Facts by which a leader chooses destinations.
+    """Facts on which a leader bases its choice of destinations.
 
     world: the generation to enter.
     registry: the numbers of all members.
-    present: the present layout and members of each engine.
+    present: the current layout and members of each engine.
     tries: the number of attempts that have failed.
-    restores: whether the state comes from copies or a checkpoint, since the members do not have all of it any more.
-    has_copies: whether it comes from copies, which are on the members that had the ranks or keep their copies.
+    restores: whether the state comes from copies or a checkpoint, because the members no longer hold all of it.
+    has_copies: whether the state comes from copies, which lie on the ranks' own members or on those that keep their
+    copies.
     """
 
     world: Generation
@@ -85,7 +85,7 @@ class DestinationFacts:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules by which one engine gets its destination.
+    """Rules that determine the destination of one engine.
 
     choose: returns the layout for a number of members.
     assign: returns the member at each rank of a layout.
@@ -98,12 +98,13 @@ class Rules:
 def destinations(
     asked: DestinationFacts, engines: Sequence[Rules], say: Callable[[str], None]
 ) -> list[Destination] | None:
-    """Return the destination of each engine, its present one if nothing has to move; None if no layout is possible.
+    """Return the destination of each engine: its current one if nothing has to move. Returns None if no layout is
+    possible.
 
     say: logs a message for users.
     """
     world, present = asked.world, list(asked.present)
-    if not world.members:  # all go: they meet as they are, to save and end at one step
+    if not world.members:  # all members leave: they meet in their current layout, to save and end at one step
         return present
     if asked.restores:
         return _of_restoring(asked, engines, say)
@@ -159,7 +160,8 @@ def _of_restoring(
 
 
 def _choices(engines: Sequence[Rules], members: int) -> list[ChosenLayout]:
-    """Return each engine's layout for this many members, or for fewer so that all engines use the same number."""
+    """Return each engine's layout for this many members, or for fewer if the engines would otherwise use different
+    numbers."""
     while True:
         choices = [engine.choose(members) for engine in engines]
         sizes = {0 if choice.layout is None else choice.layout.world_size for choice in choices}
@@ -173,14 +175,14 @@ def _choices(engines: Sequence[Rules], members: int) -> list[ChosenLayout]:
 GROWS = "data"
 
 Rule = Callable[[int, Layout], Iterator[Layout]]
-"""Function of (number of members, present layout) that yields layouts, the best first."""
+"""Function of (number of members, current layout) that yields layouts, best first."""
 
 
 @dataclass(frozen=True)
 class ChosenLayout:
     """Layout to switch to, or None if there is none.
 
-    refusals: the reasons why better ones are not possible.
+    refusals: the reasons why better layouts are not possible.
     """
 
     layout: Layout | None
@@ -188,7 +190,7 @@ class ChosenLayout:
 
 
 def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = None) -> Rule:
-    """Return the rule that `dynatrain.layouts` describes; raise ConfigError if it describes none.
+    """Return the rule that `dynatrain.layouts` describes. Raises ConfigError if it describes none.
 
     best: the rule to use for "best"; without it, the data axis grows.
     """
@@ -200,7 +202,7 @@ def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = 
 
 
 def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], None]) -> ChosenLayout:
-    """Return the first layout of a rule that has no more ranks than `members`, and that `check` does not refuse.
+    """Return the first layout of a rule that has at most `members` ranks and that `check` does not refuse.
 
     check: raises SwitchRefused for a layout in which this model cannot be trained.
     """
@@ -227,11 +229,11 @@ def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], 
 
 
 def growing(members: int, present: Layout) -> Iterator[Layout]:
-    """Yield layouts with as many data ranks as possible, the largest first."""
+    """Yield layouts with as many data ranks as possible, largest first."""
     for data in range(members // (present.world_size // present.data), 0, -1):
         try:
             yield present.replace(data=data)
-        except LayoutError:  # experts ask for a multiple of their number
+        except LayoutError:  # experts require a multiple of their number
             continue
 
 

@@ -1,4 +1,4 @@
-"""Liveness of members: a thread of each member counts up a number on the board, so no clocks are compared."""
+"""Liveness of members: a thread of each member counts up a number in the key-value store, so no clocks are compared."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FIRST_ERROR = "first_error"
 """Key of the first error that ended a script: [member, error text]."""
 LAST_WORDS_SECONDS = 2.0
 LONG_SECONDS = 10.0
-"""Time after which a wait reports whom it waits for."""
+"""Time after which a wait reports what it waits for."""
 
 
 class Heartbeat:
-    """A daemon thread that posts a new number once a second until `stop`."""
+    """A daemon thread that posts an increasing number once a second until `stop`."""
 
     def __init__(self, control: Control) -> None:
         self._control = control.clone()
@@ -30,11 +30,12 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="dynatrain-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that posts."""
+        """Start the posting thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and wait for it: a thread that outlives Python, kept by a slow store, aborts the process."""
+        """Stop the thread, and wait until it has ended. If a slow store kept it alive after Python's end, the process
+        would abort."""
         self._stop.set()
         self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
 
@@ -50,11 +51,11 @@ class Heartbeat:
 
 @dataclass
 class Watch:
-    """Check, by a member that waits for work, on the other members.
+    """Check on the other members, made by a member that waits for work.
 
-    by_hearts: whether to judge them by their heartbeats. If not, the coordinator handles deaths, and only the ends of
-    scripts are checked.
-    seen: for each member, its last heartbeat and when that was first read.
+    by_hearts: whether to judge members by their heartbeats. If not, the coordinator handles deaths, and only the ends
+    of scripts are checked.
+    seen: a map from each member to its last heartbeat and the time at which that heartbeat was first read.
     checked: the time of the last check.
     """
 
@@ -64,7 +65,7 @@ class Watch:
     checked: float = 0.0
 
     def look(self, members: Iterable[int]) -> bool:
-        """Return whether all `members` have ended their scripts; cheap to call often.
+        """Return whether all `members` have ended their scripts. Cheap to call often.
 
         With `by_hearts`, raises MemberMissing for a member whose heartbeat has stopped for the time-out, and
         SystemExit(1) if a script ended with an error.
@@ -102,25 +103,27 @@ class Watch:
 
 
 def ended_in_error() -> bool:
-    """Return whether an uncaught exception ends this script."""
+    """Return whether this script is ending because of an uncaught exception."""
     return getattr(sys, "last_value", None) is not None
 
 
 def ending_error() -> BaseException | None:
-    """Return the exception that ends this script: an uncaught one, or one for which an engine is taken down."""
+    """Return the exception that ends this script: an uncaught one, or the one that is being handled while an engine is
+    closed."""
     handled = sys.exc_info()[1]  # `initialize` raises it again
     return getattr(sys, "last_value", None) or (handled if isinstance(handled, Exception) else None)
 
 
 def post_end(control: Control, error: BaseException | None = None) -> None:
-    """Post that this member's script has ended, and whether by an uncaught exception or by `error`."""
+    """Post that this member's script has ended, and whether an uncaught exception or `error` ended it."""
     control.post(f"ended/{control.member}", "error" if error is not None or ended_in_error() else "done")
 
 
 def say_last_words(control: Control, error: BaseException | None) -> None:
-    """Log the error that ended the job, and its member; called before `post_end` in a script that ends in an error.
+    """Log the error that ended the job, and the member that raised it. Called before `post_end` in a script that ends
+    in an error.
 
-    If one member raises an error, the errors of the others only say that a connection was closed.
+    Once one member has raised an error, the errors of the others only say that a connection was closed.
     """
     if error is None:
         return
@@ -137,10 +140,10 @@ def say_last_words(control: Control, error: BaseException | None) -> None:
 
 
 class Wait:
-    """Context of a wait that reports whom it waits for: `with Wait(whom, say) as wait:`.
+    """Context manager for a wait that reports what it waits for: `with Wait(whom, say) as wait:`.
 
-    whom: returns, in words, who is waited for; called every `LONG_SECONDS`.
-    say: reports these words in the job's status; called with "" once the wait is over.
+    whom: returns a description of the members that are waited for; called every `LONG_SECONDS`.
+    say: reports this description in the job's status; called with "" once the wait is over.
     """
 
     def __init__(self, whom: Callable[[], str], say: Callable[[str], None]) -> None:
@@ -156,7 +159,8 @@ class Wait:
         self.rest()
 
     def look(self) -> None:
-        """Report who is waited for if `LONG_SECONDS` have passed. Call it in every iteration of the waiting loop."""
+        """Report the members that are waited for if `LONG_SECONDS` have passed. Call it in every iteration of the
+        waiting loop."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + LONG_SECONDS
@@ -167,7 +171,7 @@ class Wait:
             logger.warning("waiting for %g s already, for %s; look at their logs if it goes on", LONG_SECONDS, whom)
 
     def rest(self) -> None:
-        """End the present wait; later calls of `look` belong to another one."""
+        """End the current wait; later calls of `look` start another one."""
         if self._has_told:
             self._has_told = False
             self._say("")

@@ -15,7 +15,8 @@ CONNECTING = "connecting"
 
 
 class Board(Protocol):
-    """Board on which members read what others have said: `engine.control.Control`, or a dictionary in simulations."""
+    """Key-value store in which members read each other's records: `engine.control.Control`, or a dictionary in
+    simulations."""
 
     def read(self, key: str) -> Any | None: ...
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool: ...
@@ -23,17 +24,20 @@ class Board(Protocol):
 
 @dataclass(frozen=True)
 class Proposal:
-    """A switch that all working members agreed to: the same record on every member.
+    """A switch that all working members agreed to. The record is the same on every member.
 
     generation: the number of the next world, which is used up even if the switch does not take place.
-    source_layout, source_members: the layout and members to switch from.
-    layout, members: the layout and members to switch to.
-    at: the number of optimizer steps after which it takes effect; None for the first boundary at which all are
+    source_layout: the layout to switch from.
+    source_members: the members to switch from.
+    layout: the layout to switch to.
+    members: the members to switch to.
+    at: the number of optimizer steps after which the switch takes effect; None for the first boundary at which all are
         prepared.
-    forms_anew: whether the process groups of the source cannot be used any more.
+    forms_anew: whether the process groups of the source can no longer be used.
     late: whether state that no forward pass reads moves during the next global batch.
-    cause: the extension that asked for it, "" for the script; an extension's switch gives way to the script's.
-    predicted_gain: the fraction of a step's time that it is expected to save, if that is why it is made.
+    cause: the extension that requested the switch, or "" for the script; an extension's switch gives way to the
+        script's.
+    predicted_gain: the fraction of a step's time that the switch is expected to save, if this is its reason.
     """
 
     generation: int
@@ -49,12 +53,12 @@ class Proposal:
 
     @property
     def key(self) -> str:
-        """Prefix of the keys under which the members of both worlds carry out the switch on the board."""
+        """Prefix of the keys that the members of both worlds use for the switch."""
         return f"switch/{self.generation}"
 
     @property
     def record_key(self) -> str:
-        """Key of the record that says whether the switch was committed."""
+        """Key of the record of whether the switch was committed."""
         return f"record/{self.generation}"
 
     @property
@@ -64,7 +68,7 @@ class Proposal:
 
     @property
     def ahead_key(self) -> str:
-        """Prefix of the keys under which the members connect at a boundary before that of the switch."""
+        """Prefix of the keys that the members use to connect at an earlier boundary than that of the switch."""
         return f"ahead/{self.generation}"
 
     @property
@@ -74,24 +78,22 @@ class Proposal:
 
     @property
     def union(self) -> tuple[int, ...]:
-        """Members that take part in the switch, in either world, ascending."""
+        """Members that take part in the switch, in either world, in ascending order."""
         return tuple(sorted({*self.source_members, *self.members}))
 
     def fingerprint(self) -> str:
-        """Return a short hash of the proposal without its number, for members to compare."""
+        """Return a short hash of the proposal without its number. Members compare these hashes."""
         text = json.dumps(to_record(replace(self, generation=0)), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def is_prepared(self, board: Board) -> bool:
-        """Return whether all members have reported that they are ready, or why not. Polls; never blocks."""
+        """Return whether every member has reported that it is ready, or why it is not. Polls; never blocks."""
         return board.read(f"prepared/{self.generation}/all") is not None
 
     def has_begun(self, board: Board) -> bool:
-        """Return whether rank 0 has reached the boundary of the switch. Called on idle members; polls and never
-        blocks.
-        """
+        """Return whether rank 0 has reached the boundary of the switch. Called on idle members. Polls; never blocks."""
         return board.all_posted(f"{self.key}/meet/0", self.source_members[:1])
 
     def is_connecting(self, board: Board) -> bool:
-        """Return whether rank 0 has begun to make communicators. Called on idle members; polls and never blocks."""
+        """Return whether rank 0 has begun to make communicators. Called on idle members. Polls; never blocks."""
         return board.all_posted(f"{self.ahead_key}/{CONNECTING}/0", self.source_members[:1])

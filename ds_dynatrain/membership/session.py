@@ -1,18 +1,18 @@
-"""Steps that members do together: all make the same calls in the same order, and all learn the same outcome of each.
+"""Joint steps of members: all make the same calls in the same order, and all learn the same outcome of each call.
 
 The model is `_DistWrapper` of torch's distributed checkpoint (`torch/distributed/checkpoint/utils.py`).
 
 | verb | every member | ends on all members with |
 |---|---|---|
-| `agree` | posts what it asks for, or why it cannot take part | one answer, or one refusal |
+| `agree` | posts its request, or why it cannot take part | one answer, or one refusal |
 | `first` | waits, while the first member computes | the value, or the first member's error |
 | `all` | posts a value | the values of all members |
 | `reduce` | posts a value that can be joined with others | the joined and judged value |
-| `vote` | does its part, and reports | one decision: commit if it went well on all, otherwise no commit on any |
+| `vote` | does its part, and reports | one decision: commit if no member failed, otherwise no commit on any |
 
 Values go up a `Tree`: a member that leads others joins their values with its own, and the first member posts one answer
-for all. Nothing here is a collective, and every wait has an end. A member that fails inside `vote` writes a record
-against the commit; members that wait watch this record and leave with its reason.
+for all. None of these calls is a collective, and every wait ends. A member that fails inside `vote` writes a record
+against the commit; waiting members watch this record and leave with its reason.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from ds_dynatrain.membership.control import LONGEST_POLL_SECONDS, Control, pack,
 
 T = TypeVar("T")
 Join = Callable[[Any, Any], Any]
-"""Function that joins the values of two groups of members, in the members' order; it has to be associative."""
+"""Associative function that joins the values of two groups of members, in the members' order."""
 Refused = Callable[[str, str], DynatrainError]
-"""Function that makes the error for a refusal, from the reason and the advice on what to do."""
+"""Function that makes the error for a refusal from the reason and the advice on what to do."""
 Differ = Callable[[int, int, Mapping[int, Any]], str]
-"""Function that makes the message about two members that ask for different things, from their numbers and requests."""
+"""Function that makes the message about two members with different requests, from their numbers and the requests."""
 
 ASK_ALL = "call it on every working member, at the same step and with the same arguments"
 ASK_ALIKE = "make the decision depend on engine.global_steps and on values that are equal on all ranks"
 WIDTH = 64
-"""Number of members that a leader reads from, itself included: so many reports take milliseconds to read."""
+"""Number of members from which a leader reads, itself included. This many reports take milliseconds to read."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of members: the first of every `width` members leads them, and so on with the leaders, level by level.
+    """A tree of members: the first of every `width` members leads them, the first of every `width` leaders leads those,
+    and so on.
 
     members: the members in any order that is the same on all of them; the first one is the root.
     """
@@ -57,7 +58,8 @@ class Tree:
     width: int = WIDTH
 
     def heard_by(self, member: int) -> list[tuple[int, ...]]:
-        """Return the members whose values `member` reads on each level, from the bottom up; empty if it leads none."""
+        """Return the members whose values `member` reads, for each level from the bottom up; empty if the member leads
+        none."""
         index, step, levels = self.members.index(member), 1, list[tuple[int, ...]]()
         while step < len(self.members) and index % (step * self.width) == 0:
             levels.append(self.members[index + step : index + step * self.width : step])
@@ -67,10 +69,10 @@ class Tree:
 
 @dataclass(frozen=True)
 class MemberRequest:
-    """One member's request.
+    """One member's request, or its refusal.
 
-    asked: what it asks for, in plain JSON.
-    refusal: if it cannot take part, the reason and the advice on what to do.
+    asked: the content of the request, in plain JSON.
+    refusal: the reason why the member cannot take part, and the advice on what to do; None if it can.
     """
 
     asked: Mapping[str, Any]
@@ -79,14 +81,14 @@ class MemberRequest:
 
 @dataclass(frozen=True)
 class VoteResult:
-    """Result of a vote, the same on all members.
+    """Result of a vote, the same on all members except for `interrupt`.
 
     commit: whether the decision is to commit.
-    reason: why not, in words.
-    is_damaged: whether it failed because a checkpoint is not what was saved.
-    said: what the first member reports about it, in plain JSON.
-    interrupt: the exception that stopped this member if it is not an error (Ctrl-C, SystemExit); to be raised once the
-        decision is carried out.
+    reason: why the decision was not to commit.
+    is_damaged: whether the vote failed because a checkpoint differs from what was saved.
+    said: what the first member reports about the vote, in plain JSON.
+    interrupt: the exception that stopped this member if it is not an error (Ctrl-C, SystemExit). It has to be raised
+        once the decision is carried out.
     """
 
     commit: bool
@@ -109,8 +111,8 @@ class VoteResult:
 class Session:
     """One joint task of `members`, such as a switch or a save.
 
-    board: the board through which the members communicate.
-    key: the session's prefix, unique on the board.
+    board: the key-value store through which the members communicate.
+    key: the session's key prefix, unique on the board.
     what: the name of the task, for error messages.
     record: the key of the decision; by default one below `key`.
     is_patient: whether the work takes an unknown time, so that members are waited for as long as they are alive.
@@ -136,16 +138,16 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this member is the first one, which gathers the values of all members and answers them."""
+        """Whether this member is the first one, which gathers all values and posts the answers."""
         return self.board.member == self.members[0]
 
     # ---- verbs -------------------------------------------------------------------------------------------------------
 
     def agree(self, mine: MemberRequest, answer: Any, refused: Refused, differ: Differ) -> Any:
-        """Return `answer` of the first member, if all ask for the same and none refuses.
+        """Return the first member's `answer` if all members make the same request and none refuses.
 
-        Raise the error that `refused` makes, on all members alike, if one refuses, asks for something else, or does not
-        ask within the time-out. A member that is late reads what the others have decided.
+        If a member refuses, makes a different request, or makes none within the time-out, all members raise the error
+        that `refused` makes. A late member reads what the others have decided.
         """
         refusal = None if mine.refusal is None else [self.board.member, *mine.refusal]
         asked = [[self.board.member, dict(mine.asked)]]
@@ -169,18 +171,19 @@ class Session:
         return said["answer"]
 
     def first(self, step: str, compute: Callable[[], T], doing: str) -> T:
-        """Return, on all members, what the first member computes, in plain JSON.
+        """Return on all members what the first member computes, in plain JSON.
 
         step: a name that is unique in the session.
         doing: what the members wait for, for error messages.
-        Raise CheckpointError with the first member's error text, on all members, if `compute` fails. An interrupt such
-        as Ctrl-C is raised as it is on the first member.
+
+        Raises CheckpointError with the first member's error text on all members if `compute` fails. An interrupt such
+        as Ctrl-C is raised unchanged on the first member.
         """
         board, first = self.board, self.members[0]
         if board.member == first:
             try:
                 said: dict[str, Any] = {"value": compute()}
-            except Exception as error:  # the others wait for an answer, whatever it is
+            except Exception as error:  # the others wait for an answer, whatever the error is
                 said = {"failed": _words(error, first)}
             except BaseException as error:
                 board.post(f"{self.key}/{step}", {"failed": _words(error, first)})
@@ -201,33 +204,36 @@ class Session:
         return self._wait({member: f"{self.key}/{step}/{member}"}, doing, self.stop)[member]
 
     def all(self, step: str, mine: Any) -> dict[int, Any]:
-        """Gather a short value of plain JSON from every member; return all of them, by member, on every member."""
+        """Gather a short value of plain JSON from every member, and return a map from member to value on every
+        member."""
         said = self.reduce(step, {str(self.board.member): mine}, _merged)
         return {int(member): each for member, each in said.items()}
 
     def have_come(self, step: str) -> bool:
-        """Return whether all members have reached a `reduce`, even if it ended without them. Polls; never blocks."""
+        """Return whether all members have reached a `reduce`, even if that `reduce` ended without them. Polls; never
+        blocks."""
         return self.board.all_posted(f"{self.key}/{step}/0", self.members)
 
     def forget(self, step: str) -> None:
-        """Remove the values that this member has posted in a `reduce` from the board; for steps that recur.
+        """Remove the values that this member has posted in a `reduce`. Needed for steps that recur.
 
-        The answer stays, as others may not have read it yet: see `forget_answer`.
+        The answer stays, because other members may not have read it yet; see `forget_answer`.
         """
         place, member = f"{self.key}/{step}", self.board.member
         levels = len(Tree(self.members).heard_by(member))
         self.board.remove(f"{place}/{level}/{member}" for level in range(levels + 1))
 
     def forget_answer(self, step: str) -> None:
-        """Remove the answer of a `reduce`, on the first member, once all have read it.
+        """Remove the answer of a `reduce`. Takes effect on the first member; call it once all members have read the
+        answer.
 
-        A member that has reached a later `reduce` has read it.
+        A member that has reached a later `reduce` has read the answer.
         """
         if self.is_first:
             self.board.remove([f"{self.key}/{step}/answer"])
 
     def gather(self, step: str, mine: Any, join: Join | None = None) -> Any:
-        """Return, on the first member, the values of all members: joined or, without `join`, by member.
+        """Return the values of all members on the first member: joined by `join`, or keyed by member without it.
 
         All other members get None and do not wait for the first one.
         """
@@ -240,12 +246,14 @@ class Session:
     def reduce(
         self, step: str, mine: Any, join: Join, judge: Callable[[Any], Any] | None = None, doing: str = ""
     ) -> Any:
-        """Join the values of all members, have the first member judge the result, and return its answer on all.
+        """Join the values of all members, have the first member judge the result, and return the answer on all members.
 
         mine: this member's value; values and the answer are records (see `pack`).
-        judge: makes the answer from the joined value; the answer should be short, as all members read it.
-        Raise on all members alike: MemberMissing if a member posts nothing within the time-out, CheckpointError with
-        the error text if `judge` fails, SwitchFailed if a member's `stop` has raised it before there was an answer.
+        judge: makes the answer from the joined value. The answer should be short, because all members read it.
+
+        Raises the same error on all members: MemberMissing if a member posts nothing within the time-out,
+        CheckpointError with the error text if `judge` fails, SwitchFailed if a member's `stop` raised it before there
+        was an answer.
         """
         place, doing = f"{self.key}/{step}", doing or self.what
         key = f"{place}/answer"
@@ -254,7 +262,7 @@ class Session:
             if self.is_first:
                 try:
                     answer = {"said": joined if judge is None else judge(joined)}
-                except Exception as error:  # the others wait for an answer, whatever it is
+                except Exception as error:  # the others wait for an answer, whatever the error is
                     answer = {"failed": _words(error, self.board.member)}
                 self.board.decide(key, answer)
             found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
@@ -273,13 +281,14 @@ class Session:
     def vote(
         self, work: Callable[[], Any], join: Join | None = None, judge: Callable[[Any], VoteResult] | None = None
     ) -> VoteResult:
-        """Do `work` and return the common decision, which is to commit if no member has failed.
+        """Do `work` and return the common decision. It is to commit if no member has failed.
 
         work: does this member's part, and returns its report.
         join: joins reports, as in `reduce`.
-        judge: called on the first member, makes the decision from all reports.
-        Raise OutcomeUnknown if the decision cannot be read: others may have committed, so this member must not continue
-        training.
+        judge: called on the first member; makes the decision from all reports.
+
+        Raises OutcomeUnknown if the decision cannot be read. Others may have committed, so this member must not
+        continue training.
         """
         mine, place, first = VoteResult(True), f"{self.key}/vote", self.members[0]
         try:
@@ -302,13 +311,14 @@ class Session:
             raise self.board.lost from mine.interrupt
 
     def give_up(self, error: BaseException) -> VoteResult:
-        """Decide against committing because of an error of this member, while others wait for its report."""
+        """Decide against committing because of an error of this member, while the others wait for its report."""
         return self.decide(self._against(error))
 
     def decide(self, mine: VoteResult) -> VoteResult:
-        """Write a decision unless a member has written one, and return the one that counts: the first.
+        """Write a decision unless another member has already written one, and return the first one written, which
+        counts.
 
-        Raise torch's DistError if it cannot be read.
+        Raises torch's DistError if the decision cannot be read.
         """
         vote = {"commit": mine.commit, "reason": mine.reason, "is_damaged": mine.is_damaged, "said": mine.said}
         return replace(VoteResult(**self.board.decide(self.record, vote)), interrupt=mine.interrupt)
@@ -321,7 +331,7 @@ class Session:
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Raise an error if a member has given up; called while waiting."""
+        """Raise an error if a member has given up. Called while waiting."""
         if self._stop is not None:
             self._stop()
         found = self.board.read(self.record)
@@ -329,7 +339,8 @@ class Session:
             raise VoteResult(False, is_damaged=found.get("is_damaged", False)).checkpoint_error(found["reason"])
 
     def _up(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
-        """Join the values of this member and of those that it leads, post the result for its own leader, and return it.
+        """Join this member's value with those of the members that it leads, post the result for its own leader, and
+        return it.
 
         On the first member the result is the joined value of all members.
         """
@@ -349,22 +360,23 @@ class Session:
         return self.board.wait(keys, doing, None, stop, *how)
 
     def _stop_if_answered(self, key: str, doing: str) -> None:
-        """Raise MemberMissing in a leader's wait if there is an answer: another member has found that some are missing.
+        """Raise MemberMissing in a leader's wait if there already is an answer: another member has found that some are
+        missing.
 
-        Called while waiting; also raises what `stop` raises.
+        Called while waiting. Also raises the errors of `stop`.
         """
         self.stop()
         if self.board.read(key) is not None:
             raise MemberMissing(doing, (), 0.0)
 
     def _account(self, place: str, missing: MemberMissing) -> dict[str, Any]:
-        """Return which members have not reached a step or, if all have, which ones were waited for."""
+        """Return the members that have not reached a step; if all have reached it, those listed in `missing`."""
         absent = [one for one in self.members if not self.board.all_posted(f"{place}/0", [one])]
         return {"missing": absent or list(missing.members), "seconds": missing.seconds}
 
 
 def ask_for_different_things(one: int, other: int, asked: Mapping[int, Any]) -> str:
-    """Return the message for two requests that differ, which quotes both."""
+    """Return the message for two different requests, which quotes both."""
     return f"members {one} and {other} ask for different things: {asked[one]} and {asked[other]}"
 
 
@@ -384,11 +396,12 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nothing(_one: Any, _other: Any) -> None:
-    """Join the reports of members if they have no content: return None."""
+    """Join two members' reports without content: return None."""
 
 
 def _words(error: BaseException, member: int) -> str:
-    """Return the text of an error for all members; unless it is enough alone, the member and the type come first."""
+    """Return the text of an error for all members. The member and the error's type are prepended unless the text is
+    sufficient without them."""
     if isinstance(error, CheckpointError | MemberMissing):
         return str(error)
     return (

@@ -1,9 +1,9 @@
-"""Survival of the state after a death: whether it is whole at one step, computed from what the survivors report.
+"""Survival of the state after a death: whether it is whole at one step, computed from the survivors' reports.
 
-Without ZeRO every data index holds everything, in a *replica* of ranks (one for each place on the other axes; experts
-need as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
-each element has one owner, so the state is whole only if no member has died (if, say, a collective failed). Otherwise
-there may be whole copies of an earlier step (`whole`).
+Without ZeRO every data index holds the whole state, in a *replica* of ranks (one for each position on the other axes;
+experts need as many adjacent replicas as their axis is long). One complete, clean replica has the whole state. With
+ZeRO each element has one owner, so the state is whole only if no member has died, for example if just a collective has
+failed. Otherwise there may be whole copies of an earlier step (`whole`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Survivor:
 
     number: the member's number.
     rank: its rank in `layout`; None if it holds no state.
-    generation: the number of the engine's world; members of different generations of the job may have the same.
+    generation: the number of the engine's world; members of different generations of the job may have the same number.
     step: the number of optimizer steps done.
     clean: whether no optimizer step was under way.
     is_aborted: whether a member of that world is dead, or a collective in it has failed.
-    copies: the copies that it has, of its own state and of others'.
-    frozen: the (layout, rank) in which it had the frozen weights that are in no copy, if there are any.
-    registered: how often parameters were registered anew.
-    since: see `Kept`; None if the member cannot know it, as it was idle and another coordinator runs now.
-    entered: the generation of the job that it entered last.
+    copies: the copies that the member has, of its own state and of other members' state.
+    frozen: the layout and rank in which the member had the frozen weights that are in no copy; None if there are none.
+    registered: how often the parameters were registered anew.
+    since: see `Kept`; None if the member cannot know it, because it was idle and the coordinator was replaced.
+    entered: the last generation of the job that the member entered.
     """
 
     number: int
@@ -48,7 +48,7 @@ class Survivor:
 
 @dataclass(frozen=True)
 class WholeState:
-    """A whole state: a layout, the member at each of its ranks, and the step at which all of them are."""
+    """A whole state: a layout, the member at each of its ranks, and the step at which all these members are."""
 
     layout: Layout
     members: tuple[int, ...]
@@ -56,10 +56,10 @@ class WholeState:
 
 
 def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
-    """Return the newest whole state that the survivors hold, with as many ranks as possible; None if there is none.
+    """Return the newest whole state that the survivors hold, with as many ranks as possible; None if they hold none.
 
-    Ranks of different layouts are not combined: after several losses in a row some members may already be in the
-    smaller layout, and others not yet.
+    Ranks of different layouts are not combined: after several losses in a row only some members may already be in the
+    smaller layout.
     """
     holders = [one for one in survivors.values() if one.rank is not None and one.clean]
     if not holders:
@@ -91,7 +91,7 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
 
 
 def replaced_before(survivors: Iterable[Survivor]) -> tuple[int, ...] | None:
-    """Return the stretch (`Mark.stretch`) of the newest load that any survivor knows; None if no survivor can know."""
+    """Return the `Mark.stretch` of the newest load that any survivor knows; None if no survivor can know it."""
     known = [tuple(one.since) for one in survivors if one.since is not None]
     return max(known) if known else None
 
@@ -99,7 +99,7 @@ def replaced_before(survivors: Iterable[Survivor]) -> tuple[int, ...] | None:
 def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies, ...]:
     """Return, for each engine, the survivors' newest copies that are whole for all engines; () if there are none.
 
-    engines: for each engine, the survivors' reports by member id.
+    engines: for each engine, a map from member id to the survivor's report.
     """
     found = newest_whole([_had(survivors) for survivors in engines])
     complete = [_with_frozen(whole, survivors) for whole, survivors in zip(found, engines, strict=False)]
@@ -108,9 +108,9 @@ def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies
 
 
 def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> WholeCopies | None:
-    """Return the copies, completed with members that have the frozen weights missing from them.
+    """Return the copies together with members that have the frozen weights missing from these copies.
 
-    Return None if some of these weights are lost.
+    Returns None if some of these weights are lost.
     """
     frozen = dict[Layout, dict[int, int]]()
     for one in survivors.values():
@@ -135,7 +135,7 @@ def without(
 ) -> dict[str, Survivor]:
     """Return the survivors without the damaged copies of one mark.
 
-    damaged: member -> the ranks of damaged copies.
+    damaged: a map from each member to the ranks of its damaged copies.
     """
     return {
         name: replace(
@@ -151,11 +151,12 @@ def without(
 def joint_loss(
     engines: Sequence[Mapping[str, Survivor]], name: Callable[[int, Mark, int], str] = lambda engine, mark, rank: ""
 ) -> str:
-    """Return, in words, whose copies were lost together with their holders; "" if there are no copies at all.
+    """Return a description of whose copies were lost together with their holders; "" if there are no copies at all.
 
-    The text is about the first engine that lacks any.
+    The description is about the first engine that lacks copies.
+
     engines: see `whole_copies`.
-    name: returns the member that had a rank of an engine when the copy was taken, or "" if it is not known.
+    name: returns the member that had a rank of an engine when the copy was taken, or "" if that member is unknown.
     """
     found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_had(one))) is not None]
     if not found:
@@ -169,7 +170,7 @@ def joint_loss(
 
 
 def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
-    """Return, in words, why existing copies do not count; "" if there are none."""
+    """Return a description of why existing copies do not count; "" if there are no copies."""
     there = [one for of_engine in engines for one in of_engine.values() if one.copies]
     if not there:
         return ""
@@ -179,7 +180,8 @@ def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
 
 
 def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
-    """Return the valid copies by member: those taken since the last load and the last registration of parameters."""
+    """Return a map from member to its valid copies: those taken since the last load and the last registration of
+    parameters."""
     since = replaced_before(survivors.values())
     registered = max((one.registered for one in survivors.values()), default=0)
     if since is None:

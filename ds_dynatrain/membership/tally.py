@@ -11,15 +11,15 @@ from ds_dynatrain.report import SwitchEvent
 
 
 class Clock:
-    """Clock that splits the time of a process's first engine.
+    """Clock that splits up the time of a process's first engine.
 
-    now: returns seconds, on any clock that never goes back.
+    now: returns the time in seconds by any monotonic clock.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._since: float | None = None
-        """Time at which this process came to its present boundary, or left the last one."""
+        """Time at which this process reached its current boundary or, between boundaries, left the last one."""
         self._step = 0
         self._is_at_boundary = False
         self._steps, self._samples = 0, 0
@@ -27,7 +27,7 @@ class Clock:
 
     @property
     def tally(self) -> Tally:
-        """Figures up to now; only whole steps are counted."""
+        """Figures up to now. Only whole steps are counted."""
         return Tally(
             steps=self._steps,
             samples=self._samples,
@@ -52,15 +52,16 @@ class Clock:
     def depart(self, step: int, samples: int) -> None:
         """Record the departure from a boundary.
 
-        step, samples: the numbers of optimizer steps and samples done.
+        step: the number of optimizer steps done.
+        samples: the number of samples done.
         """
         self._held += self._lap()
         self._step, self._samples, self._is_at_boundary = step, samples, False
 
     def start_over(self, step: int) -> None:
-        """Count the time since the last boundary as held, as its work is lost.
+        """Count the time since the last boundary as held, because the work done in it is lost.
 
-        step: the step that training resumes from.
+        step: the step from which training resumes.
         """
         if not self._is_at_boundary:
             self._held += self._lap()
@@ -68,12 +69,12 @@ class Clock:
             self._step = step
 
     def skip(self) -> None:
-        """Leave out the time since the last call, in which the member waited for work."""
+        """Leave out the time since the last call of any method, in which the member waited for work."""
         self._lap()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Return a context for saving a checkpoint at a boundary; its duration counts as saving time."""
+        """Context manager for saving a checkpoint at a boundary. The duration of its block counts as saving time."""
         begin = self._now()
         try:
             yield
@@ -81,17 +82,18 @@ class Clock:
             self._saving += self._now() - begin
 
     def _has_made_one(self, step: int) -> bool:
-        """Return whether one step was made since the last boundary; a larger difference comes from a checkpoint."""
+        """Return whether exactly one step was taken since the last boundary. A larger difference comes from a
+        checkpoint."""
         return step == self._step + 1
 
     def _lap(self) -> float:
-        """Return the seconds since the last call; 0 at the first."""
+        """Return the seconds since the last call; 0 in the first call."""
         since, self._since = self._since, self._now()
         return 0.0 if since is None else self._since - since
 
 
 def told(engine: int, event: SwitchEvent) -> Switched:
-    """Return the message that tells the coordinator about a switch, cut to the limits of messages.
+    """Return the message that reports a switch to the coordinator, with texts cut to the limits of messages.
 
     engine: number of the engine that switched.
     """
@@ -114,5 +116,5 @@ def told(engine: int, event: SwitchEvent) -> Switched:
 
 
 def _words(text: str) -> str:
-    """Return a text in one line, cut to the longest that a message takes."""
+    """Return a text on one line, cut to the longest text that a message takes."""
     return clipped(" ".join(text.split()), LONGEST_WORDS)

@@ -11,9 +11,10 @@ from ds_dynatrain.space.layout import Layout
 
 @dataclass(frozen=True)
 class Mark:
-    """Point in training at which a copy was taken; equal for the copies of all ranks that belong together.
+    """Point in training at which a copy was taken. It is equal for the copies of all ranks that belong together.
 
-    generation, segment: the generation and segment of the engine's world (see `EngineCore`).
+    generation: the generation of the engine's world (see `EngineCore`).
+    segment: the segment of the engine's world (see `EngineCore`).
     registered: how often the job has registered its parameters anew.
     step: the number of optimizer steps done.
     layout: the layout of the engine's world.
@@ -29,15 +30,16 @@ class Mark:
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """Key that the marks of all engines at one boundary share.
+        """Sort key of the boundary at which the copy was taken. The marks of all engines at one boundary share it.
 
-        A larger moment is always newer, even after a checkpoint of an earlier step was loaded.
+        A larger key is always newer, even after a checkpoint of an earlier step was loaded.
         """
         return self.first or (self.generation, int(self.segment.partition(".")[2]), self.registered, self.step)
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """Part of `moment` that grows with every load; copies with a smaller stretch hold a state that was replaced."""
+        """First part of `moment`, which grows with every load. Copies with a smaller value hold a state that was
+        replaced."""
         return self.moment[:2]
 
 
@@ -45,9 +47,9 @@ class Mark:
 class Had:
     """A copy that a member has.
 
-    mark: the point in training at which it was taken.
-    rank: the rank whose state it contains.
-    is_own: whether it contains the state of the member itself.
+    mark: the point in training at which the copy was taken.
+    rank: the rank whose state the copy contains.
+    is_own: whether the copy contains the member's own state.
     lacks_frozen: whether some frozen weights are in no copy with this mark.
     """
 
@@ -59,10 +61,10 @@ class Had:
 
 @dataclass(frozen=True)
 class Frozen:
-    """Frozen weights that are in no copy, since many members hold them.
+    """Frozen weights that are in no copy, because many members hold them.
 
     layout: a layout without ZeRO.
-    members: the member that holds them at each rank of this layout.
+    members: the member that holds the weights at each rank of this layout.
     """
 
     layout: Layout
@@ -73,9 +75,9 @@ class Frozen:
 class WholeCopies:
     """Copies that make up a whole state.
 
-    mark: the point in training at which they were taken.
-    holders: for each rank, the member that gives its copy.
-    frozen: the members with the frozen weights that are in no copy, if there are any.
+    mark: the point in training at which the copies were taken.
+    holders: for each rank, the member that provides its copy.
+    frozen: the members with the frozen weights that are in no copy, if there are such weights.
     """
 
     mark: Mark
@@ -84,17 +86,18 @@ class WholeCopies:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Members that give a copy or frozen weights, ascending."""
+        """Members that provide a copy or frozen weights, in ascending order."""
         return tuple(sorted({*self.holders, *(() if self.frozen is None else self.frozen.members)}))
 
 
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
-    """Return, for each engine, the newest copies that are whole for all engines: a copy of every rank, taken at one
+    """Return, for each engine, the newest copies that are whole for all engines: one of every rank, taken at one
     boundary.
 
-    Return () if there are none.
-    engines: for each engine, the copies that each member has. If several members have a rank's copy, the rank itself
-    gives it, or else the member that gives the fewest others.
+    Returns () if there are none. If several members have a rank's copy, the member of that rank itself provides it, or
+    else the one that provides the fewest others.
+
+    engines: for each engine, the copies that each member has.
     """
     found = [
         {
@@ -109,14 +112,17 @@ def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeC
 
 
 def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | None:
-    """Return the mark of the newest copy, and the ranks of which no copy with this mark exists; None without copies."""
+    """Return the mark of the newest copy, and the ranks without a copy of this mark; None if there are no copies."""
     for mark, by_rank in _by_mark(had):
         return mark, tuple(rank for rank in range(mark.layout.world_size) if rank not in by_rank)
     return None
 
 
 def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dict[int, bool]]]]:
-    """Return, for each mark (newest first) and each rank, the members with its copy, and whether it is their own."""
+    """Return (mark, holders) for each mark, newest first.
+
+    holders: a map from rank to {member with the rank's copy: whether it is a copy of the member's own state}.
+    """
     found: dict[Mark, dict[int, dict[int, bool]]] = {}
     for member, copies in sorted(had.items()):
         for copy in copies:

@@ -5,9 +5,9 @@
 | `server` | the HTTP server, for readers with the token |
 | `metrics` | the metrics of the job, for Prometheus |
 | `page` | the web page of the job: one self-contained document |
-| `static/` | the page's parts, and uPlot as it was published |
+| `static/` | the page's parts, and an unmodified copy of uPlot |
 
-All of it comes from the coordinator: `elastic/history` and `elastic/view`.
+All data comes from the coordinator: `elastic/history` and `elastic/view`.
 
 May import `elastic`; start with `server`.
 """

@@ -1,6 +1,6 @@
 """A view of a job as Prometheus metrics: in the text format, or in OpenMetrics for clients that ask for it.
 
-Each answer has its own registry, filled from one view, so it contains nothing else about the process or Python.
+Each answer has its own registry, filled from one view. It therefore contains no metrics of this process or of Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def encoded(view: View, accept: str) -> tuple[bytes, str]:
 
 
 class _Collector:
-    """Collector of one view's metrics, as a registry calls it."""
+    """Collector of one view's metrics, for a Prometheus registry."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -111,9 +111,9 @@ def _changes(view: View) -> Iterator[Metric]:
 
 
 def _goodput(view: View) -> Iterator[Metric]:
-    """Yield the metrics of productive and lost time, under the names of ml-goodput-measurement.
+    """Yield the metrics of productive and lost time, under the names that ml-goodput-measurement uses.
 
-    The metrics of time are gauges, because seconds of steps that are lost later stop counting.
+    Time metrics are gauges rather than counters, because the seconds of steps that are lost later stop counting.
     """
     found = view.goodput
     yield _gauge("dynatrain_goodput_ratio", "ETTR: share of the time that became training.", found.ratio)

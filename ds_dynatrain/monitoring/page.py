@@ -1,4 +1,4 @@
-"""The web page: one document that contains everything it needs and sends requests to this server alone.
+"""The web page: one document that contains everything it needs and sends requests only to this server.
 
 `static/` has its parts. uPlot is unchanged from npm (`npm pack uplot@1.6.32`), with its licence beside it.
 """

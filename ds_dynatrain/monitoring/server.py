@@ -1,8 +1,8 @@
 """The monitoring port: GET requests for three paths, answered in separate threads from a view that the coordinator
 makes.
 
-Each reader has a few seconds and a few kilobytes, and few are served at a time: a slow or hostile reader loses its own
-connection, and never holds the coordinator up.
+Each reader has a few seconds and a few kilobytes, and only a few are served at a time. A slow or hostile reader loses
+its own connection, and never delays the coordinator.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Answer = tuple[HTTPStatus, str, bytes]
 class Monitor:
     """HTTP server of a job's view, from `start` to `stop`.
 
-    Raises ElasticError as `Reading.listen` does.
+    Raises ElasticError under the same conditions as `Reading.listen`.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -54,7 +54,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._serve, name="dynatrain-monitor", daemon=True)
 
     def start(self, feed: Feed[View]) -> None:
-        """Serve the values of this feed from now on, in a thread."""
+        """Start serving the values of this feed in a thread."""
         self._server.feed = feed
         self._thread.start()
         logger.info("the job can be watched at http://%s/ with the token in %s", self._where, self._token_file)
@@ -91,25 +91,25 @@ class _Server(ThreadingHTTPServer):
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, or close it if `MOST_READERS` are being served already."""
+        """Serve a connection in a thread, or close it if `MOST_READERS` are already being served."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection to its end, then make room for another reader."""
+        """Serve a connection to its end, and make room for another reader after that."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log, at debug level, that a connection has broken off."""
+        """Log at debug level that a connection was broken."""
         logger.debug("monitoring: %s: the connection ended", client_address, exc_info=True)
 
     def answer(self, path: str, accept: str) -> Answer:
-        """Return the answer for a path. It is rendered once for all readers of the same view."""
+        """Return the answer for a path. The answer is rendered once for all readers of the same view."""
         if path == "/":
             return HTTPStatus.OK, "text/html; charset=utf-8", PAGE
         if path not in PATHS:
@@ -139,7 +139,7 @@ def _status(view: View, accept: str) -> Answer:
 
 
 PATHS: dict[str, Callable[[View, str], Answer]] = {"/metrics": _metrics, "/status.json": _status}
-"""Paths that show the view, each with the function that renders it."""
+"""Map from each path that shows the view to the function that renders it."""
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -149,7 +149,7 @@ class _Request(BaseHTTPRequestHandler):
     server_version, sys_version = "ds-dynatrain", ""
 
     def setup(self) -> None:
-        """Read the whole request first, within `READ_SECONDS`, however slowly it comes."""
+        """Read the whole request first, within `READ_SECONDS`, even if it arrives slowly."""
         super().setup()
         self.rfile.close()
         self._said = _head(self.connection)
@@ -157,7 +157,7 @@ class _Request(BaseHTTPRequestHandler):
         self.connection.settimeout(WRITE_SECONDS)  # sendall's limit for all bytes together
 
     def handle(self) -> None:
-        """Answer one request, if it is complete."""
+        """Answer one request if it is complete."""
         if END in self._said:
             self.handle_one_request()
         elif self._said:
@@ -195,7 +195,7 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send only the phrase of an HTTP error, without repeating anything of the request."""
+        """Send only the phrase of an HTTP error, without repeating any part of the request."""
         self._say((HTTPStatus(code), TEXT, f"{HTTPStatus(code).phrase}\n".encode()))
 
     def log_message(self, format: str, *arguments: Any) -> None:
@@ -205,7 +205,7 @@ class _Request(BaseHTTPRequestHandler):
 def _head(connection: socket.socket) -> bytes:
     """Return a request up to the end of its headers, or its first `LARGEST_REQUEST` bytes.
 
-    Raises TimeoutError if it does not come in time.
+    Raises TimeoutError if the request does not arrive in time.
     """
     end, said = time.monotonic() + READ_SECONDS, b""
     while END not in said and len(said) < LARGEST_REQUEST:

@@ -1,6 +1,6 @@
 """Reports of switches: each switch has an event, which is shown as a log line, as a line of JSON and in a table.
 
-This package needs neither torch nor DeepSpeed, so that reports can be read anywhere.
+This package needs neither torch nor DeepSpeed, so reports can be read on any machine.
 
 May import `records`; start with `event`.
 """

@@ -11,8 +11,8 @@ class Check:
 
     name: the property that was checked.
     value: the value that was found.
-    is_well: whether a job can run with this value; None if any value will do.
-    note: what to do about the value, or what it is for.
+    is_well: whether a job can run with this value; None if any value is acceptable.
+    note: what to do about the value, or its purpose.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The event with which every switch ends, whatever its outcome, as a line of text and as a line of JSON."""
+"""The event that records every switch, whatever its outcome, as a line of text and as a line of JSON."""
 
 from __future__ import annotations
 
@@ -11,103 +11,104 @@ from ds_dynatrain.errors import TransferError
 from ds_dynatrain.records import from_record, to_record
 
 Outcome = Literal["committed", "rolled_back", "cancelled"]
-"""How a switch ends; "cancelled": the job ended before a boundary came for it."""
+"""Possible outcomes of a switch. "cancelled": the job ended before the switch could begin at a boundary."""
 
 _KIND = "switch"
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a switch: a layout and the members that train under it, in the order of their ranks."""
+    """One side of a switch: a layout, and the members that train in it, in the order of their ranks."""
 
     layout: Mapping[str, Any]
-    """Sizes of the axes by name, and `zero_stage`; `boundaries` and `shares` where the layout has them."""
+    """Sizes of the axes by name, and `zero_stage`; also `boundaries` and `shares` if the layout has them."""
     members: tuple[int, ...]
 
     def describe(self) -> str:
-        """Return the layout in words, axes of size 1 left out: `data=4 zero_stage=3`."""
+        """Return a description of the layout without axes of size 1, such as `data=4 zero_stage=3`."""
         always = ("data", "zero_stage")
         return " ".join(f"{name}={size}" for name, size in self.layout.items() if name in always or size != 1)
 
 
 @dataclass(frozen=True)
 class CertificateSummary:
-    """Summary of the certificate: the values that were proved equal before the commit."""
+    """Summary of the certificate, which proves before the commit that the values on both sides are equal."""
 
     tensors: int
     """Number of logical tensors."""
     kinds: tuple[str, ...]
     """Names of the state kinds."""
     digest: str
-    """One digest over all tensors and kinds, in hexadecimal digits."""
+    """One digest over all tensors and kinds, in hexadecimal."""
 
 
 @dataclass(frozen=True)
 class SwitchEvent:
-    """One switch, over all of its members: byte counts are sums, phases and pause the reporting member's, and all else
-    the largest of any member."""
+    """One switch, over all of its members. Byte counts are sums over the members, phases and pause are those of the
+    reporting member, and every other measurement is the largest of any member."""
 
     outcome: Outcome
     generation: int
-    """Generation of the world that the switch asked for."""
+    """Generation number of the world that the switch was to form."""
     step: int
-    """Optimizer steps that were complete when the switch took effect."""
+    """Number of optimizer steps that were complete when the switch took effect."""
     source: Side
     target: Side
     bytes_kept: int = 0
     """Bytes that stayed in their buffer."""
     bytes_local: int = 0
-    """Bytes copied from one buffer of a member into another of the same member."""
+    """Bytes copied between two buffers of the same member."""
     bytes_sent: int = 0
-    """Bytes that crossed between members, collectives included."""
+    """Bytes sent between members, including collectives."""
     bytes_minimum: int = 0
-    """The fewest bytes that can cross for this change with the best allowed assignment of slots."""
+    """The fewest bytes that this change can send between members, with the best allowed assignment of members to
+    slots."""
     phases_ms: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds by phase, in the order in which the phases ran."""
+    """Duration of each phase in milliseconds, in the order in which the phases ran."""
     pause_ms: float = 0.0
-    """How long training stood still, the certificate included."""
+    """How long training was paused, including the time for the certificate."""
     certificate_ms: float = 0.0
-    """The certificate's share of the pause."""
+    """The part of the pause that the certificate took."""
     late_bytes: int = 0
-    """The part of `bytes_sent` that travelled after the pause, during the first global batch."""
+    """The part of `bytes_sent` that was sent after the pause, during the first global batch."""
     late_ms: float = 0.0
-    """How long the late bytes took, their digests included; training went on meanwhile."""
+    """How long the late bytes took, including their digests. Training continued during this time."""
     late_wait_ms: float = 0.0
-    """How long the first optimizer step then stood still: for late bytes, the second vote and the record."""
+    """How long the first optimizer step after the pause waited for late bytes, the second vote and the record."""
     peak_memory_bytes: int = 0
-    """The most that a member held between drain and release."""
+    """The most memory that a member held between drain and release."""
     memory_bound_bytes: int = 0
     """The most memory that the configuration allowed a member to hold."""
     communicators_built: int = 0
-    """Connections between members that were made anew for the accelerator; none on a CPU."""
+    """Number of connections between members that were newly made for the accelerator; 0 on a CPU."""
     communicators_kept: int = 0
-    """Connections that were kept because their members stayed the same."""
+    """Number of connections that were kept because their members stayed the same."""
     connect_ms: float = 0.0
-    """How long making connections took, at this boundary or at an earlier one."""
+    """How long it took to make connections, at this boundary or at an earlier one."""
     connect_pause_ms: float = 0.0
-    """The part of `connect_ms` in the pause, in the phase `rebuild` (of a lean switch, in `verify`): all of it, or
-    nothing."""
+    """The part of `connect_ms` that lay in the pause, in the phase `rebuild` (in `verify` if the switch is lean): all
+    of it, or nothing."""
     recompile_ms: float | None = None
-    """How long the first step after the switch took to compile again, including the dropping of old code; outside the
-    pause. None before that step, and where nothing is compiled."""
+    """How long recompilation took in the first step after the switch, including dropping the old code. This time is not
+    part of the pause. None before that step, and if nothing is compiled."""
     cause: str = ""
-    """The extension that asked for the switch; empty if the script or a change of members did."""
+    """The extension that requested the switch; empty if the script or a change of members did."""
     predicted_gain: float | None = None
-    """Share of a step that the switch was meant to save, if that is its purpose."""
+    """Fraction of a step's time that the switch was expected to save, if this was its purpose."""
     measured_gain: float | None = None
-    """Measured share of a step that was saved; None until the next window has measured it."""
+    """Measured fraction of a step's time that was saved; None until the next window has measured it."""
     certificate: CertificateSummary | None = None
     reason: str = ""
-    """Reason of a rollback or cancellation."""
+    """Reason for a rollback or cancellation."""
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the event as one line of JSON without a line break; `from_json` reads it back, equal."""
+        """Return the event as one line of JSON, without a line break. `from_json` turns it back into an equal event."""
         return json.dumps({"event": _KIND, **to_record(self)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> SwitchEvent:
-        """Return the event of a line that `to_json` wrote; raises `ValueError` for a line that is no switch."""
+        """Return the event in a line that `to_json` wrote. Raises `ValueError` if the line is not a switch."""
         read = json.loads(line)
         if not isinstance(read, dict) or read.pop("event", None) != _KIND:
             raise ValueError(f"not a line about a switch: {line[:80]!r}")
@@ -119,7 +120,7 @@ class SwitchEvent:
             ) from error
 
     def line(self) -> str:
-        """Return the event as one line that a person can read."""
+        """Return the event as one human-readable line."""
         head = f"switch {self.generation} at step {self.step}: {self.source.describe()} -> {self.target.describe()}"
         phases = ", ".join(f"{name} {duration:.0f}" for name, duration in self.phases_ms.items())
         took = f"{self.pause_ms:.0f} ms" + (f" ({phases})" if phases else "")

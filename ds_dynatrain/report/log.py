@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from ds_dynatrain.report.event import SwitchEvent
 
 LONG_SECONDS = 10.0
-"""Seconds after which a wait is logged, once."""
+"""Number of seconds after which a wait is logged, once."""
 
 logger = logging.getLogger("ds_dynatrain")
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("ds_dynatrain")
 class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """A handler that writes the package's log to stderr unless `logging` has been configured.
 
-    Warnings appear on every process, information only on the first process of each node.
+    Warnings are shown by every process, information only by the first process of each node.
     """
 
     def __init__(self) -> None:
@@ -29,15 +29,15 @@ class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to show a record; called by `logging`."""
         if logging.getLogger().handlers:
-            return False  # `logging` has been configured since, and its own handlers show the record
+            return False  # `logging` was configured later, and its own handlers show the record
         return record.levelno >= logging.WARNING or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def show_by_default() -> None:
-    """Show switches, joins, leaves and deaths on stderr, unless the script has configured `logging` already.
+    """Show switches, joins, leaves and deaths on stderr, unless the script has already configured `logging`.
 
     Called by `initialize`, `init_distributed` and the agent of an elastic launch. `logging.getLogger("ds_dynatrain")
-    .setLevel("WARNING")` hides them.
+    .setLevel("WARNING")` hides these messages.
     """
     if not logger.hasHandlers():
         logger.addHandler(DefaultHandler())
@@ -47,9 +47,9 @@ def show_by_default() -> None:
 
 @contextmanager
 def telling_if_long(what: str | Callable[[], str]) -> Iterator[None]:
-    """Log once what this context waits for if it lasts longer than `LONG_SECONDS`.
+    """Context manager that logs once what it waits for if its block takes longer than `LONG_SECONDS`.
 
-    what: a description of it, or a function that returns one.
+    what: a description of what the block waits for, or a function that returns one.
     """
 
     def tell() -> None:
@@ -71,7 +71,7 @@ def log_event(event: SwitchEvent) -> None:
 
 
 def log_gain(event: SwitchEvent) -> None:
-    """Log how much faster steps became after a switch that was meant to save time, once that has been measured."""
+    """Log the measured change in step time after a switch that was meant to save time."""
     gains = 100 * (event.measured_gain or 0.0), 100 * (event.predicted_gain or 0.0)
     logger.info("switch %d: steps take %.1f %% less since, predicted %.1f %%", event.generation, *gains)
 

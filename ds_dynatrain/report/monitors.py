@@ -5,11 +5,11 @@ from __future__ import annotations
 from ds_dynatrain.report.event import SwitchEvent
 
 Row = tuple[str, float, int]
-"""A name, a value, and the number of samples trained so far (the x-axis), as in DeepSpeed's own rows."""
+"""A name, a value, and the number of samples trained so far (the x-axis), like DeepSpeed's own rows."""
 
 
 def rows(event: SwitchEvent, samples: int) -> list[Row]:
-    """Return the rows of a switch; one that was not committed has only its outcome and its pause.
+    """Return the rows of a switch. A switch that was not committed has only its outcome and its pause.
 
     samples: number of samples trained before the switch.
     """

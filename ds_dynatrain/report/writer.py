@@ -1,6 +1,6 @@
 """Reading and writing of event files, to which each event is appended as one line of JSON.
 
-A run has one file, however often its rank 0 changes.
+A run has one file, no matter how often its rank 0 changes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 from ds_dynatrain.report.event import SwitchEvent
 
 _LATER = {"recompile": "recompile_ms", "gain": "measured_gain"}
-"""Fields of a switch that become known only after its event was written, by the "event" of the line that adds them."""
+"""Fields of a switch that become known only after its event was written. Each is keyed by the "event" of the line that
+adds it."""
 
 
 @dataclass(frozen=True)
 class EventWriter:
-    """A writer that appends events to the file at `path`, and creates its folder if needed.
+    """A writer that appends events to the file at `path`, and creates the file's folder if needed.
 
     The file is closed after each event. The current rank 0 writes; the next rank 0 continues the same file.
     """
@@ -26,15 +27,17 @@ class EventWriter:
     path: Path
 
     def write(self, event: SwitchEvent) -> None:
-        """Append one event to the file. Raises `OSError` if that fails."""
+        """Append one event to the file. Raises `OSError` if writing fails."""
         self.write_line(event.to_json())
 
     def write_recompile(self, event: SwitchEvent) -> None:
-        """Append a line `{"event": "recompile", ...}` with a switch's recompilation time, known after the next step."""
+        """Append a line `{"event": "recompile", ...}` with a switch's recompilation time, which is known only after the
+        next step."""
         self._write_later("recompile", event)
 
     def write_gain(self, event: SwitchEvent) -> None:
-        """Append a line `{"event": "gain", ...}` with a switch's measured gain, known only after a later window."""
+        """Append a line `{"event": "gain", ...}` with a switch's measured gain, which is known only after a later
+        window."""
         self._write_later("gain", event)
 
     def _write_later(self, kind: str, event: SwitchEvent) -> None:
@@ -42,7 +45,7 @@ class EventWriter:
         self.write_line(json.dumps(record, separators=(",", ":")))
 
     def write_line(self, line: str) -> None:
-        """Append one line of JSON; the lines of extensions have an "event" of their own."""
+        """Append one line of JSON. Lines that extensions write have an "event" of their own."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -51,8 +54,8 @@ class EventWriter:
 def read_events(path: str | Path) -> list[SwitchEvent]:
     """Return the switches in a file in the order in which they were written.
 
-    Values that later lines add are put into their switches, and lines of extensions are skipped. Raises `ValueError`
-    with the number of a line that is not valid.
+    Values added by later lines are merged into their switches, and lines of extensions are skipped. Raises `ValueError`
+    with the number of an invalid line.
     """
     events: list[SwitchEvent] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):

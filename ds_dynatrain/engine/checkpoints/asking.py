@@ -1,4 +1,5 @@
-"""Agreement before a checkpoint is saved or loaded: all working members ask for the same, and nothing is in the way."""
+"""Agreement before a checkpoint is saved or loaded: all working members make the same request, and nothing prevents
+it."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from ds_dynatrain.reshard.core import EngineCore
 def ask(session: Session, engine: EngineCore, path: Path, tag: str | None, in_the_way: str) -> None:
     """Agree with all members on a save or a load of a checkpoint, which `session.what` names.
 
-    in_the_way: a reason to refuse that is already known, or "".
+    in_the_way: a known reason to refuse, or "".
 
-    Raises CheckpointError, on all members alike, if one refuses, asks for something else, or does not ask at all.
+    Raises CheckpointError on all members if one of them refuses, makes a different request, or makes none.
     """
     refusal = (in_the_way, "") if in_the_way else None
     try:

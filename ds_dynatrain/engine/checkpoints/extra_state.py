@@ -1,9 +1,9 @@
-"""Extra state in a checkpoint (the carry): what all ranks share, and what belongs to single ranks, saved and loaded.
+"""Extra state in a checkpoint (the carry): shared by all ranks, or belonging to single ranks; saved and loaded.
 
 Each rank has random streams and per-rank extra state (the rest), which includes tensors. A rank continues with the
 state of its position in the saved layout. A new position gets the random streams that a switch would give it, and the
-rest of rank 0; buffers of layers that it did not have before come from the pipeline stages that had them. The types of
-all values that are read are checked before they are used.
+rest of rank 0; buffers of layers that are new to the position come from the pipeline stages that had them. The types of
+all values read are checked before the values are used.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import digest
 
 REST = "rest"
-"""State kind under which the tensors of a rank's rest (per-rank extra state) are stored, named "rank/number"."""
+"""State kind under which the tensors of a rank's per-rank extra state are stored, named "rank/number"."""
 Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Shared(BaseModel):
-    """Known parts of the shared extra state, each of which may be absent. Other parts depend on the saved training."""
+    """Known parts of the shared extra state, each of which may be absent. Any other parts depend on the saved
+    training."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     groups: list[dict[str, Any]] = []
@@ -50,7 +51,7 @@ class _Shared(BaseModel):
 
 
 def shared_of(saved: Saved) -> dict[str, Any]:
-    """Return the shared extra state; raise CheckpointDamaged if no training can have saved such values."""
+    """Return the shared extra state. Raises CheckpointDamaged if its values cannot come from a real training."""
     tensors = saved.record.logical_tensors()
     try:
         found: dict[str, Any] = decode(saved.record.carry, [])
@@ -76,9 +77,9 @@ def shared_of(saved: Saved) -> dict[str, Any]:
 
 
 def packed(rank: int, rest: Mapping[str, Any]) -> tuple[Any, list[Share]]:
-    """Return a rank's rest (per-rank extra state) as plain JSON, and its tensors as shares to write.
+    """Return a rank's per-rank extra state as plain JSON, and its tensors as shares to write.
 
-    Raises ConfigError if it cannot be saved.
+    Raises ConfigError if the state cannot be saved.
     """
     tensors: list[torch.Tensor] = []
     encoded = encode(dict(rest), tensors)
@@ -92,7 +93,7 @@ def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
-    """Return the random streams of a rank in any layout, as a switch there from the saved layout would set them."""
+    """Return the random streams of a rank in any layout, equal to those after a switch from the saved layout."""
 
     def found(origin: int) -> streams.Streams:
         held = saved.of_rank(origin).get("streams")
@@ -105,7 +106,7 @@ def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
 
 
 def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-    """Return the rest (per-rank extra state) of a rank in any layout."""
+    """Return the per-rank extra state (the rest) of a rank in any layout."""
     rests, world = saved.record.rests, saved.record.world
     return merged_rest(
         [_unpacked(saved, reader, rests[each]) for each in rest_ranks(world, layout, rank)], world, layout
@@ -113,7 +114,7 @@ def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[st
 
 
 def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
-    """Return the ranks whose rests (per-rank extra state) a rank of a layout continues with.
+    """Return the ranks from whose per-rank extra state a rank of a layout continues.
 
     These are the rank at its own position, or rank 0, followed by one rank of each pipeline stage.
     """
@@ -122,9 +123,9 @@ def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
 
 
 def merged_rest(rests: Sequence[dict[str, Any]], source: Layout, layout: Layout) -> dict[str, Any]:
-    """Return the first rest (per-rank extra state), completed with the state of modules that only others have.
+    """Return the first per-rank extra state, completed with the state of modules that only the others have.
 
-    source: the layout that all of these rests come from.
+    source: the layout from which all of them come.
     """
     resized = (source.expert, source.tensor) != (layout.expert, layout.tensor)
     return {**rests[0], **merged(rests), "resized": resized}
@@ -146,7 +147,7 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
 
 
 def _check_rest(rest: Any) -> None:
-    """Raise TypeError, naming the part, if a rest (per-rank extra state) has values that our code cannot use."""
+    """Raise TypeError if per-rank extra state has values that our code cannot use. The error names the wrong part."""
     tables = ("buffers", "objects", "extra", "modes", "attributes")
     if not isinstance(rest, dict) or not all(isinstance(rest.get(part, {}), dict) for part in tables):
         raise TypeError("it, its buffers, objects, extra states, modes or attributes are no tables")
@@ -162,7 +163,8 @@ def _check_rest(rest: Any) -> None:
 
 
 def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return one tensor of a rest after checking that its type, size and digest are as announced and stored."""
+    """Return one tensor of a rank's extra state after checking its type and size as announced, and its digest as
+    stored."""
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     rows = reader.manifest.rows[f"{rank}/{number}", REST]
@@ -178,9 +180,9 @@ def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: t
 
 
 def convert_foreign(foreign: Foreign, folder: Path, progress: Progress = silent) -> Path:
-    """Write another tool's checkpoint, in our format, into a folder of checkpoints; return the new checkpoint's path.
+    """Write another tool's checkpoint into a folder of checkpoints in our format, and return the new checkpoint's path.
 
-    Raises the errors of `take`, and CheckpointError for extra state that has no place in our format.
+    Raises the errors of `take`, and CheckpointError for extra state that our format cannot hold.
     """
     buffers = {name: value_of(foreign.path, stored) for name, stored in foreign.buffers.items()}
     try:

@@ -20,16 +20,16 @@ from ds_dynatrain.reshard.restoration import Restored
 def restore_all(
     engines: Sequence[EngineCore], proposals: Sequence[Proposal], worlds: Mapping[int, World]
 ) -> list[Restored]:
-    """Restore all engines, which have backups, from the newest tag that all of them have; see `restore`.
+    """Restore all engines from the newest tag that all of their backups have; see `restore`.
 
-    worlds: the new worlds, by the engine's number.
+    worlds: a map from each engine's number to its new world.
 
-    Raises CheckpointError, on all members alike, if there is no such tag; the engines then hold no state.
+    Raises CheckpointError on all members if there is no such tag. In this case the engines hold no state.
     """
     paths = [found.path.absolute() for engine in engines if (found := backups_of(engine.job.extensions))]
     left_out: list[str] = []
     while True:
-        with suppress(CheckpointDamaged):  # then the next older one, for all of them
+        with suppress(CheckpointDamaged):  # continue with the next older one, for all engines
             return _restored(engines, proposals, worlds, paths, left_out)
 
 
@@ -54,7 +54,7 @@ def _restored(
 
 
 def is_there(path: Path) -> bool:
-    """Return whether there is a whole checkpoint in a folder."""
+    """Return whether a folder contains a whole checkpoint."""
     try:
         Saved.open(path)
     except CheckpointError:

@@ -1,12 +1,12 @@
-"""A switch by way of a checkpoint, for when memory holds only one side of a switch at a time ("safety": "lean").
+"""A switch through a checkpoint, for when memory can hold only one side of a switch at a time ("safety": "lean").
 
-There are two votes. In the first one the working members save a checkpoint, as `engine.save` does, and read it back to
-check it. Until all agree, any failure leaves everything as it was. Then the source's state is freed before anything of
-the target is allocated. In the second vote the members of the target restore from the checkpoint in the new world, by
-the same `Restoration` and with the same proofs as `engine.load`; its decision is the record of the switch. If the
-decision is no, the swap is undone: the members of the source restore from the checkpoint in the old world, whose groups
-are kept until then. The memory held at once is therefore at most max(source, target) plus the staging memory for reads
-and writes.
+There are two votes. In the first one the working members save a checkpoint, the way `engine.save` does, and read it
+back to check it. Until all agree, any failure leaves everything unchanged. After the first vote the source's state is
+freed before anything of the target is allocated. In the second vote the members of the target restore from the
+checkpoint in the new world, by the same `Restoration` and with the same proofs as `engine.load`; its decision is the
+record of the switch. If the decision is not to commit, the swap is undone: the members of the source restore from the
+checkpoint in the old world, whose groups are kept until this point. The memory held at once is therefore at most
+max(source, target) plus the staging memory for reads and writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from ds_dynatrain.space import Layout
 
 
 class LeanTransaction:
-    """One lean switch on one member. Every member of either world calls `vote` at a boundary, and then `conclude`."""
+    """One lean switch on one member. Every member of either world calls `vote` at a boundary, and `conclude` after
+    that."""
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
         self.begin, self.was = time.perf_counter(), (engine.layout, engine.members)
@@ -51,7 +52,7 @@ class LeanTransaction:
         return Session(self.control, key, self.proposal.union, what, record=record, is_patient=True, stop=stop)
 
     def vote(self) -> VoteResult:
-        """Save a checkpoint, and return the decision of all members whether to continue from it.
+        """Save a checkpoint, and return the decision of all members on whether to continue from it.
 
         Raises OutcomeUnknown if this member cannot read whether the others have freed their state.
         """
@@ -66,11 +67,12 @@ class LeanTransaction:
         return saved
 
     def conclude(self, saved: VoteResult) -> None:
-        """Carry out the decision: continue from the checkpoint, or stay in the old world, alike on every member.
+        """Carry out the decision, which is the same on every member: continue from the checkpoint, or stay in the old
+        world.
 
-        Raises CheckpointError, on all members alike, if neither side could be restored: the engine then holds no state,
-        and the checkpoint that the error names has it. Raises OutcomeUnknown if this member cannot read whether the
-        others have restored.
+        Raises CheckpointError on all members if neither side could be restored. In this case the engine holds no state;
+        the checkpoint that the error names has it. Raises OutcomeUnknown if this member cannot read whether the others
+        have restored.
         """
         outcome = self.outcome
         if not saved.commit:
@@ -94,7 +96,7 @@ class LeanTransaction:
                 self.preparation.abandon()
 
     def _save(self) -> dict[str, Any]:
-        """Save a checkpoint and check it; return its path on members that hold state in the old layout."""
+        """Save a checkpoint and check it. Returns its path on members that hold state in the old layout."""
         engine, rank, found = self.engine, self.preparation.source_rank, dict[str, Any]()
         backups = backups_of(engine.job.extensions)
         with self.outcome.phase("meet"):
@@ -113,7 +115,7 @@ class LeanTransaction:
     def _read_back(self, path: str, rank: int) -> None:
         """Check this member's share of the checkpoint before any member frees its state.
 
-        Raises CheckpointError if the share is not what was written.
+        Raises CheckpointError if the share differs from what was written.
         """
         saved = Saved.open(Path(path))
         rows = [row for row in saved.manifest if row.file][rank :: len(self.proposal.source_members)]
@@ -126,7 +128,7 @@ class LeanTransaction:
             )
 
     def _free(self, path: Path) -> None:
-        """Free the state of the source. From here on only the checkpoint has the state."""
+        """Free the state of the source. After this call only the checkpoint has the state."""
         proposal, world = self.proposal, self.old_world
         if world is None:
             self.swap.on_undo(self.engine.launch.install)
@@ -136,7 +138,8 @@ class LeanTransaction:
             let_go(self.engine)
 
     def _restore(self, path: Path) -> dict[str, Any]:
-        """Restore in the new world; return the digest and the state kinds on members that have a rank there."""
+        """Restore in the new world. Returns the digest and the state kinds on members that have a rank in the new
+        layout."""
         engine, proposal, world = self.engine, self.proposal, self.preparation.world
         if self.preparation.target_rank is None or world is None:
             return {}
@@ -146,7 +149,7 @@ class LeanTransaction:
         return {"digest": found.digest, "kinds": list(found.kinds)}
 
     def _goal(self, step: str, layout: Layout, members: tuple[int, ...], world: World) -> Goal:
-        """Return the goal of a restoration that is a step of this switch rather than the start of a training."""
+        """Return the goal of a restoration that is a step of this switch rather than the start of training."""
         key = f"{self.key}/{step}"
         return Goal(layout, members, world, key, f"{key}/record", begins_anew=False)
 
@@ -166,12 +169,12 @@ class LeanTransaction:
 
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join the reports of two members; all members that report something report the same."""
+    """Join the reports of two members. All members with a non-empty report have the same one."""
     return one or other
 
 
 def _yes(report: dict[str, Any]) -> VoteResult:
-    """Return the decision that is made if no member has failed."""
+    """Return the decision to commit, which is made if no member has failed."""
     return VoteResult(True, said=report)
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of other tools as sources of state: those converted to our format, and DeepSpeed's own in any layout.
 
-They hold less than ours: random streams, the positions of loaders and the user's objects stay as they are, as they do
-with DeepSpeed's own load.
+They hold less than ours: random streams, the positions of loaders and the user's objects stay unchanged, as with
+DeepSpeed's own load.
 """
 
 from __future__ import annotations
@@ -57,19 +57,21 @@ NO_CLIENT_STATE = frozenset(
         "sparse_tensor_module_names",
     }
 )
-"""Keys of the saved model states that are no client state: DeepSpeed's own keys, and parts of frozen tensors."""
+"""Keys of the saved model states that do not belong to the client state: DeepSpeed's own keys, and parts of frozen
+tensors."""
 
 
 class Converted(Universal):
     """A checkpoint in our format that was converted from another tool's.
 
-    Its tensors must match this training's by name and shape. Groups and frozen tensors stay as they are here, and each
-    group takes the hyper-parameters that its tensors have in the checkpoint. If the checkpoint has weights only, the
-    optimizer starts as new.
+    Its tensors must match this training's by name and shape. Groups and frozen tensors stay unchanged, and each group
+    takes the hyper-parameters that its tensors have in the checkpoint. If the checkpoint has only weights, the
+    optimizer starts from its initial state.
 
-    there: (number, tensor) in the checkpoint, by the tensor's name there.
-    parameters: the parameters of this model, by each of their names.
-    names: name here -> name in the checkpoint, which for a tied parameter may be another of its names.
+    there: a map from a tensor's name in the checkpoint to (number, tensor) in the checkpoint.
+    parameters: a map from each name of a parameter of this model to the parameter.
+    names: a map from a tensor's name in this model to its name in the checkpoint, which may be another name of a tied
+        parameter.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class Converted(Universal):
         self.manifest = self.reader.manifest = Manifest(rows)
 
     def _check_tensors(self) -> None:
-        """Raise CheckpointError, naming the tensors, if tensors of the model and the checkpoint do not match."""
+        """Raise CheckpointError if tensors of the model and the checkpoint do not match. The error names the
+        tensors."""
         others = {*self.names.values(), *(name for name, _ in self.engine.host.module.named_buffers())}
         wrong = list[str]()
         for tensor in self.engine.vps.tensors:
@@ -126,7 +129,7 @@ class Converted(Universal):
         return manifest.digest(name, kind) if (name, kind) in manifest.rows else None
 
     def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """Return the present shared extra state, updated from the checkpoint."""
+        """Return the current shared extra state, updated from the checkpoint."""
         said = self.carry
         if "groups" in said:
             said = {**said, "groups": self._groups(said["groups"])}
@@ -140,7 +143,7 @@ class Converted(Universal):
     def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the hyper-parameters of each group's tensors.
 
-        Raises CheckpointError if they differ between tensors that are in one group here.
+        Raises CheckpointError if they differ between tensors that this training has in one group.
         """
         found: list[dict[str, Any]] = [{} for _ in self.present["groups"]]
         first: dict[int, str] = {}
@@ -166,7 +169,8 @@ class Converted(Universal):
         return found
 
     def _buffer(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a buffer that the other tool has stored among the tensors, without telling buffers from parameters."""
+        """Return a buffer that the other tool has stored among the tensors. That tool does not distinguish buffers from
+        parameters."""
         tensor = self.there[name][1]
         rows: tuple[ManifestRow, ...] = ()
         for kind in (MASTER, WEIGHT):
@@ -189,7 +193,7 @@ class Converted(Universal):
 class Stock(FromCheckpoint):
     """A checkpoint that DeepSpeed saved.
 
-    space: the parameter space under the layout in which the checkpoint was saved.
+    space: the parameter space in the layout in which the checkpoint was saved.
     """
 
     def __init__(
@@ -205,7 +209,8 @@ class Stock(FromCheckpoint):
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """The client state: entries of the saved model states that are not DeepSpeed's own; small tensors as values."""
+        """The client state: entries of the saved model states that are not DeepSpeed's own, with small tensors as
+        values."""
         said = self.folder.model(0)
         found: dict[str, Any] = with_values(
             self.path, {key: value for key, value in said.items() if key not in NO_CLIENT_STATE}
@@ -256,7 +261,7 @@ def opened(
 ) -> FromCheckpoint:
     """Open the checkpoint in a folder; see `FromCheckpoint`.
 
-    present: the present shared extra state, which another tool's checkpoint updates; None if there is none.
+    present: the current shared extra state, which another tool's checkpoint updates; None if there is none.
 
     Raises CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if `present` is None.
     """
@@ -278,9 +283,10 @@ def opened(
 
 
 def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
-    """Raise CheckpointError if DeepSpeed saved a checkpoint with a different global batch than this job has.
+    """Raise CheckpointError if DeepSpeed saved the checkpoint with a different global batch from that of this job.
 
-    DeepSpeed's own load does not notice a difference if the batch follows from the micro-batch and the number of ranks.
+    DeepSpeed's own load does not notice a difference if the batch is derived from the micro-batch and the number of
+    ranks.
     """
     there, here = held.global_batches(), int(engine.job.batch_sizes.train_batch_size)
     if there and here not in there:
@@ -294,7 +300,7 @@ def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole shared extra state: `present`, updated by `said`.
 
     said: the extra state of another tool's checkpoint, with the keys of `checkpoint.others.foreign`; groups and scalars
-    are numbered as in this job.
+    are numbered the same way as in this job.
     """
     taken = {key: said[key] for key in ("windows", "scalars") if key in said}
     taken["counters"] = {**present["counters"], **said.get("counters", {})}
@@ -312,7 +318,7 @@ def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept_scalars(source: FromCheckpoint, there: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[str, float]]:
-    """Return the scalars that the present optimizer keeps: name -> number of the tensor -> value.
+    """Return the scalars that the current optimizer keeps: a map from name to number of the tensor to value.
 
     there: the scalars in the source, in the same form.
 

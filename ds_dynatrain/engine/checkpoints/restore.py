@@ -1,10 +1,10 @@
 """Restoration from a checkpoint into running processes: `engine.load`, and `restore` for members whose state is gone.
 
 Both are one transaction (see `restoration`), like a switch whose source is the checkpoint. Each member fills new
-buffers with its own byte ranges. Digests over all members must equal those of the checkpoint before anything of the
-engine is changed. Then the optimizer is put over the new buffers, the extra state is taken over, and the outcome is
-recorded once. `engine.load` keeps the old state until then and goes back to it on failure; `restore` has no state to go
-back to.
+buffers with its own byte ranges. Digests over all members must equal those of the checkpoint before anything in the
+engine is changed. After this check the optimizer is rebuilt over the new buffers, the extra state is taken over, and
+the outcome is recorded once. `engine.load` keeps the old state until the outcome is recorded and goes back to it on
+failure; `restore` has no state to go back to.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from ds_dynatrain.space import Layout
 def from_checkpoint(
     engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: CheckpointPart
 ) -> Iterator[StateSource]:
-    """Open the checkpoint in a folder as a source of state, and name the folder in errors; see `other_tools.opened`."""
+    """Context manager that opens the checkpoint in a folder as a source of state, and names the folder in errors.
+
+    See `other_tools.opened` for the arguments.
+    """
     with naming(path), opened(path, engine, goal, present, part, trust_pickle) as source:
         yield source
 
@@ -58,8 +61,9 @@ def load(
 ) -> Restored:
     """Load a checkpoint; see `DynatrainEngine.load`.
 
-    generation: the number that the load uses up, as a switch does.
-    place, is_open: see `regrouping.register`.
+    generation: the number that the load uses up, the same way as a switch does.
+    place: see `regrouping.register`.
+    is_open: see `regrouping.register`.
     part: see `from_checkpoint`.
     """
     control, members, where = engine.control, engine.members, Path(path).absolute()
@@ -87,23 +91,23 @@ def restore(
 
     Call it after a failure, on the main thread of every member in `members`, including members that were idle or have
     just joined. All of them must share `engine.control`. Open accumulation windows are discarded, and loaders may be at
-    any position. No state of the members is used: an optimizer that is attached is detached, without a message to any
-    member. Groups of an old world are neither used nor shut down: abort them before this call, and drop them after it.
+    any position. No state of the members is used: an attached optimizer is detached, without a message to any member.
+    Groups of an old world are neither used nor shut down: abort them before this call, and drop them after it.
 
     members: the member at each rank of `layout`.
-    world: this member's world, which `adapters.worlds.build_world` has built for the layout and members, with a
-    generation that was never used. It must be connected, and is installed here.
-    is_wanted: function that says whether a tag is acceptable; called on rank 0.
+    world: this member's world, built by `adapters.worlds.build_world` for the layout and members, with a generation
+        number that was never used. It must be connected, and is installed here.
+    is_wanted: returns whether a tag is acceptable; called on rank 0.
     left_out: tags that are known to be damaged. If given, a further damaged checkpoint is added to it and raises
-    CheckpointDamaged, on all members alike.
+        CheckpointDamaged on all members. If not given, all members skip a damaged checkpoint and use the next older
+        one.
 
-    Afterwards the engine is in `world`, with all state, counters, hyper-parameters, random streams and loaders'
-    positions of the checkpoint; `engine.global_steps` has its step. If `left_out` is not given, all members pass over a
-    damaged checkpoint and use the next older one.
+    After this call the engine is in `world`, with all state, counters, hyper-parameters, random streams and loader
+    positions of the checkpoint; `engine.global_steps` has the checkpoint's step.
 
-    Raises CheckpointError, on all members alike, if no checkpoint is whole, none fits the model, or a member does not
-    take part: the engine then holds no state and no world (`engine.idle`). Raises MemberMissing if rank 0 does not take
-    part.
+    Raises CheckpointError on all members if no checkpoint is whole, none fits the model, or a member does not take
+    part. In this case the engine holds no state and no world (`engine.idle`). Raises MemberMissing if rank 0 does not
+    take part.
     """
     where, known = Path(path).absolute(), list(left_out or ())
     let_go(engine)
@@ -132,8 +136,8 @@ def restored(
 
     old: the state to go back to on failure; None if members have already released theirs.
 
-    Raises CheckpointError, on all members alike, if it fails, and CheckpointDamaged for a damaged checkpoint: the
-    engine is then as before.
+    Raises CheckpointError on all members if restoration fails, and CheckpointDamaged for a damaged checkpoint. In both
+    cases the engine is unchanged.
     """
     present = None if old is None else old.shared
     opener = partial(from_checkpoint, engine, goal, path, present, trust_pickle, part)
@@ -143,7 +147,7 @@ def restored(
 
 
 def _named(where: Path, tag: str | None) -> Path:
-    """Return the path of the checkpoint with this tag, or of the latest, in our format or DeepSpeed's.
+    """Return the path of the checkpoint with this tag, or of the latest one, in our format or DeepSpeed's.
 
     Raises CheckpointError if there is none.
     """
@@ -161,7 +165,7 @@ def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) 
 
 
 def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:
-    """Return the checkpoint that rank 0 finds; raise CheckpointError, on all members, if rank 0 finds none."""
+    """Return the checkpoint that rank 0 finds. Raises CheckpointError on all members if rank 0 finds none."""
     session = goal.session(engine.control)
     try:
         return Path(session.first("chosen", lambda: str(find()), "choosing a checkpoint"))

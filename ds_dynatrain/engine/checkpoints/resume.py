@@ -1,7 +1,8 @@
-"""State that a job starts from: `dynatrain.resume` names a folder with checkpoints of either format.
+"""The state from which a job starts: `dynatrain.resume` names a folder with checkpoints of either format.
 
 If all members that held the state are gone and the job is started again, it continues from its own newest backup, or
-from the checkpoint in `dynatrain.resume`. Without either its script starts from the beginning, as under stock torchrun.
+from the checkpoint in `dynatrain.resume`. If there is neither, the script starts from the beginning, as under stock
+torchrun.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.restoration import Restored
 
 Load = Callable[[Path, str, bool], Restored]
-"""Function (folder, tag, whether to trust pickles) that loads a checkpoint as `engine.load` does."""
+"""Function (folder, tag, whether to trust pickles) that loads a checkpoint the way `engine.load` does."""
 
 
 def first_state(engine: EngineCore, load: Load) -> Restored | None:
-    """Load the first state on all working members of a job that starts; return None if there is nothing to load.
+    """Load the first state on all working members of a starting job. Returns None if there is nothing to load.
 
-    Raises CheckpointError, on all members alike, if the state cannot be loaded.
+    Raises CheckpointError on all members if the state cannot be loaded.
     """
     if engine.idle or PROCESS.membership.is_newcomer:
         return None
@@ -47,7 +48,7 @@ def first_state(engine: EngineCore, load: Load) -> Restored | None:
 
 
 def _newest(engine: EngineCore, backups: Backups, load: Load) -> Restored | None:
-    """Load the newest whole backup, which rank 0 looks for; return None if there is none.
+    """Load the newest whole backup, which rank 0 chooses. Returns None if there is none.
 
     All engines of a process load the tag that the first engine has loaded.
     """
@@ -64,10 +65,10 @@ def _newest(engine: EngineCore, backups: Backups, load: Load) -> Restored | None
 
 
 def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored | None:
-    """Load the configured checkpoint on all working members of a job that starts; return None if the folder has none.
+    """Load the configured checkpoint on all working members of a starting job. Returns None if the folder has none.
 
-    Rank 0 looks for it, and the others follow. Raises CheckpointError, on all members alike, for a checkpoint that
-    exists but cannot be loaded, so that a job does not start from the beginning by mistake.
+    Rank 0 finds the checkpoint, and the others follow. Raises CheckpointError on all members if a checkpoint exists but
+    cannot be loaded, so that a job does not start from the beginning by mistake.
     """
     path, doing = Path(settings.path).absolute(), "looking for a checkpoint to go on from"
     session = Session(engine.control, "resume", engine.members, doing, is_patient=True)
@@ -89,4 +90,4 @@ def _tag(path: Path, wanted: str | None) -> str:
     try:
         return folder.latest(path)
     except CheckpointError:
-        return folder.LATEST  # not a tag: loading it fails on all members alike
+        return folder.LATEST  # not a tag: loading it fails in the same way on all members

@@ -1,9 +1,9 @@
 """`engine.save`: all working members together write one checkpoint at a boundary; if any of them fails, none remains.
 
-Rank 0 opens a hidden folder and announces it; each member writes its share and reports; rank 0 puts the manifest and
-the record together, gives the folder its name, and announces that. Training itself is not affected and can continue
-even if the save fails. During a save in the background, a step waits only for a copy into host memory, and a thread
-does the writing.
+Rank 0 creates a hidden folder and announces it. Each member writes its share and reports. Rank 0 writes the manifest
+and the record, renames the folder, and announces its final name. Training itself is not affected and can continue even
+if the save fails. During a background save, a step waits only for a copy into host memory, and a thread does the
+writing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ SAVING = "saving"
 
 
 class PendingSave:
-    """A save in the background. step: the number of optimizer steps done when the state was copied."""
+    """A save in the background.
+
+    step: the number of optimizer steps done when the state was copied.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -52,16 +55,16 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not; needs no message to other members."""
+        """Whether the save has ended, successfully or not. Needs no message to other members."""
         return self._saved.done()
 
     def wait(self) -> Path:
-        """Wait for the checkpoint and return its folder; raise CheckpointError, on all members, if saving failed."""
+        """Wait for the checkpoint and return its folder. Raises CheckpointError on all members if saving failed."""
         with OWN_WAITS.waiting(SAVING):
             return self._saved.result()
 
     def run(self, save: Callable[[], Path]) -> None:
-        """Save, and keep the result for `wait`. Called in the thread that saves."""
+        """Save, and keep the result for `wait`. Called in the saving thread."""
         try:
             self._saved.set_result(save())
         except Exception as error:
@@ -72,7 +75,7 @@ class PendingSave:
 
 
 class Saver:
-    """Saving of an engine's checkpoints, one at a time."""
+    """Saves an engine's checkpoints, one at a time."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
@@ -81,11 +84,11 @@ class Saver:
         self._running: tuple[PendingSave, threading.Thread] | None = None
 
     def save(self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None) -> Path:
-        """Save a checkpoint, and return its folder once it is on the disk.
+        """Save a checkpoint, and return its folder once the checkpoint is on disk.
 
-        key: a key that is unique on the board (the job's key-value store).
+        key: a key that is unique in the job's key-value store.
         is_open: the reason why this member cannot save now; "" if it can.
-        keep: how many of the newest checkpoints stay; None for all of them.
+        keep: how many of the newest checkpoints to keep; None for all of them.
         """
         self.settle()
         saving = _Saving(self.engine, self.engine.control, Path(path).absolute(), tag, key, keep)
@@ -96,7 +99,7 @@ class Saver:
     def start(
         self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None
     ) -> PendingSave:
-        """Start a save in the background, and return once the values are copied; the arguments are those of `save`."""
+        """Start a background save, and return once the values are copied. The arguments are those of `save`."""
         self.settle()
         saving = _Saving(self.engine, self._own_board(), Path(path).absolute(), tag, key, keep)
         saving.take(is_open, self._memory)
@@ -105,14 +108,15 @@ class Saver:
         return pending
 
     def _own_board(self) -> Control:
-        """Return a board for the thread, with its own connection; it is made anew if the engine's board has changed."""
+        """Return the saving thread's own connection to the key-value store. It is remade if the engine's board has
+        changed."""
         if self._boards is None or self._boards[0] is not self.engine.control:
             self.engine.control.read("save/board")  # fails at once if the board is lost; a new connection would wait
             self._boards = self.engine.control, self.engine.control.clone()
         return self._boards[1]
 
     def look(self) -> None:
-        """Log, once, the error of a background save that has failed. Called at boundaries; never waits."""
+        """Log, once, the error of a background save that has failed. Called at boundaries. Never waits."""
         if self._running is not None and self._running[0].done:
             self.settle()
 
@@ -121,7 +125,7 @@ class Saver:
 
         seconds: the longest time to wait; None for no limit.
 
-        Return whether no save is running any more.
+        Returns whether no save is running any longer.
         """
         if self._running is None:
             return True
@@ -160,8 +164,8 @@ class _Saving:
     def take(self, is_open: str, memory: HostMemory | None) -> None:
         """Agree with the other members to save, and take the snapshot.
 
-        Raises CheckpointError, on all members, if one refuses or asks for something else. A later failure is kept for
-        `carry_out`, where all members learn of it.
+        Raises CheckpointError on all members if one of them refuses or makes a different request. A later failure is
+        kept for `carry_out`, where all members learn of it.
         """
         in_the_way = is_open and f"{is_open}: save after engine.step()"
         ask(self.session, self.engine, self.path, self.tag, in_the_way)
@@ -175,7 +179,7 @@ class _Saving:
     # ---- while training continues ------------------------------------------------------------------------------------
 
     def carry_out(self) -> Path:
-        """Write the checkpoint and return its folder; raise CheckpointError, on all members, if one of them fails."""
+        """Write the checkpoint and return its folder. Raises CheckpointError on all members if one of them fails."""
         try:
             with ExitStack() as stack:
                 snapshot, hidden = self._written(stack)
@@ -188,7 +192,8 @@ class _Saving:
             self.snapshot = None
 
     def _written(self, stack: ExitStack) -> tuple[Snapshot, Path]:
-        """Write this member's files into the hidden folder, and report a checksum; return (snapshot, hidden folder)."""
+        """Write this member's files into the hidden folder, and report a checksum. Returns (snapshot, hidden
+        folder)."""
         try:
             if self.error is not None or self.snapshot is None:
                 raise self.error or CheckpointError("there is no copy of this member's state to write: save again")
@@ -206,14 +211,14 @@ class _Saving:
         return self.snapshot, hidden
 
     def _open(self, stack: ExitStack) -> Path:
-        """Make the hidden folder while holding the lock of the checkpoints' folder. Called on rank 0."""
+        """Make the hidden folder while holding the lock of the checkpoint folder. Called on rank 0."""
         stack.enter_context(folder.locked(self.path))
         if self.tag is None and self.snapshot is not None:
             self.tag = folder.free_tag(self.path, f"step{self.snapshot.record.step}")
         return folder.begin(self.path, str(self.tag))
 
     def _write(self, snapshot: Snapshot, hidden: Path) -> str:
-        """Write this member's files, and compare replicas at the same time; return the checksum of its small file."""
+        """Write this member's files while comparing replicas, and return the checksum of its small file."""
         with ThreadPoolExecutor(1, "dynatrain-replicas") as beside:
             replicas = None if snapshot.replicas is None else beside.submit(snapshot.replicas)
             rows = write_shares(hidden, snapshot.rank, snapshot.shares)
@@ -225,7 +230,8 @@ class _Saving:
         return record.sum_of(data)
 
     def _finish(self, snapshot: Snapshot, hidden: Path) -> Path:
-        """Write the manifest and the record, and name the folder. Called on rank 0 once all members have written."""
+        """Write the manifest and the record, and give the folder its final name. Called on rank 0 once all members have
+        written."""
         found = self.sums or {}
         parts = [hidden / _part(rank) for rank in range(len(self.members))]
         rows = [row for part in parts for row in Manifest.from_bytes(part.read_bytes())]
@@ -236,10 +242,11 @@ class _Saving:
         return folder.finish(hidden, str(self.tag), self.keep)
 
     def _compare_replicas(self, own: SideDigests) -> None:
-        """Raise CheckpointError, naming tensors and members, if copies of the state on the data axis are not equal.
+        """Raise CheckpointError if copies of the state on the data axis are not equal. The error names tensors and
+        members.
 
-        Values that several stages or tensor ranks each compute for themselves may have drifted apart, as in a switch;
-        in that case the owner's values are saved, with a warning.
+        Values that several stages or tensor ranks each compute for themselves may have drifted apart, as in a switch.
+        In this case the owner's values are saved, with a warning.
         """
         engine = self.engine
         try:
@@ -266,13 +273,13 @@ def _part(rank: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One member's part of a checkpoint. Once it is taken, saving does not read the engine's state any more.
+    """One member's part of a checkpoint. Once it is taken, saving no longer reads the engine's state.
 
     shares: the values to write.
     own: the content of the member's own small file.
     record: the training record, still without the checksums of the files.
-    replicas: function that computes the digests of elements that other members hold, too; None if the values were
-    copied, since the originals may change meanwhile.
+    replicas: computes the digests of elements that other members also hold; None if the values were copied, because the
+        originals may change during the save.
     """
 
     rank: int
@@ -287,11 +294,11 @@ class Snapshot:
     ) -> Snapshot:
         """Take a snapshot of the engine.
 
-        exchange: function that posts a record and returns the records of all working members.
-        memory: memory to copy the values to; without it they must not change until they are written.
+        exchange: posts a record and returns the records of all working members.
+        memory: memory for a copy of the values; if None, the values must not change until they are written.
 
-        Raises CheckpointError if the shared extra state differs between members, CensusError if DeepSpeed keeps its
-        state elsewhere, ConfigError for an object that cannot be saved.
+        Raises CheckpointError if the shared extra state differs between members, CensusError if DeepSpeed's state is
+        not where it is expected, ConfigError for an object that cannot be saved.
         """
         rank = engine.rank
         engine.host.settle_parameters()
@@ -339,12 +346,12 @@ def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buff
 
 
 def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], list[str]]:
-    """Compare the members' extra state. Return the first rank with equal per-rank state, for each rank, and all kinds.
+    """Compare the members' extra state.
 
-    found: the record that each member has posted.
+    found: a map from each member to the record that it has posted.
 
-    The second item of the result lists the state kinds that some member has. Raises CheckpointError if state that all
-    members share differs between them.
+    Returns, for each rank, the first rank with equal per-rank state, and the list of all state kinds that any member
+    has. Raises CheckpointError if state that all members share differs between them.
     """
     first, *others = engine.members
     for member in others:

@@ -1,7 +1,7 @@
-"""Checkpoints as sources to restore a state from: those in our format, and the common base of all.
+"""Checkpoints as sources from which to restore a state: those in our format, and the common base class.
 
-A checkpoint consists of a manifest, whose rows say where each element is stored, and extra state that is no tensor
-element (the carry). Checkpoints of other tools are in `other_tools`.
+A checkpoint consists of a manifest, whose rows say where each element is stored, and extra state outside the tensors
+(the carry). Checkpoints of other tools are in `other_tools`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ds_dynatrain.reshard.restoration import Goal, StateSource
 from ds_dynatrain.space import WEIGHT, LogicalTensor, Pieces, VirtualParameterSpace, row_of
 
 Key = tuple[str, str]
-"""Name of a tensor, and its state kind."""
+"""A tensor's name and state kind."""
 Gather = Callable[[str, Any], Mapping[int, Any]]
 """Function that posts a record under a name and returns the records of all members."""
 
 
 class CheckpointPart(NamedTuple):
-    """Part of a checkpoint that a call of DeepSpeed's `load_checkpoint` requests, by its arguments; by default all."""
+    """Part of a checkpoint that the arguments of DeepSpeed's `load_checkpoint` request; everything by default."""
 
     load_module_strict: bool = True
     load_optimizer_states: bool = True
@@ -46,23 +46,24 @@ class CheckpointPart(NamedTuple):
 
     @property
     def is_read_here(self) -> bool:
-        """Whether we can read this part: all state, perhaps without the schedule or without missing frozen weights."""
+        """Whether our code can read this part: all state, optionally without the schedule or without missing frozen
+        weights."""
         return self._replace(load_module_strict=True, load_lr_scheduler_states=True) == CheckpointPart()
 
 
 ALL = CheckpointPart()
-"""All of a checkpoint's state, which `engine.load` asks for."""
+"""All of a checkpoint's state, which `engine.load` requests."""
 
 
 class FromCheckpoint(StateSource):
     """A checkpoint in a folder, as a `StateSource`.
 
-    present: the present shared extra state; empty if there is none.
-    part: the part that is requested; its `is_read_here` is true. It may leave the schedule as it is, and also frozen
-    weights that the checkpoint lacks (otherwise an error).
+    present: the current shared extra state; empty if there is none.
+    part: the requested part; its `is_read_here` is true. It may leave the schedule unchanged, and also frozen weights
+        that the checkpoint lacks (otherwise an error).
     tensors: the tensors that the checkpoint has.
-    kept: the numbers of the frozen tensors that it was saved without.
-    registration: the registration of its parameters and optimizer groups, if it has any.
+    kept: the numbers of the frozen tensors that the checkpoint does not contain.
+    registration: the registration of the checkpoint's parameters and optimizer groups, if it has any.
     """
 
     kinds: Sequence[str] = ()
@@ -95,7 +96,7 @@ class FromCheckpoint(StateSource):
 
     @cached_property
     def _vps(self) -> VirtualParameterSpace:
-        """Parameter space to fill, used once the parameters are registered as in the checkpoint."""
+        """Parameter space to fill, used once the parameters are registered the same way as in the checkpoint."""
         return self.engine.vps.with_layout(self.goal.layout, self.goal.members)
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
@@ -121,9 +122,9 @@ class FromCheckpoint(StateSource):
         return self._memory
 
     def _checked_tensors(self) -> dict[int, int]:
-        """Return the number here of each tensor in the checkpoint, by its number there.
+        """Return a map from each tensor's number in the checkpoint to its number in this training.
 
-        Raises CheckpointError, naming a tensor, if the models differ.
+        Raises CheckpointError if the models differ. The error names a tensor.
         """
         here = {tensor.name: (number, tensor) for number, tensor in enumerate(self._vps.tensors)}
         found = {}
@@ -162,7 +163,7 @@ class FromCheckpoint(StateSource):
     def _keep(self, rank: int, buffers: Buffers) -> Pieces | None:
         """Copy frozen weights that the checkpoint lacks from the engine, and return the pieces that they fill.
 
-        The engine is in the layout of the goal already.
+        The engine is already in the layout of the goal.
         """
         vps, kept = self._vps, np.array(self.kept, dtype=np.int64)
         if not len(kept):
@@ -200,20 +201,20 @@ class FromCheckpoint(StateSource):
     def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
         """Return the shared extra state.
 
-        numbers: a tensor's number in the checkpoint -> its number here.
+        numbers: a map from a tensor's number in the checkpoint to its number in this training.
         """
         raise NotImplementedError
 
     def _digests(self, place: int, places: int, gather: Gather) -> dict[Key, int]:
         """Return the digests of whole tensors in the types in which they are stored.
 
-        place: this member's position among the members that divide the reading among themselves.
+        place: this member's index among the members that divide the reading among themselves.
         places: the number of those members.
         """
         raise NotImplementedError
 
     def _damaged(self, keys: list[Key], place: int, places: int) -> list[str]:
-        """Return the damaged stored extents of these tensors, in this member's share of the reading."""
+        """Return the stored extents of these tensors that are damaged, in this member's share of the reading."""
         return []
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
@@ -245,7 +246,7 @@ class FromCheckpoint(StateSource):
 class Universal(FromCheckpoint):
     """A checkpoint in our format.
 
-    carry: the extra state as it was saved, which is no tensor and which all ranks share.
+    carry: the saved extra state that lies outside the tensors and that all ranks share.
     """
 
     def __init__(

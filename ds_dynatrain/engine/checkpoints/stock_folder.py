@@ -1,4 +1,4 @@
-"""Choice for `engine.load_checkpoint`: whether DeepSpeed reads a checkpoint itself, or it is read here."""
+"""Choice for `engine.load_checkpoint`: whether DeepSpeed reads a checkpoint itself, or our code reads it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def is_for_us(
     part: CheckpointPart,
     trust_pickle: bool,
 ) -> bool:
-    """Return whether a checkpoint is read here: one of ours, or one of DeepSpeed's that its own call may not read.
+    """Return whether our code reads a checkpoint: one in our format, or one of DeepSpeed's that its own call may not
+    read.
 
-    Rank 0 decides and tells all working members, which must act alike.
+    Rank 0 decides and informs all working members, which must act the same.
 
-    key: a key that is unique on the board (the job's key-value store).
+    key: a key that is unique in the job's key-value store.
 
-    Raises CheckpointError, on all members alike, if this cannot be decided, or if weights alone are asked for and
-    DeepSpeed would not read them.
+    Raises CheckpointError on all members if no decision is possible, or if only weights are requested and DeepSpeed
+    would not read them.
     """
     if engine.deepspeed.load_universal_checkpoint():
         return False
@@ -64,7 +65,8 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointP
 
 
 def _opened(path: Path, trust_pickle: bool) -> ZeroFolder | None:
-    """Open a checkpoint of DeepSpeed's; return None if it is none, or has experts or content that is not read here."""
+    """Open a checkpoint of DeepSpeed's. Returns None if it is not one, or has experts or other content that our code
+    cannot read."""
     try:
         return ZeroFolder.open(path, trust_pickle)
     except CheckpointError:
@@ -72,20 +74,21 @@ def _opened(path: Path, trust_pickle: bool) -> ZeroFolder | None:
 
 
 def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether a checkpoint was cut differently: by another layout, or by other ZeRO settings (`ZeroRules`)."""
+    """Return whether a checkpoint was divided differently: by another layout, or by other ZeRO settings
+    (`ZeroRules`)."""
     try:
         if not _is_same_layout(engine, held):
             return True
         return (engine.layout.pipe > 1 and not _trains_alike(engine, held)) or _is_cut_anew(engine, held)
     except CheckpointError:
-        return False  # content that is not read here: DeepSpeed needs the same layout
+        return False  # content that our code cannot read: DeepSpeed needs the same layout
 
 
 def _is_beyond(engine: EngineCore, held: ZeroFolder, part: CheckpointPart) -> bool:
     """Return whether DeepSpeed would fail to read this part of a checkpoint, or read nothing.
 
-    DeepSpeed gathers the weights of stage 3 from files of an equal number of ranks, and omits them with
-    `load_module_only` alone.
+    DeepSpeed gathers the weights of stage 3 from files of an equal number of ranks, and reads none if only
+    `load_module_only` is set.
     """
     if part.load_optimizer_states and not part.load_module_only:
         return _differs(engine, held)
@@ -101,7 +104,8 @@ def _is_same_layout(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether ranks held other parts than now, as with another `round_robin_gradients` or `sub_group_size`."""
+    """Return whether ranks held different parts than now, as with another `round_robin_gradients` or
+    `sub_group_size`."""
     layout, now = engine.layout, engine.vps
     if not layout.zero_stage:
         return False
@@ -117,7 +121,7 @@ def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _trains_alike(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether each stage trained the tensors that it trains now.
+    """Return whether each stage trained the same tensors as now.
 
     The checkpoint does not record the boundaries of stages.
     """

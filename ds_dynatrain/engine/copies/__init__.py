@@ -2,8 +2,8 @@
 
 | file | role |
 |---|---|
-| `copy` | a copy of the state that one rank alone held at one step, and a check that it is unchanged |
-| `kept` | the copies that this process has, of its own rank and of others, in memory that is reused |
+| `copy` | a copy of the state that only one rank held at one step, and a check that it is unchanged |
+| `kept` | the copies that this process has, of its own rank and of others, in reused memory |
 | `from_copies` | a restoration from copies |
 
 May import `reshard`; start with `copy`.

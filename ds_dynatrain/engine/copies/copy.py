@@ -1,7 +1,7 @@
-"""A copy in host memory of the state that one rank of a layout alone held at one step.
+"""A copy in host memory of the state that only one rank of a layout held at one step.
 
-It has all flat buffers of the state kinds that are cut between ranks, frozen weights if these are cut, too, and the
-rank's extra state and random streams. Trained weights are left out, since they are cast from their masters.
+It has all flat buffers of the state kinds that are divided among ranks, frozen weights if these are divided, too, and
+the rank's extra state and random streams. Trained weights are left out, because they are cast from their masters.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Copy:
 
     mark: identifies the boundary at which the copy was taken.
     rank: the rank in the mark's layout.
-    buffers: (kind, buffer) -> flat CPU tensor, padding included, under the names of `Host.state_buffers`.
+    buffers: a map from (kind, buffer) to a flat CPU tensor, padding included, with the names of `Host.state_buffers`.
     said: the state outside the buffers, as plain JSON: the encoded extra state ("shared" and, per rank, "rest"),
-    "streams" as `streams.capture` returns them, the job's "seed", and "kinds", all state kinds that the rank held.
+        "streams" as `streams.capture` returns them, the job's "seed", and "kinds", all state kinds that the rank held.
     tensors: the tensors of the encoded "rest", on the CPU.
-    digests: kind -> one number per logical tensor, over the content of the buffers.
+    digests: a map from kind to one number per logical tensor, over the content of the buffers.
     said_digest: the digest of `said` and `tensors`.
     """
 
@@ -47,7 +47,7 @@ class Copy:
     said_digest: str
 
     def is_sound(self, vps: VirtualParameterSpace) -> bool:
-        """Return whether the copy is unchanged, by computing all digests again. A single flipped bit is detected.
+        """Return whether the copy is unchanged, by recomputing all digests. A single flipped bit is detected.
 
         vps: the engine's parameter space. A copy from before parameters were registered anew is not sound.
         """
@@ -64,7 +64,7 @@ class Copy:
 
 
 def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers, everything: bool = False) -> Buffers:
-    """Return those of a rank's buffers that must be part of its copy; see `is_copied`."""
+    """Return the subset of a rank's buffers that must be part of its copy; see `is_copied`."""
     return {key: held for key, held in buffers.items() if is_copied(vps, layout, *key, everything)}
 
 
@@ -74,14 +74,14 @@ def lacks_frozen(vps: VirtualParameterSpace, layout: Layout) -> bool:
 
 
 def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
-    """Return the buffers of a rank's frozen weights that other ranks hold as well, so that they are in no copy."""
+    """Return the buffers of a rank's frozen weights that are in no copy, because other ranks hold them as well."""
     if has_one_holder(vps, layout, WEIGHT):
         return {}
     return {key: held for key, held in buffers.items() if key[0] == WEIGHT and not is_trained_weight(vps, *key)}
 
 
 def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> dict[str, Digests]:
-    """Return the digests of these buffers of a rank: kind -> one number per logical tensor.
+    """Return the digests of these buffers of a rank: a map from kind to one number per logical tensor.
 
     Raises TransferError if the buffers do not fit, LayoutError for a kind or a rank that the space does not have.
     """

@@ -1,7 +1,7 @@
 """Restoration from copies, by a plan that moves state from the layout of the copies to that of the goal.
 
 The copy of each rank has one holder, which carries out that rank's part of the plan. A holder of several copies acts
-for the first of these ranks under its own number, and for the others under numbers that no member has. A holder without
+under its own number for the first of these ranks, and under numbers that no member has for the others. A holder without
 a rank in the goal calls `serve`.
 """
 
@@ -75,7 +75,8 @@ class FromCopies(StateSource):
             self._session.say(f"said/{rank}", copy.said)
 
     def _found(self, kept: Kept | None) -> dict[int, Copy]:
-        """Return the copies that this member is to provide, by rank; raise TransferError if one is missing."""
+        """Return a map from rank to copy for the copies that this member must provide. Raises TransferError if one is
+        missing."""
         found = {}
         for rank in [rank for rank, holder in enumerate(self._whole.holders) if holder == self._me]:
             copy = None if kept is None else kept.find(self._whole.mark, rank)
@@ -85,7 +86,7 @@ class FromCopies(StateSource):
         return found
 
     def _said(self, rank: int) -> dict[str, Any]:
-        """Return the state that the copy of a rank has besides its buffers, as plain JSON."""
+        """Return the state outside the buffers in the copy of a rank, as plain JSON."""
         found: dict[str, Any] = self._session.said_by(self._whole.holders[rank], f"said/{rank}", DOING)
         return found
 
@@ -140,7 +141,8 @@ class FromCopies(StateSource):
         self._give_rests(transport, time.monotonic() + seconds)
 
     def _plans(self) -> list[SwitchPlan]:
-        """Return the plans for trained state, with weights cast from masters, and for frozen weights in the copies."""
+        """Return two plans: one for trained state, whose weights are cast from masters, and one for frozen weights in
+        the copies."""
         vps = self._target.with_layout(self._layout, self._names)
         goal = self._goal.layout, self._goal.members
         trained = {tensor.group for tensor in vps.tensors if tensor.trainable}
@@ -155,7 +157,7 @@ class FromCopies(StateSource):
 
     @cached_property
     def _cast(self) -> dict[int, dict[BufferId, torch.Tensor]]:
-        """Trained weights by rank, cast from the rank's masters and cut like them."""
+        """Map from rank to its trained weights, cast from the rank's masters and divided the same way."""
         dtype = self._engine.memory_in(self._goal.layout)[WEIGHT].dtype
         return {
             rank: {name: held.to(dtype) for name, held in of_kind(copy.buffers, MASTER).items()}
@@ -163,7 +165,7 @@ class FromCopies(StateSource):
         }
 
     def _give_rests(self, transport: GroupTransport, deadline: float) -> None:
-        """Send the tensors of each rank's rest (per-rank extra state) to the members that continue with it."""
+        """Send the tensors of each rank's per-rank extra state to the members that continue with it."""
         begun, wanted = [], dict[int, list[torch.Tensor]]()
         for rank, member in enumerate(self._goal.members):
             for each in dict.fromkeys(rest_ranks(self._layout, self._goal.layout, rank)):
@@ -186,9 +188,9 @@ class FromCopies(StateSource):
     def report(self, after: Shares | None) -> str:
         """Return the digest of the whole state, which must be the same before and after the moves.
 
-        after: this member's part of the digests after the moves; None if it has no rank in the goal.
+        after: this member's part of the digests after the moves; None if the member has no rank in the goal.
 
-        Raises CheckpointDamaged, on all members alike, if the digests differ.
+        Raises CheckpointDamaged on all members if the digests differ.
         """
         before = [self._shares_of(rank, copy) for rank, copy in self._copies.items()]
         if self._whole.frozen is not None and self._me in self._whole.frozen.members:
@@ -206,7 +208,8 @@ class FromCopies(StateSource):
         return str(said["digest"])
 
     def _shares_of(self, rank: int, copy: Copy) -> Shares:
-        """Return a copy's shares of the digests: of its buffers, and of its weights, cast from masters or frozen."""
+        """Return a copy's shares of the digests: those of its buffers, and of its weights (cast from masters, or
+        frozen)."""
         vps = self._target.with_layout(self._layout, self._names)
         cast, pieces = self._cast[rank], vps.holding(self._layout, rank, MASTER)
         total = Shares(kinds=[(self._names[rank], sorted(self.kinds))], whole={}, copies={}, places={})
@@ -240,7 +243,7 @@ def _session(engine: EngineCore, goal: Goal, whole: WholeCopies) -> Session:
 
 
 def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:
-    """Return the number in the plan of each rank's holder.
+    """Return the number under which each rank's holder appears in the plan.
 
     A member has its own number for the first rank that it holds, and a number of no member for each further rank.
     """

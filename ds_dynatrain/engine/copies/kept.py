@@ -1,7 +1,7 @@
 """Copies that a process keeps in two slots, so that one slot always has a whole copy.
 
 While one slot is written, the other one keeps the copies that are known to be whole on all members. The memory of a
-slot is used again, because touching new memory costs more than copying into it.
+slot is reused, because touching new memory costs more than copying into it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ds_dynatrain.transfer import allocate, prefault
 
 
 class Room:
-    """Host memory for one copy at a time; it stays as large as the largest copy needed."""
+    """Host memory for one copy at a time. It stays as large as the largest copy so far."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that are allocated."""
+        """Number of bytes of host memory that are allocated."""
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:
-        """Return the first `nbytes` of the memory, as uint8; their old content is lost.
+        """Return the first `nbytes` of the memory, as uint8. Their old content is lost.
 
         Raises MemoryError if not enough memory is available.
         """
@@ -59,15 +59,14 @@ class _Place:
 class Kept:
     """Copies of the state at two boundaries that one process keeps: those of its own rank and those of its wards.
 
-    A ward is another rank whose copies this process keeps.
+    A ward is another rank whose copies this process keeps. Copies outlive worlds: those from an older world stay until
+    those of the current one are whole on all members.
 
-    Copies outlive worlds: those from an older world stay until those of the present one are whole on all members.
-
-    frozen: this rank's frozen weights that other ranks have, too. They are the same at every step, so they are not
-    copied but kept in their original form.
+    frozen: this rank's frozen weights that other ranks have, too. They are the same at every step, so they are kept
+        without a copy.
     frozen_of: the (layout, rank) in which the frozen weights were held.
-    since: the stretch of training that began with the newest load (see `Mark.stretch`); copies from older ones do not
-    count any more.
+    since: the stretch of training that began with the newest load (see `Mark.stretch`). Copies from older stretches no
+        longer count.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,7 @@ class Kept:
     # ---- what is there -----------------------------------------------------------------------------------------------
 
     def copies(self) -> list[Copy]:
-        """Return all whole copies that this process has, of its own rank and of its wards, the newest first."""
+        """Return all whole copies that this process has, of its own rank and of its wards, newest first."""
         with self._lock:
             found = [copy for place in self._places for copy in place.copies.values()]
         found = [copy for copy in found if copy.mark.stretch >= self.since]
@@ -99,15 +98,14 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that all copies take."""
+        """Number of bytes of host memory that all copies take."""
         return sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def begin(self, mark: Mark, wards: int) -> tuple[Room, list[Room]]:
-        """Return memory for the own copy and for the copies of `wards` wards, in the slot whose copies are not needed
-        any more.
-        """
+        """Return memory for this member's own copy and for the copies of `wards` wards, in the slot whose copies are no
+        longer needed."""
         with self._lock:
             place = next(each for each in self._places if each.mark is None or each.mark != self._whole)
             place.copies, place.mark = {}, mark
@@ -117,7 +115,7 @@ class Kept:
             return place.own, place.wards
 
     def add(self, copy: Copy) -> None:
-        """Add a copy that is whole in this process; it is ignored unless it has the mark that was begun last."""
+        """Add a copy that is whole in this process. It is ignored unless it has the mark given to the last `begin`."""
         with self._lock:
             if self._open is not None and self._open.mark == copy.mark:
                 self._open.copies[copy.rank] = copy
@@ -127,13 +125,12 @@ class Kept:
         self._whole = mark
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
-        """Ignore all copies, also those added later, from before this stretch of training, in which a state was
-        loaded.
-        """
+        """Ignore all copies from before this stretch of training, which began when a state was loaded. This includes
+        copies that are added later."""
         self.since = max(self.since, stretch)
 
     def forget(self) -> None:
-        """Discard all copies, including one that is being taken; their memory stays allocated."""
+        """Discard all copies, including one that is being taken. Their memory stays allocated."""
         with self._lock:
             for place in self._places:
                 place.copies, place.mark = {}, None
