@@ -61,9 +61,11 @@ def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, everything: bo
 
 
 def buddies_of(nodes: Sequence[str], copies: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Return the buddies of each rank: `copies` others, or all others if there are fewer; () if there is only one rank.
+    """Return the buddies of each rank: `copies` other ranks, or all others if there are fewer; () if there is only one
+    rank.
 
-    nodes: the node of each rank. The first buddies are the same for any number of copies.
+    nodes: the node of each rank.
+    copies: the number of buddies of each rank. The first one does not depend on this number.
     """
     if len(nodes) < 2:
         return ()

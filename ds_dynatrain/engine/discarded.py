@@ -121,7 +121,7 @@ def _unknown(value: Any) -> Any:
 
 
 class Loss(torch.Tensor):
-    """A tensor of one number with a graph, whose `backward` survives a lost world.
+    """A scalar tensor with a graph, whose `backward` survives a lost world.
 
     Any result computed from it is a plain tensor, whose `backward` raises WorldChanged.
     """

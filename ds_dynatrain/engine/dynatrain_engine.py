@@ -341,8 +341,8 @@ class DynatrainEngine(HostEngine):
 
         Call it on every working member at the same step, after `engine.step()`. A newly frozen parameter loses its
         master and moments and keeps its weight. A newly trained one gets a master, moments of zero and initial step
-        counts, in a new optimizer group with the hyper-parameters and schedule of its former group. A group that no
-        longer trains anything is removed.
+        counts, in a new optimizer group with the hyper-parameters and schedule of the group in which it was listed. A
+        group that no longer trains anything is removed.
 
         groups: groups for parameters that are in none, or that need other hyper-parameters: `{"params": [...], "like":
             0, "weight_decay": 0.1}`, where `like` is the number of a current group.

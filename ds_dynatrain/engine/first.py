@@ -87,8 +87,8 @@ def first_layout(
 
 
 def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
-    """Raise ConfigError if the first layout cannot divide the batch for this model, or conflicts with the
-    configuration."""
+    """Raise ConfigError if the first layout cannot divide the batch for this model, or rules out a feature of the
+    job."""
     try:
         feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)

@@ -1,9 +1,9 @@
 """Engine of a `PipelineModule`: each call trains a whole global batch, and the boundary is at its beginning.
 
 A user's own iterator yields what one member reads in one world: a number of micro-batches from one share of each global
-batch, starting at the member's position. Its samples cannot be assigned to other members. It is therefore usable until
-any member's position in the pipelines changes, or the share of its pipeline; the ZeRO stage and the boundaries of
-stages may change.
+batch, starting at the member's position. Its samples cannot be assigned to other members. The iterator is therefore
+usable until any member's position in the pipelines changes, or the share of the member's pipeline. The ZeRO stage and
+the boundaries of stages may change.
 """
 
 from __future__ import annotations
