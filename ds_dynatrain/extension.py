@@ -147,8 +147,9 @@ class Extension:
     # ---- when a layout is chosen -------------------------------------------------------------------------------------
 
     def step_ms(self, layout: Any, members: Sequence[int]) -> dict[str, float]:
-        """Return the predicted duration of a step in a layout in milliseconds: a map from name to part, with the sum
-        under `total`; empty if there is no prediction.
+        """Return the predicted milliseconds of a step in a layout, keyed by part, with their sum under `total`.
+
+        The result is empty if there is no prediction.
 
         members: the member at each rank.
         """
