@@ -345,9 +345,9 @@ class Driver:
             votes = self._switch(parts, record)
         if self._elastic is not None:
             self.ended([engine for engine, _ in parts], prepared.proposal, votes[0].outcome)
-        interrupt = next((transaction.interrupt for transaction in votes if transaction.interrupt), None)
-        if interrupt is not None:
-            raise interrupt
+        for transaction in votes:
+            if transaction.interrupt is not None:
+                raise transaction.interrupt
 
     def _switch(
         self, parts: Sequence[tuple[EngineParts, Preparation]], record: tuple[Control, str] | None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.groups.device import HOST, compute_device
+from ds_dynatrain.adapters.groups.device import HOST, compute_device, is_accelerated
 from ds_dynatrain.adapters.groups.worlds import installed, stand_in_world
 from ds_dynatrain.adapters.zero.buffers import Untouched, provide
 from ds_dynatrain.adapters.zero.state import Scalars
@@ -306,7 +306,7 @@ class Switcher:
     def _warn_of_hardware(self, proposal: Proposal) -> None:
         """Warn once, on rank 0, if a switch uses parts that have not been tested on this kind of accelerator."""
         engine, source, target = self.engine, proposal.source_layout, proposal.layout
-        if self._has_warned or engine.rank != 0:
+        if self._has_warned or engine.rank != 0 or not is_accelerated():
             return
         self._has_warned = True
         transport, nodes = engine.settings.transport, engine.candidates.nodes
@@ -462,7 +462,7 @@ class Switcher:
             PROCESS.membership.tell(engine, event)
         if event.outcome == "committed":
             if event.bytes_sent and not preparation.proposal.late:
-                busiest = preparation.figures(outcome.kinds).busiest_bytes  # as `estimate` counts
+                busiest = preparation.figures(outcome.kinds).bytes_busiest  # as `estimate` counts
                 self.bytes_per_second = busiest / (1e-3 * event.phases_ms["move"])
             for listener in self.listeners:
                 listener(event)

@@ -54,7 +54,7 @@ def event_of(
         communicators_kept=everyone["communicators_kept"],
         connect_ms=everyone["connect_ms"],
         connect_pause_ms=everyone["connect_pause_ms"],
-        memory_bound_bytes=figures.peak_bytes if figures is not None else 0,
+        memory_bound_bytes=figures.highest_peak_bytes if figures is not None else 0,
         cause=proposal.cause,
         predicted_gain=proposal.predicted_gain,
         certificate=certificate,

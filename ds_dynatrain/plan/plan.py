@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -250,16 +250,16 @@ class Cost:
 
     bytes_sent: the total over all members.
     bytes_busiest: bytes in the busiest direction of the busiest member, for which all others wait.
+    highest_peak_bytes: the largest of `peak_bytes`.
     peak_bytes: for each member, the bytes of its state before and after the switch plus its bytes in flight.
-    highest_peak_bytes: the largest of these.
     seconds: the time to transfer `bytes_busiest` at the given bandwidth.
     """
 
     bytes_sent: int
     bytes_busiest: int
-    peak_bytes: dict[int, int]
     highest_peak_bytes: int
-    seconds: float
+    peak_bytes: Mapping[int, int] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
@@ -279,7 +279,7 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
         source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), kinds)
         target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), after)
         peak[member] = source + target + min(budget_bytes, sent + received)
-    return Cost(bytes_sent, busiest, peak, max(peak.values(), default=0), busiest / bytes_per_second)
+    return Cost(bytes_sent, busiest, max(peak.values(), default=0), peak, busiest / bytes_per_second)
 
 
 def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Collection[str]) -> int:

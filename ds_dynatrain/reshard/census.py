@@ -15,33 +15,6 @@ Row = tuple[str, int, int, int, int]
 """One piece of a state: (state kind, tensor number, first row-major index, number of elements, address)."""
 
 
-def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:
-    """Return a row (kind, tensor number, first index, elements, address) for each piece that a rank should hold.
-
-    Raise CensusError if the layout uses a buffer that does not exist or that is too small.
-    """
-    rows: set[Row] = set()
-    local = vps.local(vps.layout, rank)
-    for kind in sorted(kinds):
-        numbers, pieces = local.rows(kind)
-        for number, piece in zip(numbers.tolist(), pieces, strict=True):
-            held = buffers.get((kind, piece.buffer))
-            if held is None:
-                raise CensusError(
-                    f"rank {rank}: the layout keeps {kind} in {piece.buffer}, and there is no such buffer"
-                )
-            if piece.offset + piece.stop - piece.start > held.numel():
-                raise CensusError(
-                    f"rank {rank}: {kind} of {vps.tensors[number].name!r} ends at "
-                    f"{piece.offset + piece.stop - piece.start} "
-                    f"of a buffer of {held.numel()} elements"
-                )
-            address = held.data_ptr() + piece.offset * held.element_size()
-            first = piece.start - int(local.line.bases[number])
-            rows.add((kind, number, first, piece.stop - piece.start, address))
-    return rows
-
-
 def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
     """Raise CensusError unless every element is where the layout predicts, on the predicted device.
 
@@ -49,7 +22,7 @@ def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buf
 
     when: the point in time of the check, for the error.
     """
-    memory = host.memory(tuple(kind for kind, _ in buffers), vps.layout)
+    memory, local = host.memory(tuple(kind for kind, _ in buffers), vps.layout), vps.local(vps.layout, rank)
     for (kind, name), held in buffers.items():
         place = memory[kind].place
         if held.numel() and name.place == FROZEN_PARTS:  # the user decides whether these are pinned
@@ -65,7 +38,24 @@ def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buf
                 "bytes are expected of each"
             )
     found: set[Row] = {row for row in stage_of(host.optimizer).census(host.engine, host.model_map) if row.numel}
-    expected = predicted(vps, rank, buffers, {row[0] for row in found} | {"weight", "master"})
+    expected = set[Row]()
+    for kind in sorted({row[0] for row in found} | {"weight", "master"}):
+        numbers, pieces = local.rows(kind)
+        for number, piece in zip(numbers.tolist(), pieces, strict=True):
+            buffer = buffers.get((kind, piece.buffer))
+            if buffer is None:
+                raise CensusError(
+                    f"rank {rank}: the layout keeps {kind} in {piece.buffer}, and there is no such buffer"
+                )
+            stop = piece.offset + piece.stop - piece.start
+            if stop > buffer.numel():
+                raise CensusError(
+                    f"rank {rank}: {kind} of {vps.tensors[number].name!r} ends at {stop} of a buffer of "
+                    f"{buffer.numel()} elements"
+                )
+            address = buffer.data_ptr() + piece.offset * buffer.element_size()
+            first = piece.start - int(local.line.bases[number])
+            expected.add((kind, number, first, piece.stop - piece.start, address))
     if found == expected:
         return
     extra, missing = sorted(found - expected), sorted(expected - found)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Session, first_and_other
-from ds_dynatrain.plan import MemberPlan, SwitchPlan, estimate, plan_switch
+from ds_dynatrain.plan import Cost, MemberPlan, SwitchPlan, estimate, plan_switch
 from ds_dynatrain.reshard.digest_sides import DigestSide
 from ds_dynatrain.reshard.ways import POLL_SECONDS, Ways
 from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, row_of
@@ -43,26 +43,6 @@ MOST_ERRORS = 4
 """Maximum number of members whose errors are reported to all."""
 SIDES_SHARE = 2
 """The digest tables made in advance take at most 1/n of the staging budget."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Figures of a plan over all members, in bytes.
-
-    bytes_sent: total sent by all members.
-    busiest_bytes: bytes sent or received by the busiest member, in its busiest direction.
-    peak_bytes: upper bound of the bytes that one member holds at once, on the member with the most.
-    """
-
-    bytes_sent: int
-    busiest_bytes: int
-    peak_bytes: int
-
-    @staticmethod
-    def of(plan: SwitchPlan, budget_bytes: int) -> Figures:
-        """Compute the figures from the parts of all members."""
-        cost = estimate(plan, budget_bytes, 1.0)
-        return Figures(cost.bytes_sent, cost.bytes_busiest, cost.highest_peak_bytes)
 
 
 def nothing() -> None:
@@ -217,8 +197,9 @@ class Preparation:
             local = self.vps.local(proposal.layout, target)
             self.buffers = provide(local, self.memory, self.kept, self.live, self._touched)
         if source == 0:
-            figures = Figures.of(self.plan(kinds), self.budget_bytes)
-            self.control.post(f"figures/{proposal.generation}", {"kinds": kinds, "figures": astuple(figures)})
+            cost = estimate(self.plan(kinds), self.budget_bytes, 1.0)
+            figures = cost.bytes_sent, cost.bytes_busiest, cost.highest_peak_bytes
+            self.control.post(f"figures/{proposal.generation}", {"kinds": kinds, "figures": figures})
         for layout in (proposal.source_layout, proposal.layout):
             mesh = self.vps.mesh(layout)
             _ = mesh and mesh.holders
@@ -231,7 +212,7 @@ class Preparation:
         if target is not None:
             side = self.sides.setdefault((proposal.layout, target), DigestSide(self.vps, proposal.layout, target))
             room += side.nbytes
-            kinds = tuple(kind for kind in kinds if self.vps.is_held(proposal.layout, kind))
+            kinds = self.vps.present_kinds(proposal.layout, kinds)
             side.make_ready(self.buffers, kinds, self.kept, room, has_share=source is not None)
             self.made = self.make(proposal.layout, target)
 
@@ -313,7 +294,7 @@ class Preparation:
 
         The pause does not read late kinds, so it casts no weight from a master that arrives later.
         """
-        late = self.late_kinds(kinds)
+        late = self.late_kinds(kinds) if self.proposal.late else ()
         if late and not is_late:
             kinds = tuple(kind for kind in kinds if kind not in late)
         part = self.plan(kinds).for_member(self.control.member)
@@ -333,12 +314,10 @@ class Preparation:
         return self.mine[kinds, is_late]
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the kinds that nothing reads or writes before an optimizer step; none if the switch is not late.
+        """Return the kinds that nothing reads or writes before an optimizer step, for a late switch.
 
         Masters are excluded if they share the weights' memory.
         """
-        if not self.proposal.late:
-            return ()
         masters = {MASTER} if is_one_memory(self.memory, self.proposal.layout) else set()
         return tuple(kind for kind in kinds if row_of(kind).needed_for == "step" and kind not in masters)
 
@@ -366,14 +345,14 @@ class Preparation:
         absent = {*self.vps.present_kinds(self.proposal.source_layout)} - {*kinds}
         return {key: held for key, held in self.buffers.items() if key[0] not in absent}
 
-    def figures(self, kinds: tuple[str, ...]) -> Figures:
+    def figures(self, kinds: tuple[str, ...]) -> Cost:
         """Return the figures of the plan for these state kinds, as posted by rank 0, or else computed here."""
         known = None
         with suppress(td.DistError):  # the switch is over, and missing figures are no reason to fail
             known = self.board.read(f"figures/{self.proposal.generation}")
         if known is not None and tuple(known["kinds"]) == kinds:
-            return Figures(*known["figures"])
-        return Figures.of(self.plan(kinds), self.budget_bytes)
+            return Cost(*known["figures"])
+        return estimate(self.plan(kinds), self.budget_bytes, 1.0)
 
     def lacks(self, old_world: World | None) -> bool:
         """Return whether the next world needs communicators on this member that the old world does not have."""

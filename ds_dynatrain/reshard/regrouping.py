@@ -177,7 +177,7 @@ class FromGroups(StateSource):
         check_census(engine.host, self._old, engine.rank, before.buffers, "before registering")
         mine = sorted({kind for kind, _ in before.buffers})
         held = self._session.reduce("kinds", mine, lambda one, other: sorted({*one, *other}))
-        self._held = tuple(kind for kind in self._old.present_kinds() if kind in held)
+        self._held = self._old.present_kinds(among=held)
         self._digests, _ = side_digests(self._old, self._layout, engine.rank, before.buffers, self._held)
 
     @property

@@ -63,7 +63,7 @@ from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.replicas import Settlement, furthest
 from ds_dynatrain.reshard.replicas import judge as judge_replicas
 from ds_dynatrain.reshard.swap import Before, Swap
-from ds_dynatrain.space import Layout, of_kind, row_of
+from ds_dynatrain.space import Layout, row_of
 from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute, send_down
 
 POLL_SECONDS = 0.02
@@ -201,7 +201,7 @@ class Transaction:
             self.layers.offer()
         if rank == 0:
             self.rest = rest_carry(engine, has_module=self.layers is None)
-            kinds = [kind for kind in engine.vps.present_kinds() if of_kind(self.source, kind)]
+            kinds = engine.vps.present_kinds(among={kind for kind, _ in self.source})
             record = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
             record["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
             self.control.post(f"carry/{generation}", record)
@@ -246,7 +246,7 @@ class Transaction:
         if rank is None:
             return {}
         vps, ready = self.preparation.vps.with_layout(layout, members), self.preparation.sides.get((layout, rank))
-        kinds = tuple(kind for kind in kinds if vps.is_held(layout, kind))
+        kinds = vps.present_kinds(layout, kinds)
         found, share = side_digests(vps, layout, rank, held, kinds, self.preparation.kept, share, ready)
         self.digests[side] = {**self.digests[side], **found}
         return share

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -76,11 +76,14 @@ class VirtualParameterSpace:
         """Return the state kind with the given name; raise LayoutError if there is none."""
         return kind_of(self.kinds, name)
 
-    def present_kinds(self, layout: Layout | None = None) -> tuple[str, ...]:
-        """Return the names of the state kinds that a layout (the current one if None) holds."""
+    def present_kinds(self, layout: Layout | None = None, among: Collection[str] | None = None) -> tuple[str, ...]:
+        """Return the names of the state kinds that a layout (the current one if None) holds.
+
+        among: the kinds to consider; None for all.
+        """
         found = []
         for kind in self.kinds:
-            if self.is_held(layout or self.layout, kind.name):
+            if self.is_held(layout or self.layout, kind.name) and (among is None or kind.name in among):
                 found.append(kind.name)
         return tuple(found)
 

@@ -204,7 +204,7 @@ class Stock(FromCheckpoint):
         super().__init__(folder.path, manifest, engine, goal, present, part)
         self.tensors = engine.vps.tensors
         held = {kind for _, kind in self.manifest.rows}
-        self.kinds = [kind for kind in self.space.present_kinds() if kind in held]
+        self.kinds = list(self.space.present_kinds(among=held))
         self.kept = frozen_left_out(self.space, self.manifest)
 
     @property

@@ -341,7 +341,7 @@ def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buff
     """Return the digests of those state kinds of which several ranks hold the same elements."""
     several = vps.mesh(layout) is not None
     held = {kind for kind, _ in buffers if several or vps.is_replicated(layout, kind)}
-    kinds = tuple(kind for kind in vps.present_kinds(layout) if kind in held)
+    kinds = vps.present_kinds(layout, held)
     return side_digests(vps, layout, rank, buffers, kinds, set())[0]
 
 
@@ -362,4 +362,4 @@ def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], 
             )
     prints = [found[member]["rest"] for member in engine.members]
     held = {kind for each in found.values() for kind in each["kinds"]}
-    return [prints.index(each) for each in prints], [kind for kind in engine.vps.present_kinds() if kind in held]
+    return [prints.index(each) for each in prints], list(engine.vps.present_kinds(among=held))
