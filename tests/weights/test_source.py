@@ -15,7 +15,7 @@ WALKS = {
     "AutoTP, all": "d2t2z0 > d2t2z2 > d4z0 > d2t2z1 > d4z1 > d2t2z3 > d4z3 > t3z1 > d4z2",
     "AutoEP": "d4e2z0 > d4e2z1 > d4e4z3 > d2z0 > d4e4z2 > d4e2z3 > d4z1 > d4z3 > d4e2z2",
     "AutoEP, folded": "d2t2e2z1 > d4e2z3 > d2t2e2z0 > d4z2 > d2t2e2z2",
-    "deepspeed.moe": "d4e2z1 > d2z0 > d4e4z2 > d4e2z0",
+    "deepspeed.moe": "d4e2z1 > d2z0 > d4e4z2 > d4e2z2 > d4z1",
     "PipelineModule": "p2d2z1 > p4z0 > d4z1 > p2d2z0 > p2z1",
     "PipelineModule of deepspeed.moe": "p2d2e2z1 > d4e2z1 > p2d2z0 > p2d2e2z0",
     "PipelineModule under AutoEP": "p2d2e2z1 > d4e4z1 > p2d2z0 > p4z1",
