@@ -22,7 +22,7 @@ ANSWER_SECONDS = 60.0
 
 
 class Coordinator:
-    """Class of the coordinator's actor."""
+    """The class of which the coordinator's actor is an instance."""
 
     def __init__(self, job: str, min_nodes: int, max_nodes: int) -> None:
         import ray

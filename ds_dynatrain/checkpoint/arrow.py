@@ -165,7 +165,7 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
     data = memoryview(metadata)
 
     def place(table: int, number: int) -> int:
-        """Return the position of a field of a flatbuffer table, or 0 if the field is absent."""
+        """Return the position of a field of a flatbuffer table; 0 if the field is absent."""
         vtable = table - struct.unpack_from("<i", data, table)[0]
         within = 4 + 2 * number < struct.unpack_from("<H", data, vtable)[0]
         offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if within else 0

@@ -42,13 +42,13 @@ class ElasticMixin(Below):
     progress: TrainerProgress
     _settings: settings.Settings
     _is_by_tokens = False
-    """Whether the window's losses are divided by the tokens of all ranks."""
+    """Whether the open window's losses are divided by the tokens of all ranks."""
     _seed: int | None = None
     """Seed for the order of samples; None before the first call of `train`."""
     _schedule: dict[str, Any] | None = None
     """State of the schedule before the window (one global batch)."""
     _reported: dict[tuple[str, ...], int]
-    """The last reported step for each set of names in a log row."""
+    """A map from each set of names in a log row to the last step for which it was reported."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.begin((*arguments, *named.values()))
@@ -293,6 +293,6 @@ def _without_samples(batch: Any) -> Any:
 
 
 def _without_labels(batch: Any) -> Any:
-    """Return a batch whose labels count as no tokens."""
+    """Return a batch whose labels count as zero tokens."""
     labels = batch.get("labels") if hasattr(batch, "get") else None
     return {**batch, "labels": torch.full_like(labels, -100)} if isinstance(labels, torch.Tensor) else batch

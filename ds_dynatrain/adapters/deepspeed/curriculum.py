@@ -34,10 +34,15 @@ Schedule = Mapping[str, Callable[[int], Any]]
 
 
 class CurriculumOrder(EpochOrder):
-    """The order that `data_efficiency.data_sampling.curriculum_learning` describes."""
+    """The order of samples that `data_efficiency.data_sampling.curriculum_learning` configures."""
 
     def __init__(self, length: int, train_batch_size: int, block: dict[str, Any]) -> None:
-        """Make the order of a data set of `length` samples. block: DeepSpeed's parsed `data_efficiency`."""
+        """Make the order of a data set.
+
+        length: the number of samples in the data set.
+        train_batch_size: the number of samples in a global batch.
+        block: DeepSpeed's parsed `data_efficiency`.
+        """
         self.block = block
         self.schedule: Schedule = {}
         self._sampler: Any = None
@@ -65,7 +70,7 @@ class CurriculumOrder(EpochOrder):
         return self.train_batch_size
 
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
-        """Yield the data set's indices of each global batch from `step` to the end of the pass."""
+        """Yield, for each global batch from `step` to the end of the pass, the indices of its samples in the data set."""
         for number in range(step, self.steps):
             yield self._draw(epoch * self.steps + number)[0]
 

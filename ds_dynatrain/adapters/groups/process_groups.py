@@ -115,7 +115,7 @@ def is_ours(group: td.ProcessGroup | None) -> bool:
 
 
 def is_known(group: td.ProcessGroup | None) -> bool:
-    """Return whether `torch.distributed` still knows a group; a script may have destroyed it."""
+    """Return whether `torch.distributed` still knows a group, which a script may have destroyed."""
     return group in c10d._world.pg_map
 
 

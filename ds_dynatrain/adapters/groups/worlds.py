@@ -47,7 +47,7 @@ Members that were in different worlds thus agree on it.
 
 
 def ignore(name: str) -> None:
-    """Do nothing: the default `note`."""
+    """Do nothing. This is the default `note`."""
 
 
 @dataclass(frozen=True)

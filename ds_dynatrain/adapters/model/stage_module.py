@@ -171,7 +171,7 @@ class PipelineShaper(Shaper):
         return moe.parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers with experts their groups; `pipeline_host` sets up the rest of a stage's engine."""
+        """Give layers with experts their groups. `pipeline_host` sets up everything else in a stage's engine."""
         if self.autoep:
             experts.enter(engine, layout)
         else:

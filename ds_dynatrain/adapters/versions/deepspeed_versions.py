@@ -25,7 +25,7 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.version import __version__
 
 Names = Mapping[str, str]
-"""Names in a module or class, separated by spaces; the keys are "module" or "module:class"."""
+"""A map from "module" or "module:class" to the names in it, separated by spaces."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def configure_python_gc(engine: Any) -> None:
 
 
 def aligns_parameters(engine: Any) -> bool:
-    """Return whether stages 1 and 2 leave room between parameters (`parameter_alignment`, since 0.19)."""
+    """Return whether stages 1 and 2 leave room between parameters (`parameter_alignment`, since DeepSpeed 0.19)."""
     return hasattr(engine, "zero_parameter_alignment") and bool(engine.zero_parameter_alignment())
 
 

@@ -89,7 +89,8 @@ class Timer:
     def __init__(self, optimizer: torch.optim.Optimizer, layers: int) -> None:
         self._optimizer, self._layers = optimizer, layers
         self._passes: tuple[list[tuple[list[Mark], float]], ...] = [], []
-        """The forward and the backward passes, each as (its marks, its samples as a fraction of a micro-batch)."""
+        """The forward passes and the backward passes, each as (its marks, its samples as a fraction of a micro-batch).
+        """
         self._marks: list[Mark] | None = None
         """The marks of the current pass; None between passes."""
         self._updates: list[tuple[Any, Any]] = []

@@ -68,7 +68,7 @@ METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
 OPTIMS = (OPTIM, "optimizer")
 STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
 DATA = "__0_0.distcp"
-"""Torch's name of the first data file of rank 0."""
+"""torch's name for the first data file of rank 0."""
 Keys = tuple[str, ...]
 """The levels of a key, outermost first."""
 
