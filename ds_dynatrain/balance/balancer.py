@@ -239,7 +239,10 @@ class Balancer:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def timed_step(self) -> AbstractContextManager[None]:
-        """Return a context manager for a whole step that is one call. It times the step if a window is open."""
+        """Return a context manager for a whole step, used if a step is one call.
+
+        It times the step if a window is open.
+        """
         self._begin_step()
         return nullcontext() if self._timer is None else self._timer.timing()
 

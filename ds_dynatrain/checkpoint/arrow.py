@@ -132,7 +132,7 @@ def read_table(data: bytes, columns: Mapping[str, str]) -> dict[str, list[Any]]:
     """
     try:
         batch = _batch(pa.py_buffer(data), columns)
-    except Exception as error:  # pyarrow has many errors for damaged bytes, without a common base
+    except Exception as error:  # pyarrow raises many errors for damaged bytes, without a common base class
         raise CheckpointDamaged(f"it is no table that can be read: {error}") from None
     return {name: _values(batch.column(number), columns[name]) for number, name in enumerate(columns)}
 

@@ -149,8 +149,8 @@ def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
 def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
     """Context manager that makes a file or folder appear at `path` only when it is complete.
 
-    Yields a hidden path beside `path`, to which the caller writes. The hidden path is renamed to `path` at the end, or
-    removed on error.
+    Yields a hidden path in the same folder, to which the caller writes. The hidden path is renamed to `path` at the
+    end, or removed on error.
 
     parents: whether to create missing parent folders, and remove them on error.
 

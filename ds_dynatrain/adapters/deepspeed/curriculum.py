@@ -28,7 +28,7 @@ from ds_dynatrain.data import EpochOrder
 from ds_dynatrain.errors import DataError
 
 KEPT = 256
-"""Number of drawn global batches to keep, because loader workers read ahead and a switch may go back."""
+"""Number of global batches to keep once fetched, because loader workers read ahead and a switch may go back."""
 
 Schedule = Mapping[str, Callable[[int], Any]]
 
@@ -70,12 +70,12 @@ class CurriculumOrder(EpochOrder):
         return self.train_batch_size
 
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
-        """Yield, for each global batch from `step` to the end of the pass, the indices of its samples in the data set."""
+        """Yield the samples' indices in the data set, for each global batch from `step` to the end of the pass."""
         for number in range(step, self.steps):
             yield self._draw(epoch * self.steps + number)[0]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the difficulties and counts from when global batch `step` was drawn, keyed by DeepSpeed's names."""
+        """Return the difficulties and counts at the time global batch `step` was fetched, keyed by DeepSpeed's names."""
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:

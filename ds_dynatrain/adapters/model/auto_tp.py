@@ -114,7 +114,7 @@ def describe(template: nn.Module, config: Mapping[str, Any], size: int) -> Cuts:
 
 
 def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None:
-    """Raise LayoutError if a rank would get no element of a parameter although DeepSpeed or torch needs one there."""
+    """Raise LayoutError if a rank would get no element of a parameter of which DeepSpeed or torch needs some."""
     if layout.zero_stage == 3:
         why = "zero_stage=3"
     elif (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False):

@@ -271,7 +271,7 @@ class StageExperts(Conversion):
         listed: bool,
         first: Mapping[str, int],
     ) -> None:
-        """Take over a module with all layers, and give it DeepSpeed's layers with the values of the previous ones.
+        """Take over a module with all layers, and give it DeepSpeed's layers with the previous layers' values.
 
         source: the module's template.
         listed: whether the caller has lists of the module's parameters.

@@ -287,7 +287,7 @@ def gather_in_one_order(kind: Any) -> None:
 
 
 def configure_python_gc(engine: Any) -> None:
-    """Configure Python's garbage collector, which `deepspeed.initialize` does at its end since 0.19."""
+    """Configure Python's garbage collector the way `deepspeed.initialize` does at its end since DeepSpeed 0.19."""
     if hasattr(engine, "_configure_python_gc"):
         engine._configure_python_gc()
 
