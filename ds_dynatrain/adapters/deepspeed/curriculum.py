@@ -75,7 +75,7 @@ class CurriculumOrder(EpochOrder):
             yield self._draw(epoch * self.steps + number)[0]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the difficulties and counts at the time global batch `step` was fetched, keyed by DeepSpeed's names."""
+        """Return the difficulties and counts when global batch `step` was fetched, keyed by DeepSpeed's names."""
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:
