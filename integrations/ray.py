@@ -22,7 +22,7 @@ ANSWER_SECONDS = 60.0
 
 
 class Coordinator:
-    """Class of the coordinator's actor."""
+    """The class of which the coordinator's actor is an instance."""
 
     def __init__(self, job: str, min_nodes: int, max_nodes: int) -> None:
         import ray
@@ -67,8 +67,8 @@ def join(
         this or `name`.
     variables: the environment variables.
 
-    The calling method must run in the actor's main thread, because SIGTERM is handled there. Methods without `async`
-    and `max_concurrency` do.
+    The calling method must run in the actor's main thread, which handles SIGTERM. Methods without `async` and
+    `max_concurrency` do.
 
     Raises ImportError without ray. Raises ConfigError if both or neither of `name` and `endpoint` are given, or if the
     endpoint is invalid. Raises Ray's ValueError if there is no actor of that name.

@@ -1,4 +1,4 @@
-"""Adapters to DeepSpeed: the only package that touches private names of DeepSpeed or of torch.distributed.
+"""Adapters to DeepSpeed: the only folder that touches private names of DeepSpeed or of torch.distributed.
 
 May import `data`, `report` and `version`. Its folders, lowest first, are `versions`, `groups`, `zero`, `model` and
 `deepspeed`. Start with `deepspeed/host`.

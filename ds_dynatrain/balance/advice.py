@@ -141,7 +141,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
         best, without = fewer, tuple(sorted(at.slow))
     move = move_to(best.layout, without) if without or best.layout != at.present else None
     moved = move or MoveCost(0, 0.0)
-    # The saving is a prediction; the present step includes time that is not predicted, if it was measured.
+    # The saving is a prediction; the current step includes time that is not predicted, if it was measured.
     present = max(now.seconds, at.step_seconds)
     error = _error(profile, at.deal(profile), at.present, best.layout)
     offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds)
@@ -157,7 +157,7 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
         if layout == present:
             return False
         is_of_shape = at.shape == "any" or layout.data == present.data
-        may_share = at.shape == "any" or at.slow or present.shares  # if no rank is slow any more, samples go back
+        may_share = at.shape == "any" or at.slow or present.shares  # if no rank is slow any longer, samples go back
         has_new_shares = layout.shares != present.shares and not may_share
         is_same_size = layout.world_size == present.world_size
         return not is_same_size or not is_of_shape or has_new_shares or move_to(layout, ()) is None

@@ -45,7 +45,7 @@ class Acting:
     def __init__(self, engine: EngineParts, course: Course) -> None:
         self._engine, self.course = engine, course
         self._asked: tuple[WantedMove, PendingSwitch, Layout] | None = None
-        """The move under way: the wanted move, its switch, and the layout before it."""
+        """The move in progress: the wanted move, its switch, and the layout before it."""
         self._open: SwitchEvent | None = None
         """The event of the move that has not been judged yet."""
         engine.switcher.listeners.append(self._note_switch)
@@ -129,19 +129,19 @@ class Balancer:
         self._timer: Timer | None = None
         self._steps, self._began = StepSeconds(), 0.0
         self._step_seconds = 0.0
-        """Seconds of a step on the slowest member, as of the last window; the same on all members."""
+        """Seconds of a step on the slowest member at the last window; the same on all members."""
         self._shared: Session | None = None
-        """The session of the last window, in which the timings were exchanged."""
+        """The session in which the last window's timings were exchanged."""
         self._left = self._opened = 0
         """Number of steps left in the open window, and the step at which it was due."""
         self._at: tuple[str, int] = ("", 0)
-        """The segment of training, and how often the set of trained parameters had changed, at the last step."""
+        """The segment of training at the last step, and how often the set of trained parameters had changed by then."""
         self._settled = self._next = 0
         """The first step that may be timed, and the step at which the next window is due."""
         self._are_new = False
         """Whether costs are already known to differ from those of the earlier windows."""
         self._noted: tuple[str, int] = ("", 0)
-        """The segment and micro-step of the last call of `note`, and the number of calls there."""
+        """The segment and micro-step of the last call of `note`, and the number of calls at that micro-step."""
         engine.switcher.listeners.append(self._note_switch)
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
@@ -239,7 +239,10 @@ class Balancer:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def timed_step(self) -> AbstractContextManager[None]:
-        """Return a context manager for a whole step that is one call. It times the step if a window is open."""
+        """Return a context manager for a whole step, used if a step is one call.
+
+        It times the step if a window is open.
+        """
         self._begin_step()
         return nullcontext() if self._timer is None else self._timer.timing()
 

@@ -97,7 +97,7 @@ class Bound:
 
     @cached_property
     def _fastest(self) -> Floats:
-        """Combined speed of the fastest 1, 2, ... members."""
+        """Array: the combined speed of the fastest 1, 2, ... members."""
         return np.cumsum(np.sort(np.array(self.speeds))[::-1])
 
     @cached_property

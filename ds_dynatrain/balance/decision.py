@@ -207,7 +207,7 @@ def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drif
 
 
 def decide(rules: BalanceConfig, history: DecisionHistory, step: int, offer: Offer) -> BalanceDecision:
-    """Decide whether to make this move at this step."""
+    """Decide whether to make the offered move at this step."""
     saved = (offer.present_seconds - offer.target_seconds) * history.factor
     gain, steps = offer.gain * history.factor, history.horizon(rules, step)
     asked = rules.safety * offer.cost_seconds

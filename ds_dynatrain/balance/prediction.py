@@ -89,7 +89,8 @@ class Prediction:
 def advise(file: Path, question: PredictionOptions) -> Prediction:
     """Read the profile and search for layouts.
 
-    Raises ProfileError, LayoutError, ConfigError or OSError.
+    Raises ProfileError, LayoutError, ConfigError or OSError if the options, the profile or its file are invalid, or if
+    nothing fits.
     """
     profile = Profile.load(file)
     members = _members(profile, question)

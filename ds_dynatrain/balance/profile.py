@@ -26,7 +26,7 @@ SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds")
 ERRORS = ("forward_error", "backward_error", "optimizer_error")
 BYTES = ("activation_bytes", "output_bytes")
 BESIDE = ("load_seconds", "message_seconds", "beside_seconds")
-"""Fields of `Profile` with the time of a pipeline outside its layers."""
+"""Fields of `Profile` that hold times of a pipeline outside its layers."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -94,9 +94,11 @@ class TimingWindow:
         boundaries: Sequence[int],
         beside: Sequence[Sequence[float]] = (),
     ) -> TimingWindow:
-        """Merge the rows of all ranks.
+        """Merge the rows of all ranks into one window.
 
         by_rank: the rows of each rank.
+        layout: the layout in which they were measured.
+        boundaries: the first layer of each stage, followed by the number of layers.
         beside: [ranks, BESIDE], the times outside the layers.
 
         Raises ProfileError unless every rank has a row for each layer of its stage.
@@ -169,7 +171,7 @@ class Measured:
 
 
 class StepSeconds:
-    """Seconds of the last steps on one member, in one layout."""
+    """Seconds of the newest steps on one member, in one layout."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=LAST_STEPS)

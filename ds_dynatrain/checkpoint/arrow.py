@@ -132,7 +132,7 @@ def read_table(data: bytes, columns: Mapping[str, str]) -> dict[str, list[Any]]:
     """
     try:
         batch = _batch(pa.py_buffer(data), columns)
-    except Exception as error:  # pyarrow has many errors for damaged bytes, without a common base
+    except Exception as error:  # pyarrow raises many errors for damaged bytes, without a common base class
         raise CheckpointDamaged(f"it is no table that can be read: {error}") from None
     return {name: _values(batch.column(number), columns[name]) for number, name in enumerate(columns)}
 
@@ -165,7 +165,7 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
     data = memoryview(metadata)
 
     def place(table: int, number: int) -> int:
-        """Return the position of a field of a flatbuffer table, or 0 if the field is absent."""
+        """Return the position of a field of a flatbuffer table; 0 if the field is absent."""
         vtable = table - struct.unpack_from("<i", data, table)[0]
         within = 4 + 2 * number < struct.unpack_from("<H", data, vtable)[0]
         offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if within else 0

@@ -20,11 +20,11 @@ from typing import Any
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 Progress = Callable[[int], object]
-"""A function that is called with the number of bytes of each tensor written."""
+"""Function that is called with the number of bytes of each tensor written."""
 WHERE_DAMAGED = "copy the checkpoint again, or take another one"
 """Advice in error messages about damaged files."""
 MOST_BYTES = 1 << 30
-"""Largest size in bytes of a file that is read whole into memory."""
+"""Maximum size in bytes of a file that is read whole into memory."""
 MOST_VALUES = 1 << 24
 """Maximum number of values in a file that is parsed into Python objects, which need many times the file's memory."""
 MOST_OF_NOTE = 4096
@@ -149,8 +149,8 @@ def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
 def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
     """Context manager that makes a file or folder appear at `path` only when it is complete.
 
-    Yields a hidden path beside `path`, to which the caller writes. The hidden path is renamed to `path` at the end, or
-    removed on error.
+    Yields a hidden path in the same folder, to which the caller writes. The hidden path is renamed to `path` at the
+    end, or removed on error.
 
     parents: whether to create missing parent folders, and remove them on error.
 

@@ -37,7 +37,7 @@ COLUMNS = {
 }
 """The columns of the table, in order, with their types as named in `arrow`."""
 ALIGN = 8
-"""Alignment of values in a data file, in bytes; the minimum of Arrow."""
+"""Alignment of values in a data file, in bytes. Arrow requires at least this much."""
 FILE_NAME = re.compile(r"[0-9]{5,}\.[a-z0-9_]+\.arrow")
 MOST_RUNS = 1 << 24
 """Maximum number of runs of one tensor and state kind. Runs are expanded in memory."""

@@ -161,7 +161,7 @@ def _name_server() -> Check:
     longest = 0.0
     for _ in range(LOOK_UPS):
         begin = time.monotonic()
-        with suppress(OSError):  # no name is an answer, too
+        with suppress(OSError):  # "no such name" is also an answer
             socket.getnameinfo((LOOPBACK, 0), 0)
         longest = max(longest, time.monotonic() - begin)
     is_quick = longest < LONGEST_LOOK_UP_SECONDS
@@ -186,7 +186,7 @@ def _broken_off() -> Iterator[Check]:
         try:
             minutes = (time.time() - lock.stat().st_mtime) / 60
             is_left = _is_left(lock)
-        except FileNotFoundError:  # done just now
+        except FileNotFoundError:  # the compilation has just finished
             continue
         if is_left or minutes > LONGEST_COMPILATION_MINUTES:
             note = f"a compilation begun {minutes:.0f} minutes ago was broken off"
@@ -205,7 +205,7 @@ def _is_left(lock: Path) -> bool:
     if os.geteuid() not in (0, made.st_uid) or not Path("/proc/self/fd").is_dir():
         return False
     for held in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # it is closed, or its process is another user's, which does not hold this one
+        with suppress(OSError):  # it was closed, or another user's process has it, which does not hold this lock
             if os.path.samestat(held.stat(), made):
                 return False
     return True

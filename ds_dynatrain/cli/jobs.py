@@ -76,7 +76,7 @@ def run_coordinator(
         raise ElasticError(
             f"cannot listen at {where}: {error}; give another port, or end the process that has this one"
         ) from error
-    # As by default, but also for process 1 of a container, which has no defaults. Nothing has to be saved.
+    # Exit as by default, even as process 1 of a container, which has no default. Nothing has to be saved.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     with nullcontext() if announce is None else announced(announce, host.reachable, job, host.end):
         host.run()

@@ -76,7 +76,7 @@ def compare(
     Exit code: 0 all ways were measured or said why they cannot, 1 not even a live switch could be, 2 wrong options.
     """
     with saying("compare"):
-        try:  # before minutes of measuring
+        try:  # fail before minutes of measuring
             import matplotlib.figure  # noqa: F401
         except ImportError as error:
             raise ConfigError("the page needs matplotlib: pip install matplotlib") from error

@@ -204,7 +204,7 @@ def _median_step(rank: Notes, first: int, last: int) -> float:
 
 
 def _losses(run: Run) -> dict[int, float]:
-    """Return the loss of each step, which is the mean over ranks because all have equal shares of the batch."""
+    """Return a map from step number to loss, as the mean over ranks, which have equal shares of the batch."""
     found: dict[int, list[float]] = {}
     for rank in (rank for launched in run.launches for rank in launched.notes.values()):
         for number, step in rank.steps.items():

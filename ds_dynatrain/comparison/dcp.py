@@ -38,7 +38,7 @@ class DcpTrainer(workload.Trainer):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.LEARNING_RATE)
 
     def train(self, tokens: Tensor) -> Tensor:
-        """Train one micro-batch, which is a whole optimizer step, and return its loss."""
+        """Train one micro-batch, which is a whole optimizer step. Return its loss."""
         loss: Tensor = self.model(tokens)
         loss.backward()
         self.optimizer.step()

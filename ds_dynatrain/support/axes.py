@@ -26,7 +26,7 @@ Ulysses is attention over sequence ranks.
 Features = frozenset[str]
 
 OTHER_AXES = ("pipe", "sequence", "tensor")
-"""The axes besides data that add ranks."""
+"""The axes, besides data, that add ranks."""
 
 AXES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "pipe": ((PIPELINE,), "it is no deepspeed.PipelineModule"),

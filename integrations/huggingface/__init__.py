@@ -11,5 +11,5 @@ folders, `reporting` decides who logs, `callbacks` follows the steps, and `train
 methods.
 
 For an Accelerator: `accelerators` reads its arguments and refuses some, `loaders` replaces its DataLoaders,
-`collectives` are those that a loop calls, and `states` reads and writes the files beside a checkpoint.
+`collectives` are those that a loop calls, and `states` saves and loads its state, using the engine's checkpoints.
 """

@@ -89,7 +89,7 @@ def refuse_parts(given: tuple[Any, ...], has_engine: bool) -> None:
 
 
 def config_of(accelerator: Any) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, in the form that Accelerate has filled in."""
+    """Return DeepSpeed's configuration, as completed by Accelerate."""
     found: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
     return found
 

@@ -26,11 +26,11 @@ class SwitchCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Request the layout of step 0, or of the step from which the job continues."""
+        """Request the layout scheduled for step 0, or for the step from which the job continues."""
         self._ask(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Request the layout of this step. It takes effect before the next step."""
+        """Request the layout scheduled for this step, if any. It takes effect before the next step."""
         self._ask(state)
 
     def _ask(self, state: TrainerState) -> None:

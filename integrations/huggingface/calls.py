@@ -63,7 +63,7 @@ def _initialize(stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any
             return stock(*arguments, **named)
         if named.get("optimizer") is None and named.get("model_parameters") is None:
             return _for_inference(named["model"], config)
-        # what libraries fill in for one world follows from the global batch here
+        # libraries fill this in for one world; here it follows from the global batch
         named[key] = {name: value for name, value in config.items() if name != "gradient_accumulation_steps"}
         return ds_dynatrain.initialize(*arguments, **named)
 

@@ -108,7 +108,7 @@ class Counts:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, int]:
-        """Return the numbers of passes in `accumulate` and of checkpoints."""
+        """Return the number of passes in `accumulate`, and the number of checkpoints."""
         accelerator = self._accelerator
         return {"step": accelerator.step, "iteration": accelerator.project_configuration.iteration}
 

@@ -62,7 +62,7 @@ def check(folder: str) -> None:
 
 
 def complete(folder: str) -> None:
-    """Write Trainer's state beside a checkpoint that was saved without it, as on SIGTERM.
+    """Add Trainer's state to a checkpoint that was saved without it, as on SIGTERM.
 
     The first process to arrive writes the state. All processes would write the same, and the file is replaced
     atomically.
@@ -114,7 +114,7 @@ def resume(trainer: Any, engine: Any, folder: str) -> None:
     path = Path(folder)
     ours = is_ours(path)
     where = (str(path.parent), path.name) if ours else (str(path),)
-    of_callbacks = callback_states(trainer)  # Trainer has restored them if restore_callback_states_from_checkpoint
+    of_callbacks = callback_states(trainer)  # Trainer has set these if restore_callback_states_from_checkpoint
     _, client = engine.load_checkpoint(*where, load_module_strict=not _is_peft_model(trainer.model))
     restore_callbacks(trainer, of_callbacks)
     if ours or engine.is_newcomer:

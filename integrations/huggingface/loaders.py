@@ -16,7 +16,7 @@ from ds_dynatrain.integrations.shared.batches import refuse_other_epochs
 MOST_SET = 2**32 - 1
 """The largest seed that `set_seed` takes.
 
-A larger one was drawn at random, and a run that continues would not have it.
+A larger seed is a random one, which a run that continues would not have.
 """
 
 
@@ -32,7 +32,7 @@ class _Prepared:
         self._accelerator, self._torch = accelerator, loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_torch":  # it is being made
+        if name == "_torch":  # the constructor has not set it yet
             raise AttributeError(name)
         return getattr(self._torch, name)
 

@@ -24,7 +24,7 @@ def refresh_stage(accelerator: Any, stage: int, *configurations: Any) -> None:
     configurations: further `HfDeepSpeedConfig` objects.
     """
     plugin = accelerator.deepspeed_plugin
-    asked = getattr(plugin, "dschf", None)  # by transformers, whether parameters are partitioned
+    asked = getattr(plugin, "dschf", None)  # transformers asks it whether parameters are partitioned
     held = [plugin.hf_ds_config, *configurations, *([] if asked is None else [asked])]
     for config in (accelerator.deepspeed_config, plugin.deepspeed_config, *(each.config for each in held)):
         config.setdefault("zero_optimization", {})["stage"] = stage

@@ -138,7 +138,7 @@ class PromptMixin(Below):
             held = self._answers(inputs)
         self._completions = (-1, 0) if held is None else number, held
         self._due = parts(held, [one.samples for one in inputs])
-        with replaced(self.args, "steps_per_generation", len(inputs)):  # in a loss it stands for the micro-batches
+        with replaced(self.args, "steps_per_generation", len(inputs)):  # a loss reads it as the number of micro-batches
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
@@ -179,7 +179,7 @@ class PromptMixin(Below):
 
 
 def parts(held: dict[str, Any] | None, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield the completions of one micro-batch after the other; empty ones if there are no completions."""
+    """Yield the completions of each micro-batch in turn; {} for each if there are no completions."""
     begin = 0
     for size in sizes:
         yield {} if held is None else {name: _rows(value, begin, begin + size) for name, value in held.items()}

@@ -1,6 +1,6 @@
 """Refusals of Trainer features that cannot follow a world, made before anything is built.
 
-Each names the feature and an alternative.
+Each refusal names the feature and an alternative.
 """
 
 from __future__ import annotations

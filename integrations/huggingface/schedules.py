@@ -53,7 +53,7 @@ class SteadyScheduler(AcceleratedScheduler):
         if not self.gradient_state.sync_gradients or any(each.step_was_skipped for each in self.optimizers):
             return
         for _ in range(self._processes):
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):  # as Accelerate's
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):  # as in Accelerate
                 self.scheduler.step(*arguments, **named)
 
 

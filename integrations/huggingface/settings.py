@@ -54,7 +54,7 @@ def settle(args: TrainingArguments) -> Settings:
         )
     size = held.__dict__.setdefault(_SETTLED, _global_batch(args))  # for a second trainer with the same arguments
     held.config.update(train_batch_size=size, gradient_accumulation_steps=1)
-    # what Trainer holds against them is the arithmetic of the first world
+    # Trainer's objections to these values come from the arithmetic of the first world
     held.mismatches = [each for each in held.mismatches if not any(f"ds {name}=" in each for name in _OF_ONE_WORLD)]
     args.gradient_accumulation_steps = 1
     plugin.deepspeed_config = held.config

@@ -1,6 +1,6 @@
 """An Accelerator's `save_state` and `load_state`, based on the engine's checkpoints.
 
-A checkpoint of `engine.save` does not need the further files that Accelerate writes beside its own checkpoints.
+A checkpoint of `engine.save` does not need the further files that Accelerate writes into its own checkpoints' folders.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def nothing(output_dir: Any, *arguments: Any, **named: Any) -> Any:
 
 @contextmanager
 def without_ours() -> Iterator[list[Path]]:
-    """Context manager in which Accelerate reads further files only beside its own checkpoints.
+    """Context manager in which Accelerate reads further files only from the folders of its own checkpoints.
 
-    Yields a list that collects the folders of these checkpoints.
+    Yields a list that collects these folders.
     """
     stock, read = accelerate.accelerator, list[Path]()
     load_rest, load_object = stock.load_accelerator_state, stock.load_custom_state

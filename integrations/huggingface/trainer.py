@@ -42,13 +42,13 @@ class ElasticMixin(Below):
     progress: TrainerProgress
     _settings: settings.Settings
     _is_by_tokens = False
-    """Whether the window's losses are divided by the tokens of all ranks."""
+    """Whether the open window's losses are divided by the tokens of all ranks."""
     _seed: int | None = None
     """Seed for the order of samples; None before the first call of `train`."""
     _schedule: dict[str, Any] | None = None
     """State of the schedule before the window (one global batch)."""
     _reported: dict[tuple[str, ...], int]
-    """The last reported step for each set of names in a log row."""
+    """A map from each set of names in a log row to the last step for which it was reported."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.begin((*arguments, *named.values()))
@@ -90,7 +90,7 @@ class ElasticMixin(Below):
         with replaced(self.accelerator, "prepare", lambda *given, **_: given[0] if len(given) == 1 else given):
             loader: Any = super().get_train_dataloader()
         refusals.refuse_loader(loader, self._train_batch_size)
-        if self._seed is None:  # later on each rank has random streams of its own
+        if self._seed is None:  # later, each rank has random streams of its own
             self._seed = self.args.data_seed if self.args.data_seed is not None else torch.initial_seed()
         self.global_batches = GlobalBatches(loader, self._settings.global_batch, "trainer", self._seed)
         return self.global_batches
@@ -110,7 +110,7 @@ class ElasticMixin(Below):
         counted = [_without_labels(one.data) if one.is_borrowed else one.data for one in window]
         try:
             count = self._get_num_items_in_batch(counted, device)
-        except WorldChanged:  # this global batch will be dealt again
+        except WorldChanged:  # this global batch will be repeated
             count = torch.tensor(1, device=device)
         self._is_by_tokens = count is not None
         return [window], count
@@ -249,7 +249,7 @@ class ElasticMixin(Below):
         return epochs, 0
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save all state in one format for every world, and then Trainer's files beside it."""
+        """Save all state in one format for every world, then add Trainer's files."""
         if not self.args.save_only_model:
             folder = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
             checkpoints.save(self.engine, folder)
@@ -293,6 +293,6 @@ def _without_samples(batch: Any) -> Any:
 
 
 def _without_labels(batch: Any) -> Any:
-    """Return a batch whose labels count as no tokens."""
+    """Return a batch whose labels count as zero tokens."""
     labels = batch.get("labels") if hasattr(batch, "get") else None
     return {**batch, "labels": torch.full_like(labels, -100)} if isinstance(labels, torch.Tensor) else batch

@@ -23,11 +23,11 @@ class SwitchCallback(Callback):
         self.schedule = {int(step): dict(sizes) for step, sizes in schedule.items()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Request the layout of step 0, or of the step from which the job continues."""
+        """Request the layout scheduled for step 0, or for the step from which the job continues."""
         self._ask(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Request the layout of this step.
+        """Request the layout scheduled for this step, if any.
 
         It takes effect before the next step, after this step's validation and save.
         """

@@ -49,9 +49,9 @@ class TrainerProgress:
             return
         trainer = self._trainer
         _take(trainer.fit_loop, state["loops"])
-        if trainer.fit_loop._data_fetcher is not None:  # it counts what it has drawn in an epoch
+        if trainer.fit_loop._data_fetcher is not None:  # it counts the batches fetched in an epoch
             trainer.fit_loop._data_fetcher.fetched = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        trainer.fit_loop.epoch_loop._results.reset()  # of an epoch in which it has worked before
+        trainer.fit_loop.epoch_loop._results.reset()  # drop results of an epoch in which this process worked before
         call._call_callbacks_load_state_dict(trainer, {"callbacks": state["callbacks"]})
         for config, held in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(held)

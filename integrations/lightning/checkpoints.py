@@ -88,7 +88,7 @@ class Checkpoints(Below):
         folder = _local(self.broadcast(checkpoint_path))
         if folders.is_ours(folder / _TAG):
             return self._progress.loaded(lambda: self.engine.load(folder, _TAG))
-        if folders.is_ours(folder):  # by SIGTERM
+        if folders.is_ours(folder):  # saved on SIGTERM
             return self._progress.loaded(lambda: self.engine.load(folder.parent, folder.name))
         if not (folder / _TAG).is_dir():
             raise CheckpointError(

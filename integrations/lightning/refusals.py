@@ -1,4 +1,4 @@
-"""Refusals of Lightning Trainer features that cannot follow a world. Each names the feature and an alternative."""
+"""Refusals of Lightning Trainer features that cannot follow a world. Each refusal names an alternative."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class DynatrainStrategy(Checkpoints, Below):
         engine.register_for_checkpointing(PROGRESS, self._progress)
         self.set_world_ranks()
         if self.cluster_environment.creates_processes_externally:
-            self._launcher = None  # it would hold the present world against the one that was started
+            self._launcher = None  # it would compare the current world with the one that was started
         _leave_windows(self.lightning_module)
         if self._is_idle:
             trainer.num_sanity_val_steps = 0
@@ -194,7 +194,7 @@ class DynatrainStrategy(Checkpoints, Below):
                 'its weights; evaluate with another Trainer (strategy="deepspeed" or "ddp")'
             )
         self.accelerator.setup(trainer)
-        self.lightning_module.to(self.root_device)  # the end of `fit` has put metrics that were logged on the CPU
+        self.lightning_module.to(self.root_device)  # at its end, `fit` has moved logged metrics to the CPU
         self.model = self._engine
 
     def _settled(self) -> settings.Sizes:
@@ -226,7 +226,7 @@ class DynatrainStrategy(Checkpoints, Below):
             config=settings.for_engine(self.config, self._settled()),
             dist_init_required=False,
         )
-        if schedule is not None:  # of the configuration: it is made over an optimizer that a switch replaces
+        if schedule is not None:  # one from the configuration refers to an optimizer that a switch replaces
             schedule.optimizer = forwarder
         if self._training is not None:
             self._training.bind(self._engine, reshuffle=True)

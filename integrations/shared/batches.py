@@ -38,7 +38,7 @@ class GlobalBatches:
 
     @property
     def drop_last(self) -> bool:
-        """Whether a short last batch is left out."""
+        """Whether an incomplete last batch is left out."""
         return bool(self._torch.drop_last)
 
     def refuse_other_epochs(self, saved: Mapping[str, Any]) -> None:

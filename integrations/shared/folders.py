@@ -19,7 +19,7 @@ def save(engine: Any, folder: str | Path) -> None:
     """Save all state into this folder, replacing one left by an earlier run. A collective."""
     folder = Path(folder)
     earlier = folder.with_name(f".{folder.name}.{os.getpid()}")
-    if engine.rank == 0 and folder.exists():  # it names the folder, when all have come to save
+    if engine.rank == 0 and folder.exists():  # rank 0 also names the new folder, once all ranks save
         os.rename(folder, earlier)
     try:
         engine.save(folder.parent, folder.name)

@@ -1,4 +1,4 @@
-"""Refusals of features that cannot follow the world. Each names an alternative."""
+"""Refusals of features that cannot follow the world. Each refusal names an alternative."""
 
 from __future__ import annotations
 

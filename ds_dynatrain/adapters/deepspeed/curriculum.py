@@ -28,16 +28,21 @@ from ds_dynatrain.data import EpochOrder
 from ds_dynatrain.errors import DataError
 
 KEPT = 256
-"""Number of drawn global batches to keep, because loader workers read ahead and a switch may go back."""
+"""Number of global batches to keep once fetched, because loader workers read ahead and a switch may go back."""
 
 Schedule = Mapping[str, Callable[[int], Any]]
 
 
 class CurriculumOrder(EpochOrder):
-    """The order that `data_efficiency.data_sampling.curriculum_learning` describes."""
+    """The order of samples that `data_efficiency.data_sampling.curriculum_learning` configures."""
 
     def __init__(self, length: int, train_batch_size: int, block: dict[str, Any]) -> None:
-        """Make the order of a data set of `length` samples. block: DeepSpeed's parsed `data_efficiency`."""
+        """Make the order of a data set.
+
+        length: the number of samples in the data set.
+        train_batch_size: the number of samples in a global batch.
+        block: DeepSpeed's parsed `data_efficiency`.
+        """
         self.block = block
         self.schedule: Schedule = {}
         self._sampler: Any = None
@@ -65,12 +70,12 @@ class CurriculumOrder(EpochOrder):
         return self.train_batch_size
 
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
-        """Yield the data set's indices of each global batch from `step` to the end of the pass."""
+        """Yield the samples' indices in the data set, for each global batch from `step` to the end of the pass."""
         for number in range(step, self.steps):
             yield self._draw(epoch * self.steps + number)[0]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the difficulties and counts from when global batch `step` was drawn, keyed by DeepSpeed's names."""
+        """Return the difficulties and counts when global batch `step` was fetched, keyed by DeepSpeed's names."""
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:

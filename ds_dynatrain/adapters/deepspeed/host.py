@@ -168,7 +168,7 @@ class Host:
 
     @forward_passes.setter
     def forward_passes(self, count: int | None) -> None:
-        """Set the number of forward passes to continue from."""
+        """Set the number of forward passes from which to continue."""
 
     def scaling_state(self) -> scaler.State:
         """Return the loss scale and its related fields, including fields that the current optimizer does not have."""

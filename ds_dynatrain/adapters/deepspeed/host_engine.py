@@ -37,7 +37,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     _HOST: ClassVar[type[Host]] = Host
     optimizer: Any
     _host: Host
-    """State kept beside the engine; set before DeepSpeed's constructor runs."""
+    """State kept alongside the engine; set before DeepSpeed's constructor runs."""
 
     # ---- building ------------------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def _opt_called(self) -> bool:
-        """Whether `engine.step` has stepped the optimizer; torch's schedulers ask before their first step."""
+        """Whether `engine.step` has stepped the optimizer. torch's schedulers ask for this before their first step."""
         return bool(self._host.engine.global_steps)
 
     @_opt_called.setter

@@ -217,7 +217,7 @@ def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] 
 
 
 def _beside(call: Callable[[], T], name: str) -> Future[T]:
-    """Run a call in a new thread that uses the current thread's device; return a future of its result."""
+    """Run a call in a new thread that uses the current thread's device. Return a future of its result."""
     found: Future[T] = Future()
 
     def run() -> None:
@@ -288,7 +288,7 @@ def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
 class CommunicatorLink:
     """A `transfer.DeviceLink` that uses a communicator.
 
-    members: members of the communicator, in its order.
+    members: the communicator's members, in its order.
     stop: callback that is called repeatedly during waits; it may raise.
     """
 

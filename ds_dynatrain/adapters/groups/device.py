@@ -26,7 +26,7 @@ def is_accelerated() -> bool:
 
 
 def devices() -> tuple[torch.device, ...]:
-    """Return the devices that tensors may be on: the CPU, and `compute_device` if it is an accelerator."""
+    """Return the devices on which tensors may lie: the CPU, and `compute_device` if it is an accelerator."""
     return (HOST, compute_device()) if is_accelerated() else (HOST,)
 
 
@@ -38,8 +38,8 @@ def device_backend() -> str:
 def synchronize() -> None:
     """Wait until the device has finished all queued work.
 
-    Does nothing on a CPU. Also does nothing while a graph is captured, because waiting would abort the capture; no
-    switch happens during a capture.
+    Does nothing on a CPU, or while a graph is being captured, because waiting would abort the capture. No switch
+    happens during a capture.
     """
     if is_accelerated() and not is_capturing():
         get_accelerator().synchronize()

@@ -42,7 +42,8 @@ class Gate:
         self.is_torn = self.is_in_doubt = False
         self.communicators: list[Communicator] = []
         self.agreeing = threading.Lock()
-        """Lock that is held while this member waits for the others' answers; it aborts no communicator meanwhile."""
+        """Lock that is held while this member waits for the other members' answers, and during which it aborts nothing.
+        """
         self._has_begun = False
         self._wait: tuple[str, float] | None = None
 

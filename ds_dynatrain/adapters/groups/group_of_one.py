@@ -68,7 +68,7 @@ class CompletedWork(Work):
             self._event.record(get_accelerator().current_stream())
 
     def wait(self, *_: Any, **__: Any) -> bool:
-        """Make the current stream wait for the collective; return True."""
+        """Make the current stream wait for the collective. Return True."""
         if self._event is not None:
             get_accelerator().current_stream().wait_event(self._event)
         return True
@@ -156,7 +156,7 @@ def _meet(*_: Any, **__: Any) -> Work:
 
 
 def _meet_here(*_: Any, **__: Any) -> None:
-    """Return at once: all ranks are here."""
+    """Return at once, because all ranks are here."""
 
 
 def _talk(*_: Any, **__: Any) -> Work:

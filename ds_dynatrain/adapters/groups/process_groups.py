@@ -36,9 +36,9 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
     seconds: time-out for joining. Collectives have the time-out of any DeepSpeed job, because a member may be delayed
         by an evaluation or by another member's request.
 
-    The group is made the way `init_process_group` does for one back-end, but without its global state, so this function
-    can run in a thread. torch 2.14 and newer can also replace the members of an existing group. That takes several
-    times as long, because it closes the old connections first; see docs/figures/jobs.md.
+    This does what `init_process_group` does for one back-end, but without its global state, so it can run in a thread.
+    torch 2.14 and newer can also replace the members of an existing group. That takes several times as long, because it
+    closes the old connections first; see docs/figures/jobs.md.
     """
     prefix = PrefixStore(f"{name}/", store)
     timeout = datetime.timedelta(seconds=seconds)
@@ -115,7 +115,7 @@ def is_ours(group: td.ProcessGroup | None) -> bool:
 
 
 def is_known(group: td.ProcessGroup | None) -> bool:
-    """Return whether `torch.distributed` still knows a group; a script may have destroyed it."""
+    """Return whether `torch.distributed` still knows a group, which a script may have destroyed."""
     return group in c10d._world.pg_map
 
 

@@ -30,7 +30,7 @@ class Traffic:
         self._rank, self._lock = rank, threading.Lock()
         self._collectives = self._under_way = 0
         self._messages = Counter[tuple[int, int]]()
-        """Number of messages sent from one rank to another, minus the number received."""
+        """A map from (sender, receiver) to the number of messages sent, minus the number received."""
 
     def begin(self, name: str, arguments: tuple[Any, ...]) -> bool:
         """Count a call of the group's method `name`, and return True. Return False if the group is closed.
@@ -61,7 +61,7 @@ class Traffic:
         self.has_failed = True
 
     def close(self) -> bool:
-        """Forbid further calls; return whether no call is in progress and none has failed."""
+        """Forbid further calls. Return whether no call is in progress and none has failed."""
         with self._lock:
             self.is_closed = True
             return self.is_at_rest

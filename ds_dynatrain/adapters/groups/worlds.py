@@ -47,7 +47,7 @@ Members that were in different worlds thus agree on it.
 
 
 def ignore(name: str) -> None:
-    """Do nothing: the default `note`."""
+    """Do nothing. This is the default `note`."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def build_world(
         _hold_own(world, spec.own, make)
         if {*union} == {*spec.members} and not spec.moves_apart and world.held("default").users == 1:
             world.transfer, world.transfer_members = world.default, world.members
-        else:  # failed moves leave messages behind, which the groups of a present world must not have
+        else:  # failed moves leave messages behind, which the groups of a current world must not have
             world.hold("transfer", union, made("transfer", union, spec.member))
             world.transfer, world.transfer_members = world.group("transfer"), union
         world.transfer.barrier().wait(timedelta(seconds=seconds))  # so that an early drop interrupts no build

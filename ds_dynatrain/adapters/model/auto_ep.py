@@ -43,12 +43,12 @@ from ds_dynatrain.space import AxisCuts, Layout, uneven
 
 
 def is_on(config: Mapping[str, Any]) -> bool:
-    """Return whether the configuration asks for AutoEP."""
+    """Return whether the configuration turns AutoEP on."""
     return bool((config.get("expert_parallel") or {}).get("enabled"))
 
 
 def start_size(config: Mapping[str, Any]) -> int:
-    """Return the expert size that the configuration gives for AutoEP, by default 1."""
+    """Return the expert size configured for AutoEP, by default 1."""
     return int(config["expert_parallel"].get("autoep_size", 1))
 
 
@@ -95,7 +95,7 @@ def refused_by_deepspeed() -> Iterator[None]:
 
 
 class AutoEPShaper(Conversion, Shaper):
-    """Shaper of a model whose layers with experts are AutoEP's."""
+    """Shaper of a model whose layers with experts come from AutoEP."""
 
     def __init__(
         self,
@@ -149,12 +149,12 @@ class AutoEPShaper(Conversion, Shaper):
         self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers their groups and this rank's expert index, even if the module is unchanged."""
+        """Give layers the current groups and this rank's expert index, even if the module is unchanged."""
         self._tensor.enter(engine, layout)
         enter(engine, layout)
 
     def leave(self, engine: Any) -> None:
-        """Remove the groups of the world from all layers."""
+        """Remove the world's groups from all layers."""
         self._tensor.leave(engine)
         leave(engine)
 
@@ -269,7 +269,7 @@ def _user_experts(name: str, held: nn.Module, path: str, spec: Any) -> Iterator[
 
 
 def enter(engine: Any, layout: Layout) -> None:
-    """Give layers their groups and this rank's expert index, even if the module is unchanged."""
+    """Give layers the current groups and this rank's expert index, even if the module is unchanged."""
     index = expert_index(layout)
     for part in layers_with_experts(engine.module):
         part.ep_rank = index
@@ -280,7 +280,7 @@ def enter(engine: Any, layout: Layout) -> None:
 
 
 def leave(engine: Any) -> None:
-    """Remove the groups of the world from layers and engine."""
+    """Remove the world's groups from the layers and the engine."""
     leave_groups(engine.module)
     _hold_groups(engine, None)
 

@@ -51,7 +51,7 @@ Cuts = dict[str, AxisCuts]
 
 
 def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration block for AutoTP with a tensor size; size 1 turns AutoTP off."""
+    """Return DeepSpeed's configuration block for AutoTP with a tensor size. Size 1 turns AutoTP off."""
     block = {**(config.get("tensor_parallel") or {}), "autotp_size": size if size > 1 else 0}
     for name in ("tp", "tensor_parallel"):
         if name in block:
@@ -114,7 +114,7 @@ def describe(template: nn.Module, config: Mapping[str, Any], size: int) -> Cuts:
 
 
 def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None:
-    """Raise LayoutError if a rank would get no element of a parameter although DeepSpeed or torch needs one there."""
+    """Raise LayoutError if a rank would get no element of a parameter of which DeepSpeed or torch needs some."""
     if layout.zero_stage == 3:
         why = "zero_stage=3"
     elif (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False):
@@ -204,7 +204,7 @@ class TensorShaper(Shaper):
 
     @staticmethod
     def of(model: nn.Module, config: Mapping[str, Any], factory: ModelFactory | None = None) -> TensorShaper:
-        """Make the shaper of a user's model that DeepSpeed has not altered."""
+        """Return the shaper of a user's model that DeepSpeed has not altered."""
         try:
             return TensorShaper(template_of(model, factory), config)
         except UnsupportedError as error:
@@ -244,7 +244,7 @@ class TensorShaper(Shaper):
         return self.cut(copied(self._known), layout, rank)
 
     def cut(self, module: nn.Module, layout: Layout, rank: int) -> Made:
-        """Cut `module`, a copy of the template, for a rank of `layout`, and return its children."""
+        """Cut `module`, a copy of the template, for a rank of `layout`. Return its children."""
         before = dict(module.__dict__)
         if layout.tensor > 1:
             with self._one_at_a_time:

@@ -292,7 +292,7 @@ class NativeShaper(Shaper):
         enter_layers(engine, layout.expert)
 
     def leave(self, engine: Any) -> None:
-        """Remove the groups of the world from all layers."""
+        """Remove the world's groups from all layers."""
         leave_groups(engine.module)
 
 

@@ -28,7 +28,7 @@ from ds_dynatrain.space import Layout
 PARAMETERS, UNIFORM, TYPE, PROFILE = "parameters", "uniform", "type:", "profile"
 """DeepSpeed's partition methods.
 
-"type:" is followed by a pattern for the names of layer classes; "profile" takes no argument here.
+"type:" is followed by a pattern for the names of layer classes. "profile" takes no argument here.
 """
 Cut = Callable[[int, int], tuple[int, ...]]
 """Function (number of layers, number of stages) -> boundaries of the stages."""

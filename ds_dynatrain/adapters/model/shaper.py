@@ -125,7 +125,7 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """Give every parameter its shape over a single element, because its values are elsewhere.
+    """Give every parameter its shape over a single element, because its values are held elsewhere.
 
     Tied parameters stay tied.
     """

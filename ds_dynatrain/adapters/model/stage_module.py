@@ -171,7 +171,7 @@ class PipelineShaper(Shaper):
         return moe.parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers with experts their groups; `pipeline_host` sets up the rest of a stage's engine."""
+        """Give layers with experts their groups. `pipeline_host` sets up everything else in a stage's engine."""
         if self.autoep:
             experts.enter(engine, layout)
         else:
@@ -271,7 +271,7 @@ class StageExperts(Conversion):
         listed: bool,
         first: Mapping[str, int],
     ) -> None:
-        """Take over a module with all layers, and give it DeepSpeed's layers with the values of the previous ones.
+        """Take over a module with all layers, and give it DeepSpeed's layers with the previous layers' values.
 
         source: the module's template.
         listed: whether the caller has lists of the module's parameters.

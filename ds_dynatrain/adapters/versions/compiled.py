@@ -55,7 +55,7 @@ class CompileWatch:
         self.seconds += time.perf_counter() - begin
 
     def stop(self) -> None:
-        """Remove the callbacks; a second call does nothing."""
+        """Remove the callbacks. A second call does nothing."""
         for callbacks, mine in self._lists():
             if mine in callbacks:
                 callbacks.remove(mine)

@@ -25,7 +25,7 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.version import __version__
 
 Names = Mapping[str, str]
-"""Names in a module or class, separated by spaces; the keys are "module" or "module:class"."""
+"""A map from "module" or "module:class" to the names in it, separated by spaces."""
 
 
 @dataclass(frozen=True)
@@ -287,13 +287,13 @@ def gather_in_one_order(kind: Any) -> None:
 
 
 def configure_python_gc(engine: Any) -> None:
-    """Configure Python's garbage collector, which `deepspeed.initialize` does at its end since 0.19."""
+    """Configure Python's garbage collector the way `deepspeed.initialize` does at its end since DeepSpeed 0.19."""
     if hasattr(engine, "_configure_python_gc"):
         engine._configure_python_gc()
 
 
 def aligns_parameters(engine: Any) -> bool:
-    """Return whether stages 1 and 2 leave room between parameters (`parameter_alignment`, since 0.19)."""
+    """Return whether stages 1 and 2 leave room between parameters (`parameter_alignment`, since DeepSpeed 0.19)."""
     return hasattr(engine, "zero_parameter_alignment") and bool(engine.zero_parameter_alignment())
 
 

@@ -158,7 +158,7 @@ class Untouched:
     """An allocator for `provide` that uses no physical memory.
 
     On the host, its tensors lie in pages that are never touched, and that no limit on this process's own memory counts.
-    A device has no such pages; there, all tensors share the same memory.
+    A device has no such pages, so all tensors on a device share the same memory.
     """
 
     def __init__(self) -> None:

@@ -159,7 +159,7 @@ WHOLE, PART, META = "whole", "zero.Init", "meta"
 Row = tuple[str, list[int], str, str, bool]
 """(name, shape, element type, how the parameter arrives: `WHOLE`, `PART` or `META`, whether it requires a gradient)."""
 Place = tuple[int, int, BufferId, int]
-"""(first row-major index, number of elements, buffer, offset in the buffer)."""
+"""A piece: (first row-major index, number of elements, buffer, offset in the buffer)."""
 
 
 class Incoming:

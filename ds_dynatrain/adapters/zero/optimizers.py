@@ -151,7 +151,7 @@ def register_optimizer(
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
-    """Return the rule of an optimizer. Raises UnsupportedError, naming class and alternatives, if there is none."""
+    """Return the rule of an optimizer. Raises UnsupportedError, naming its class and alternatives, if it has none."""
     cls = type(optimizer)
     if full_name(cls) == MUON:
         return _muon_rule(optimizer)

@@ -40,7 +40,7 @@ class NewGroup:
 
 @dataclass(frozen=True)
 class Regrouping:
-    """The optimizer groups after a registration, and the parameters that require a gradient; equal on all members."""
+    """The optimizer groups after a registration, and the parameters that require a gradient. Equal on all members."""
 
     groups: tuple[NewGroup, ...]
     requires_grad: tuple[str, ...]
@@ -51,7 +51,7 @@ class Regrouping:
         return [group.origin for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that registrations and checkpoints store."""
+        """Return the record in the form in which registrations and checkpoints store it."""
         return cast("dict[str, Any]", to_record(self))
 
     @staticmethod

@@ -70,7 +70,7 @@ class GatherWatch:
 
 
 class GradientWatch:
-    """Hooks on the trainable parameters that record which parameters got a gradient.
+    """Hooks on the trainable parameters that record which parameters get a gradient.
 
     seen: numbers of the parameters that got a gradient since the last call of `missing`.
     """

@@ -1,12 +1,12 @@
 """The timer of a pipeline stage: the seconds of each layer, for each pass, in the steps of a window.
 
 During a window the stage's callables and DeepSpeed's forward and backward instructions are replaced. No module gets a
-hook, and nothing is compiled again. A pass is recorded as a list of marks (a layer and a time): from a mark on, time
-counts for the mark's layer. In a forward pass, a mark is set when a layer is called. In a backward pass, a mark is set
-when the gradient of a layer's output arrives (by a hook on that tensor), or when a layer is called again to recompute
-its activations. All time of a pass therefore belongs to some layer; the loss belongs to the last one. Waiting for other
-stages falls between passes. The thread's time outside passes is recorded separately: loading samples, messages, and the
-rest of a step.
+hook, and nothing is compiled again. A pass is recorded as a list of marks (a layer and a time): from a mark on, time is
+attributed to the mark's layer. In a forward pass, a mark is set when a layer is called. In a backward pass, a mark is
+set when the gradient of a layer's output arrives (by a hook on that tensor), or when a layer is called again to
+recompute its activations. All time of a pass is therefore attributed to some layer; that of the loss goes to the last
+layer. Waiting for other stages falls between passes. The thread's time outside passes is recorded separately: loading
+samples, messages, and the rest of a step.
 
 On a CPU, torch runs both passes in the thread that is timed.
 """
@@ -50,11 +50,11 @@ class StageTimer(Timer):
         super().__init__(optimizer, len(self._module.forward_funcs))
         self._is_backward = False
         self._hooked: Sequence[torch.Tensor] = ()
-        """The input tensors of the layer that was called last."""
+        """The input tensors of the last layer called."""
         self._output_bytes, self._kept_bytes = [0] * self._layers, [0] * self._layers
         self._kept: set[int] = set()
         self._wholes, self._loads, self._messages = list[float](), list[float](), list[float]()
-        """The thread's seconds in each step, in loading each micro-batch, and in each message."""
+        """The thread's seconds: in each step, in loading each micro-batch, and in each message."""
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -92,7 +92,7 @@ class StageTimer(Timer):
     def _timed_pass(self, run: Callable[..., None], is_backward: bool, first: int) -> Callable[..., None]:
         """Wrap one of DeepSpeed's instructions so that its pass is timed.
 
-        first: the layer for which time counts at the start and the end of the pass.
+        first: the layer to which time is attributed at the start and the end of the pass.
         """
 
         def timed(engine: Any, buffer_id: int) -> None:
@@ -110,7 +110,7 @@ class StageTimer(Timer):
         return timed
 
     def _hook(self, tensors: Any, maker: int) -> None:
-        """Hook these tensors so that, once their gradients arrive, time counts for the layer that made them.
+        """Hook these tensors so that, once their gradients arrive, time is attributed to the layer that made them.
 
         If a layer returns an input unchanged, an earlier layer made it. A stage's outputs get hooks as well: if there
         are several, DeepSpeed runs their backward passes one after the other.
@@ -166,7 +166,7 @@ class StageTimer(Timer):
 
 
 def _adding(run: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
-    """Wrap one of DeepSpeed's instructions so that the thread's seconds in it are added to the list."""
+    """Wrap one of DeepSpeed's instructions so that the thread's seconds in each call are appended to `seconds`."""
 
     def timed(engine: Any, **given: Any) -> None:
         begin = time.thread_time()

@@ -3,12 +3,12 @@
 On a CPU the clock is the CPU time of this thread, because wall time says little when cores are shared. On an
 accelerator a time is an event on the current stream, which is read once the device has reached it.
 
-A pass is recorded as a list of marks (a layer and a time): from a mark on, time counts for the mark's layer. In a model
-without stages, the layers are the named modules, followed by the rest of the model. In a forward pass, a module's time
-is that of its call. In a backward pass, a module's time begins when the gradient of its output arrives, and ends when
-that of its input does. A module whose inputs need no gradient gets the remainder of the pass, until another module's
-time begins. Modules have hooks only in the forward passes of a window. If no module is named, the time for which an
-accelerator's stream waits for messages within a pass counts as well.
+A pass is recorded as a list of marks (a layer and a time): from a mark on, time is attributed to the mark's layer. In a
+model without stages, the layers are the named modules, followed by the rest of the model. In a forward pass, a module's
+time is that of its call. In a backward pass, a module's time begins when the gradient of its output arrives, and ends
+when that of its input does. A module whose inputs need no gradient gets the remainder of the pass, until another
+module's time begins. Modules have hooks only in the forward passes of a window. If no module is named, the time for
+which an accelerator's stream waits for messages within a pass counts as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compil
 from ds_dynatrain.errors import ConfigError
 
 Mark = tuple[int, Any]
-"""The number of a layer, and the time from which the clock counts for that layer. The last mark ends the pass."""
+"""The number of a layer, and the time from which time is attributed to that layer. The last mark ends the pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,8 @@ class Timer:
     def __init__(self, optimizer: torch.optim.Optimizer, layers: int) -> None:
         self._optimizer, self._layers = optimizer, layers
         self._passes: tuple[list[tuple[list[Mark], float]], ...] = [], []
-        """The forward and the backward passes, each as (its marks, its samples as a fraction of a micro-batch)."""
+        """The forward passes and the backward passes, each as (its marks, its samples as a fraction of a micro-batch).
+        """
         self._marks: list[Mark] | None = None
         """The marks of the current pass; None between passes."""
         self._updates: list[tuple[Any, Any]] = []
@@ -119,7 +120,7 @@ class Timer:
         return StageTimes(self._seconds(False), self._seconds(True), self._update_seconds, self._stepped, none, none)
 
     def _at(self, layer: int, _: Any = None) -> None:
-        """Count time for this layer from now on."""
+        """Attribute time to this layer from now on."""
         if self._marks is not None:
             self._marks.append((layer, now()))
 
@@ -227,7 +228,7 @@ class ModuleTimer(Timer):
     def _hook_gradients(self, tensors: Any, whose: int) -> list[torch.Tensor]:
         """Hook the gradients of those tensors that no module has returned so far, and return these tensors.
 
-        whose: the number of the layer for which time counts once such a gradient arrives.
+        whose: the number of the layer to which time is attributed once such a gradient arrives.
         """
         known = {id(each) for each in self._given}
         found = [each for each in with_gradients(tensors) if id(each) not in known]

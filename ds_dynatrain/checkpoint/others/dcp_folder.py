@@ -68,7 +68,7 @@ METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
 OPTIMS = (OPTIM, "optimizer")
 STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
 DATA = "__0_0.distcp"
-"""Torch's name of the first data file of rank 0."""
+"""torch's name for the first data file of rank 0."""
 Keys = tuple[str, ...]
 """The levels of a key, outermost first."""
 
@@ -223,8 +223,8 @@ class _Folder:
         weights: the names of all weights.
 
         If the checkpoint has hyper-parameters per tensor, tensors with equal ones form a group. Otherwise the
-        checkpoint has groups. Raises CheckpointError if a group lists something that is not a weight, or is in two
-        groups.
+        checkpoint itself lists the groups. Raises CheckpointError if a group lists something that is not a weight, or
+        that is in two groups.
         """
         said: dict[str, dict[str, Any]] = {}
         for key, each in self.keys.items():
@@ -329,7 +329,7 @@ def _metadata(path: Path) -> dict[str, Any]:
         found = _Reader(io.BytesIO(data)).load()
     except CheckpointError:
         raise
-    except Exception as error:  # pickle has many errors for bytes that are no pickle
+    except Exception as error:  # pickle raises many errors for bytes that are not a pickle
         raise CheckpointDamaged(f"{path} is no metadata, or cut off ({type(error).__name__}: {error})") from None
     if not isinstance(found, Opaque) or not found.fields.get("storage_data"):
         raise CheckpointDamaged(f"{path} is no metadata of a distributed checkpoint")

@@ -217,7 +217,7 @@ def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places
                     count += 1
         except CheckpointDamaged:
             raise
-        except Exception as error:  # zipfile has many errors for bytes that are no zip
+        except Exception as error:  # zipfile raises many errors for bytes that are not a zip
             where = f"{entry.filename} in it, " if entry else ""
             raise CheckpointDamaged(f"{name} is not what was saved: {where}{error}") from None
 
@@ -293,7 +293,7 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
         ) from None
     except CheckpointError:
         raise
-    except Exception as error:  # torch has many errors for other files
+    except Exception as error:  # torch raises many errors for other files
         raise CheckpointDamaged(f"{path} is no file of torch.save, or cut off: {_first_line(error)}") from None
 
 

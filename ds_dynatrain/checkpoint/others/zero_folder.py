@@ -138,7 +138,7 @@ def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
 
 
 def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpace:
-    """Return the parameter space of this model in the layout, and with the rules, of a DeepSpeed checkpoint's job.
+    """Return this model's parameter space with the layout and rules of the job that saved a DeepSpeed checkpoint.
 
     vps: the current parameter space of the model.
 

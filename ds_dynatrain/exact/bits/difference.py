@@ -1,4 +1,4 @@
-"""The comparison of two runs of an exact job: the first step that differs, and everything that differs in it."""
+"""The comparison of two runs of an exact job: the first step that differs, and all differences in that step."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], BitComp
 
 
 def report(runs: Sequence[ExactRun], found: BitComparison) -> dict[str, Any]:
-    """Return the JSON object that docs/exact.md describes."""
+    """Return the JSON object that is described in docs/exact.md."""
     return {
         "identical": found.is_identical,
         "runs": [{"path": run.path, "steps": len(run.steps), "last": max(run.steps)} for run in runs],

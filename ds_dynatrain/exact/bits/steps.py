@@ -59,7 +59,7 @@ class ExactSteps:
         self._losses: dict[int, torch.Tensor] = {}
         self._trained: _Batch | None = None
         self._said: tuple[ExactJob, int] | None = None
-        """The job, and the step of the last line that this process wrote."""
+        """The job, and the step, of the last line that this process wrote."""
 
     def note_loss(self, loss: object) -> None:
         """Record the loss of the micro-batch that this rank trains.
