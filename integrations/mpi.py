@@ -46,11 +46,15 @@ def join(
     Call this first, on every process that mpirun has started, before `ds_dynatrain.initialize`.
 
     communicator: an mpi4py communicator over all processes. By default COMM_WORLD, in which case MPI is finalized
-        before this call returns.
+    before this call returns.
+
     endpoint: HOST:PORT of a running coordinator (`ds-dynatrain coordinator`), or file:FILE with its announcement.
-        Without it, process 0 hosts a coordinator, and the job lives as long as process 0.
+    Without it, process 0 hosts a coordinator, and the job lives as long as process 0.
+
     min_nodes: minimum number of nodes for a coordinator on process 0.
+
     max_nodes: maximum number of nodes for a coordinator on process 0; by default the number of nodes of this launch.
+
     variables: the environment variables.
 
     A second mpirun joins the job of an `endpoint`. If there is no token and process 0 hosts the coordinator, process 0

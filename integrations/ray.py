@@ -63,8 +63,10 @@ def join(
     Call this first, in a method of the actor, before `ds_dynatrain.initialize`.
 
     name: the name that was given to `coordinate`.
+
     endpoint: HOST:PORT or file:FILE of a `ds-dynatrain coordinator`, whose token is in the environment. Give either
-        this or `name`.
+    this or `name`.
+
     variables: the environment variables.
 
     The calling method must run in the actor's main thread, which handles SIGTERM. Methods without `async` and

@@ -281,8 +281,9 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         """Evaluate a batch the way DeepSpeed does, on the working members.
 
         data_iter: an iterator or an evaluation loader.
+
         num_micro_batches: number of micro-batches that each pipeline reads. By default a pipeline reads as many as of a
-            global batch in training; pipelines may then have different numbers.
+        global batch in training; pipelines may then have different numbers.
 
         Returns the mean over all micro-batches.
         """

@@ -114,7 +114,7 @@ def _copy(
     inputs: a tensor, or a list of tensors.
     to_ranks: whether `outputs` lists what each rank gets.
     from_ranks: whether `inputs` lists what each rank gives. (On the root of a `gather`, `outputs` has a list for each
-        input, which is the same with one of each.)
+        input, which amounts to the same with one rank.)
     """
     _check(opts)
     outputs, inputs = _only(outputs) if to_ranks else outputs, _only(inputs) if from_ranks else inputs

@@ -121,13 +121,16 @@ def register_optimizer(
     """Register the states that an optimizer class keeps in `state[parameter]`, so that a switch transfers them.
 
     cls: the class. Its subclasses are not included and must be registered themselves.
+
     moments: names of the states with one value per element, each computed only from values of the same element; or a
-        function from a parameter group to these names.
+    function from a parameter group to these names.
+
     scalars: a map from the names of the other states to their values before the first step, in the type in which they
-        are stored (an int, a float, or a zero-dimensional tensor); or a function from a parameter group to such a map.
+    are stored (an int, a float, or a zero-dimensional tensor); or a function from a parameter group to such a map.
+
     placeless: whether a step gives the same bits in any process, in tensors of any length and at any position in them,
-        so that gradients may be added leaf by leaf (a leaf is a micro-batch of fixed size). Such an optimizer draws no
-        random numbers, takes no norm over a tensor, and keeps nothing outside its state.
+    so that gradients may be added leaf by leaf (a leaf is a micro-batch of fixed size). Such an optimizer draws no
+    random numbers, takes no norm over a tensor, and keeps nothing outside its state.
 
     Call this on every process before `initialize`. Returns the class.
 
