@@ -40,10 +40,13 @@ class Change:
     """A change of a member's place in the job, since the last change that was reported to that member.
 
     before: the place that was last reported.
+
     after: the current place.
+
     step: the number of optimizer steps done.
+
     reason: "switch", or the name of the extension that requested the switch; "rolled back: ..." if a late switch was
-        undone; the coordinator's reason if members have come or gone.
+    undone; the coordinator's reason if members have come or gone.
     """
 
     before: Place

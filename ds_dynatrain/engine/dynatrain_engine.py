@@ -258,10 +258,12 @@ class DynatrainEngine(HostEngine):
         same answer. A later roll-back raises nothing: see `last_switch`.
 
         layout: the new layout, unless changes to the current one are given, such as `switch(data=4)`.
+
         at: the number of optimizer steps after which to switch (`engine.global_steps` for the very next boundary); by
-            default the first boundary at which all members are prepared.
+        default the first boundary at which all members are prepared.
+
         late: whether masters and moments move during the first global batch of the new world, whose optimizer step
-            completes the switch; `dynatrain.late` by default.
+        completes the switch; `dynatrain.late` by default.
 
         Raises SwitchRefused on all members, with the reason and what would be possible. In this case nothing has
         changed.
@@ -345,9 +347,10 @@ class DynatrainEngine(HostEngine):
         group that no longer trains anything is removed.
 
         groups: groups for parameters that are in none, or that need other hyper-parameters: `{"params": [...], "like":
-            0, "weight_decay": 0.1}`, where `like` is the number of a current group.
+        0, "weight_decay": 0.1}`, where `like` is the number of a current group.
 
         Raises SwitchRefused on all members for an invalid change; the error names the parameter.
+
         Raises SwitchFailed if the change failed. The engine continues unchanged, with `requires_grad` as it was
         registered. Raises OutcomeUnknown if this member cannot know whether the change was made.
         """
@@ -428,9 +431,11 @@ class DynatrainEngine(HostEngine):
         a `batch_size` of its own.
 
         dataset: a map-style data set, or a torch DataLoader over one, whose settings are used.
+
         seed: the seed of the order.
+
         reshuffle: whether each epoch has a different order, seeded by `seed` + epoch; by default the setting of the
-            DataLoader or of `dynatrain.data`.
+        DataLoader or of `dynatrain.data`.
         """
         order = Shuffling(shuffle, seed, reshuffle)
         return self._parts.loaders.make(dataset, collate_fn, num_workers, order, evaluation, batch_size, name)
@@ -518,11 +523,13 @@ class DynatrainEngine(HostEngine):
         checkpoint's own folder. The file `latest` names the new checkpoint.
 
         path: a folder that all members see.
+
         tag: an unused name in this folder; "step" and the number of steps by default.
+
         background: whether the step waits only for a copy into host memory, while a thread does the writing. The copy
-            takes as many bytes as this member writes, and its memory is kept for the next one. `wait()` of the result
-            returns the folder, or raises the reason why there is none; a boundary that finds a failed save logs its
-            error. Another save, a load and the end of the engine wait for the running save.
+        takes as many bytes as this member writes, and its memory is kept for the next one. `wait()` of the result
+        returns the folder, or raises the reason why there is none; a boundary that finds a failed save logs its
+        error. Another save, a load and the end of the engine wait for the running save.
 
         Raises CheckpointError on all members if the checkpoint could not be saved. Earlier checkpoints are unchanged,
         and training can continue.
@@ -540,8 +547,9 @@ class DynatrainEngine(HostEngine):
         random streams, positions and objects unchanged.
 
         tag: which checkpoint to load; by default the one named in `latest`.
+
         trust_pickle: whether to unpickle DeepSpeed's files even if they hold more than tensors and plain values, which
-            may run code in them.
+        may run code in them.
 
         Raises CheckpointError on all members if there is no checkpoint or it does not fit, and CheckpointDamaged if it
         differs from what was saved. In both cases training continues as before the call. Raises OutcomeUnknown if this

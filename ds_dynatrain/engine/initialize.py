@@ -97,14 +97,19 @@ def initialize(
     idle.
 
     on_idle: called again and again as `on_idle(engine)` on a member that waits for work.
+
     param_init_fn: for a model on the meta device. Called as `param_init_fn(module)` on each module with parameters of
-        its own, instead of the module's `reset_parameters()`.
+    its own, instead of the module's `reset_parameters()`.
+
     model_factory: builds the same model again. Needed for a model that cannot be copied and whose layers are to be
-        divided among stages.
+    divided among stages.
+
     extensions: your own extensions, in the same order on every process; see `Extension`.
 
     Raises ConfigError for a wrong block or a model that differs between processes.
+
     Raises UnsupportedError for a feature that a switch would not handle correctly.
+
     Raises CheckpointError if `dynatrain.resume` names a checkpoint that cannot be loaded.
     """
     given = {"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters}

@@ -14,8 +14,10 @@ class PendingSwitch:
     """A switch that all members have agreed to. Once it has ended, `event` tells how.
 
     at: the number of optimizer steps after which it takes effect; None for the first boundary at which all members are
-        prepared.
+    prepared.
+
     late: whether masters and moments move after the pause.
+
     cause: the extension that asked for it; "" if the script did.
     """
 
@@ -80,13 +82,19 @@ class SwitchEstimate:
     """A dry run: what a switch to `layout` would cost, or why it is refused (then all figures are 0).
 
     members: the member at each rank of the layout.
+
     bytes_sent: the bytes that all members send.
+
     peak_memory_bytes: the state of both layouts and the staging memory, on the member with the most.
+
     seconds: the time of the moves alone, at `bytes_per_second` on each link.
+
     copies_memory_bytes: the host memory for copies in that layout, on the member with the most; 0 in a job without
-        copies.
+    copies.
+
     step_ms: the predicted duration of a step there, by part, and its `total`; empty without a measured or configured
-        profile.
+    profile.
+
     refusal, way_out: why the switch is refused, and what would be possible; "" if it is not refused.
     """
 
