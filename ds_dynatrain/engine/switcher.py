@@ -36,7 +36,7 @@ from ds_dynatrain.reshard.context import Boards
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import Outcome, connect_ahead
 from ds_dynatrain.reshard.pending import PendingSwitch, Steps, SwitchEstimate
-from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.preparation import Preparation, nothing
 from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.switch import Transaction
 from ds_dynatrain.reshard.targets import Targets
@@ -265,7 +265,7 @@ class Switcher:
         self,
         proposal: Proposal,
         boards: Boards | None = None,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] = nothing,
         nodes: Mapping[int, str] | None = None,
         refusal: SwitchRefused | None = None,
     ) -> None:
@@ -277,28 +277,30 @@ class Switcher:
         refusal: the reason why this member cannot take part, if it is already known.
         """
         self._warn_of_hardware(proposal)
-        engine, around = self.engine, self.engine.context
-        live = {} if engine.idle else engine.host.state_buffers()[0]
-        (
-            engine.vps.mesh(proposal.source_layout),
-            engine.vps.mesh(proposal.layout),
-        )  # may ask DeepSpeed, so not in the background
+        engine, around, groups = self.engine, self.engine.context, self.engine.own_groups
+        engine.vps.mesh(proposal.source_layout), engine.vps.mesh(proposal.layout)  # asks DeepSpeed: in the main thread
         front, back = (around.control, around.background) if boards is None else boards
-        make, settings, memory = engine.host.make_children, engine.settings, engine.memory_in(proposal.layout)
-        budget, way = settings.memory_budget_bytes, settings.transport
-        preparation = Preparation(proposal, front, back, engine.vps, live, memory, make, budget, way)
-        present = engine.memory_in(proposal.source_layout)
-        preparation.on_device = frozenset(kind for kind, held in present.items() if held.place.device != HOST)
-        preparation.is_lean, preparation.present = engine.is_lean, engine.world
-        preparation.own_count, preparation.number = len(engine.own_groups.rules), engine.job.number
-        preparation.apart = engine.own_groups.of_all
-        preparation.has_sequence = engine.job.has_sequence
-        mine, known = front.member, engine.candidates.nodes if nodes is None else nodes
-        preparation.own = partial(engine.own_groups.kinds, proposal.layout, proposal.members, known, mine)
-        if refusal is not None:
-            preparation.check = partial(_raise, refusal)
-        elif check is not None:
-            preparation.check = check
+        present, known = engine.memory_in(proposal.source_layout), engine.candidates.nodes if nodes is None else nodes
+        preparation = Preparation(
+            proposal,
+            front,
+            back,
+            engine.vps,
+            live={} if engine.idle else engine.host.state_buffers()[0],
+            memory=engine.memory_in(proposal.layout),
+            make=engine.host.make_children,
+            budget_bytes=engine.settings.memory_budget_bytes,
+            way=engine.settings.transport,
+            on_device=frozenset(kind for kind, held in present.items() if held.place.device != HOST),
+            is_lean=engine.is_lean,
+            check=check if refusal is None else partial(_raise, refusal),
+            present=engine.world,
+            own=partial(groups.kinds, proposal.layout, proposal.members, known, front.member),
+            own_count=len(groups.rules),
+            apart=groups.of_all,
+            number=engine.job.number,
+            has_sequence=engine.job.has_sequence,
+        )
         PROCESS.membership.guard(preparation)
         engine.preparation, engine.attempt = preparation, proposal.generation
         preparation.start()

@@ -327,11 +327,9 @@ class Preparation:
         A late switch reuses no gradient buffer: backward passes write to it before the record, and the old world may
         have to continue with it.
         """
-        vps, member, target = self.vps, self.control.member, self.target_rank
-        if target is None:
+        if self.target_rank is None:
             return set()
-        rank = vps.members.index(member) if member in vps.members else None
-        kept = reusable(vps, rank, self.proposal.layout, target, live, self.memory)
+        kept = reusable(self.vps, self.source_rank, self.proposal.layout, self.target_rank, live, self.memory)
         return {key for key in kept if not row_of(key[0]).is_gradient} if self.proposal.late else kept
 
     def target(self, rank: int, live: Buffers, kinds: tuple[str, ...]) -> Buffers:
