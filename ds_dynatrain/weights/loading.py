@@ -17,7 +17,7 @@ from ds_dynatrain.adapters.groups.device import compute_device
 from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.checkpoint.extents import WORD
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.errors import WeightsError
+from ds_dynatrain.errors import WeightsError, WorldChanged
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.space import MASTER, WEIGHT, of_kind
 from ds_dynatrain.transfer import digest
@@ -50,6 +50,8 @@ def load_weights(engine: Any, weights: Pairs | None) -> None:
     staged, problem, cause = StagedWeights(parts, buffers), "", None
     try:
         staged.take(_sent(weights) if without else weights or ())
+    except WorldChanged:
+        raise
     except Exception as error:  # also what the caller's iterator raises: the others wait for this member's report
         problem, cause = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}", error
     patient = Session(parts.control, f"{session.key}/taken", parts.members, CALL, is_patient=True)
@@ -71,8 +73,9 @@ class StagedWeights:
     def __init__(self, engine: EngineParts, buffers: Buffers) -> None:
         self._vps, layout, rank = engine.vps, engine.layout, engine.rank
         self._live = {key: held for key, held in buffers.items() if key[0] in (WEIGHT, MASTER)}
-        by_place = {held.data_ptr(): held.detach().clone() for held in self._live.values()}  # fp32 shares them
-        self._copies = {key: by_place[held.data_ptr()] for key, held in self._live.items()}
+        places = {key: (held.data_ptr(), held.numel()) for key, held in self._live.items()}  # fp32 may share them
+        copies = {places[key]: held.detach().clone() for key, held in self._live.items()}
+        self._copies = {key: copies[place] for key, place in places.items()}
         self._holding = {kind: self._vps.holding(layout, rank, kind) for kind in {kind for kind, _ in self._live}}
         names = "adapters" if is_peft(engine.host.module) else "hf"
         outputs = outputs_of(engine.host.module, engine.host.shaper, self._vps.tensors, engine.job.has_stages, names)
