@@ -40,8 +40,8 @@ from ds_dynatrain.transfer import digest
 def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
     """Apply the change of `DynatrainEngine.update_param_groups`; return False if nothing has changed.
 
-    place: name of the point in training at which the script calls it, the same on all members.
-    is_open: what prevents the change on this member, in words; "" if nothing does.
+    place: name of the point in training at which the script makes the request; the same on all members.
+    is_open: a description of what prevents the change on this member; "" if nothing does.
     """
     host = engine.host
     key = f"register/{place}"
@@ -74,7 +74,7 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
 
 
 def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> None:
-    """Apply the change on all members, or on none of them; raise SwitchFailed if on none."""
+    """Apply the change on all members, or raise SwitchFailed and apply it on none."""
     before = Before.of(engine)
     side = engine.layout, engine.members, before.world
     goal = Goal(*side, key, f"{key}/record", what="update_param_groups", is_patient=False)
@@ -106,9 +106,10 @@ def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
 
 
 def _has_begun(engine: EngineCore) -> bool:
-    """Return whether the optimizer holds states for some parameter, on this member or on others.
+    """Return whether the optimizer holds a state for any parameter, on this member or on others.
 
-    A member that holds no part of a tensor that the optimizer treats whole has no state itself, so steps count as well.
+    A member that holds no part of a tensor that the optimizer treats whole has no state itself, so the number of steps
+    counts too.
     """
     optimizer = engine.host.basic_optimizer
     stepped = bool(rule_of(optimizer).whole_tensors) and engine.global_steps > 0
@@ -154,7 +155,7 @@ def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
 def _joined_wishes(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Merge the requests of two members.
 
-    If both hold a parameter, the first request is used; the other member detects the difference itself.
+    If both hold a parameter, the first request is used; the other member detects a difference itself.
     """
     pairs = zip_longest(one["groups"], other["groups"], fillvalue=())
     return {

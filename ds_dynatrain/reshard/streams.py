@@ -33,7 +33,7 @@ Streams = dict[str, Any]
 
 @dataclass(frozen=True)
 class GeneratorStates:
-    """Present states of all generators, for use within this process; `capture` returns them for others."""
+    """States of all generators at one time, for use within this process; `capture` returns them for other processes."""
 
     torch: torch.Tensor
     numpy: Any
@@ -42,7 +42,7 @@ class GeneratorStates:
 
     @staticmethod
     def now() -> GeneratorStates:
-        """Return the present states of all generators."""
+        """Return the current states of all generators."""
         return GeneratorStates(torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams())
 
     def put(self) -> None:

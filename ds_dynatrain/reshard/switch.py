@@ -79,7 +79,8 @@ class Transaction:
     interrupt: an exception to raise after `conclude`.
     begin: the start of the switch, from `time.perf_counter()`.
     was: layout and members before the switch.
-    source_rank, target_rank: this member's rank before and after the switch; None if it has none.
+    source_rank: this member's rank before the switch; None if it has none.
+    target_rank: this member's rank after the switch; None if it has none.
     old_world: the world before the switch; None if this member was idle.
     sides: layout, members and this member's rank, before ("source") and after ("target").
     """
@@ -135,7 +136,7 @@ class Transaction:
     def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
         """Do everything that can fail, and return the decision of all members; a failure on one member is a no for all.
 
-        work: a function that does this and returns the member's report; by default `_carry_out`.
+        work: does everything that can fail and returns this member's report; by default `_carry_out`.
         """
         try:
             decision = self.session.vote(work or self._carry_out, joined_sides, self._judge)
@@ -207,7 +208,7 @@ class Transaction:
             self.control.post(f"carry/{generation}", record)
 
     def _meet(self) -> None:
-        """Wait until all members are prepared and stand at one boundary; read the carry that rank 0 has posted."""
+        """Wait until all members are prepared and have reached one boundary; read the carry that rank 0 has posted."""
         meet(self.session, self.engine, self.preparation, self.place)
         if self.old_world is not None and self.old_world.has_gate:
             self._settle_results()
@@ -224,8 +225,9 @@ class Transaction:
     def _settle_results(self) -> None:
         """Make sure that all members of the source have the results of the last step's collectives.
 
-        Called only if a member's death may abort collectives on an accelerator; a later death in this switch then casts
-        no doubt on those results. If the world has already lost a member, none of the remaining members is in doubt.
+        Called only if a member's death may abort collectives on an accelerator. After this call, a death in this switch
+        casts no doubt on those results. If the world has already lost a member, none of the remaining members is in
+        doubt.
         """
         among = self._among_sources()
         if among.reduce("doubts", self.engine.is_in_doubt, or_):
@@ -238,7 +240,8 @@ class Transaction:
     def _digest(
         self, side: str, held: Buffers, kinds: tuple[str, ...], share: SideDigests | None = None
     ) -> SideDigests:
-        """Compute digests of this member's buffers on one side; return the share of them that lies in reused buffers.
+        """Compute digests of this member's buffers on one side; return the share of the digests that lies in reused
+        buffers.
 
         share: that share, if it was computed before.
         """
@@ -312,7 +315,7 @@ class Transaction:
         return link
 
     def _decides(self, begins: bool) -> bool:
-        """Return whether moves over a communicator of the old world begin; the first caller decides for all."""
+        """Return whether moves over a communicator of the old world may begin; the first caller decides for all."""
         return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
 
     def _send_rest(self, transport: Transport) -> None:
@@ -421,7 +424,7 @@ class Transaction:
         return VoteResult("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
 
     def _explained(self, wrong: dict[str, Doubts]) -> str:
-        """Return a message that names the members whose copies differ; all members get the same one."""
+        """Return a message that names the members whose copies differ. The message is the same on all members."""
         side = next(each for each in SIDES if wrong[each])
         layout, members, _ = self.sides[side]
         among, own = self._session(self.session.key), self.digests[side] or None
@@ -492,7 +495,7 @@ class Transaction:
     def enter(self, discard: Callable[[], None]) -> bool:
         """Hold the first vote; return whether this member now trains in the new world. If not, call `settle` at once.
 
-        discard: function that drops what was trained of a global batch, and returns to the beginning of that batch.
+        discard: drops the part of a global batch trained so far, and returns to the beginning of that batch.
         """
         self._entered = self.vote()
         if not self._entered.commit:
@@ -514,7 +517,7 @@ class Transaction:
 
     @property
     def worlds(self) -> tuple[World, ...]:
-        """The worlds before and after the switch, as far as this member has them at present."""
+        """The worlds before and after the switch that this member currently has."""
         return tuple(world for world in (self.old_world, self.preparation.world) if world is not None)
 
     @property

@@ -45,14 +45,15 @@ class Targets:
         yield from next((layouts for layouts in found if layouts is not None), growing(members, present))
 
     def step_ms(self, target: Layout, members: Sequence[int]) -> dict[str, float]:
-        """Return an extension's prediction of how long a step takes in a layout, by part; {} if none predicts it.
+        """Return an extension's prediction of the milliseconds of a step in a layout, keyed by part; {} if none
+        predicts it.
 
         members: the member at each rank.
         """
         return next(filter(None, (each.step_ms(target, members) for each in self.engine.job.extensions)), {})
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
-        """Return the layout that a call asks for; raise SwitchRefused if the engine cannot switch to it."""
+        """Return the layout that a call asks for. Raise SwitchRefused if the engine cannot switch to it."""
         engine = self.engine
         target = feasible.target_layout(engine.layout, layout, changes)
         refuse_target(target, engine.layout, len(PROCESS.membership.able(engine)))
@@ -82,7 +83,7 @@ class Targets:
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
     def check_late(self, target: Layout) -> None:
-        """Raise SwitchRefused if a late switch, in which masters and moments move after the pause, is impossible."""
+        """Raise SwitchRefused if a late switch, in which masters and moments move after the pause, is not supported."""
         engine = self.engine
         if engine.is_lean:
             raise usage("late lean switches").refused()
@@ -117,10 +118,10 @@ class Targets:
 
 
 def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bool = False) -> feasible.Needs:
-    """Return the most bytes that each member allocates: for the target's buffers and staging, minus the source if lean.
+    """Return each member's peak allocation: target buffers plus staging, less the source buffers in a lean switch.
 
-    late: count training's memory too, because both sides are held while a global batch is trained. It is the memory
-    used so far on this member's accelerator, assumed for every member; each member only looks at its own sum.
+    late: also count training memory, because both sides are held while a global batch is trained. This member's usage
+    so far is assumed for all members, which is safe because each member checks only its own entry.
     """
     beside = Counter({compute_device().type: training_bytes()} if late else {})
     vps, budget = engine.vps, engine.settings.memory_budget_bytes
@@ -154,10 +155,10 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
 
 
 class NodeMemory:
-    """A check that a node has memory for all engines of its processes in a change of members.
+    """A check that a node has enough memory for all engines of its processes in a change of members.
 
-    The sum is computed once, by the first engine's thread that calls `check`, so that memory that another engine has
-    taken since is not counted twice.
+    The sum is computed once, by the first engine's thread that calls `check`, so that memory that another engine
+    allocates after that is not counted twice.
 
     member: this member's number.
     needs: for each engine, a function that returns the bytes it needs.
