@@ -71,7 +71,7 @@ class Columns:
 
     @property
     def longest(self) -> int:
-        """Number of micro-batches in the column that has most of them."""
+        """Number of micro-batches in the column with the most."""
         return max(self.counts)
 
     @property

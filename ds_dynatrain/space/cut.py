@@ -2,9 +2,9 @@
 
 A `Box` is an axis-aligned block of a tensor, in any number of dims (none for a scalar). A *shard* is a list of pieces:
 a piece is a box of the logical tensor and the position of its elements in the rank's local buffer (`offset` and
-`strides`, in elements). A cut keeps a part of the local tensor that earlier cuts have left, so the cuts of several axes
-are applied one after another: `compose(shape, [(cut, index), ...])`. `AxisCuts` says how all axes of a layout partition
-one tensor.
+`strides`, in elements). Each cut keeps a part of the local tensor that results from earlier cuts, so the cuts of
+several axes are applied one after another: `compose(shape, [(cut, index), ...])`. `AxisCuts` says how all axes of a
+layout partition one tensor.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Pick:
-    """A cut that leaves the whole tensor on some ranks and nothing on the others, as for an expert that is not stacked.
+    """A cut that leaves the whole tensor on some ranks and nothing on the others; used for experts that are not
+    stacked.
 
     count: number of ranks.
     holders: the ranks that hold the tensor.
@@ -191,7 +192,7 @@ class DimCut:
         return len(self.blocks[0])
 
     def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """Return the local shape of rank `index`, and one piece for each block that it has elements of.
+        """Return the local shape of rank `index`, and one piece for each block of which the rank holds elements.
 
         Raise LayoutError if the blocks do not cover the dim.
         """

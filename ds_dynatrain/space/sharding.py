@@ -367,7 +367,7 @@ class GroupedSharding:
 
     @cached_property
     def _codes(self) -> dict[int, Ints]:
-        """Return, by the `id` of each buffer table of `cuts`, the index of each of its buffers in `self.buffers`."""
+        """A map from the `id` of each buffer table of `cuts` to the indices of its buffers in `self.buffers`."""
         number = {name: index for index, name in enumerate(self.buffers)}
         tables = {id(cut.buffers): cut.buffers for cut in self.cuts}
         return {key: np.array([number[name] for name in names] or [0], np.int64) for key, names in tables.items()}

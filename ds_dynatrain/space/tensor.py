@@ -72,8 +72,9 @@ class LogicalTensor:
 class CoordinateLine:
     """The coordinates of all tensors: element i (row-major) of tensor t is coordinate `bases[t] + i`.
 
-    numels, groups, experts: the elements of each tensor, its optimizer group or FROZEN, and whether it belongs to an
-    expert.
+    numels: number of elements of each tensor.
+    groups: the optimizer group of each tensor, or FROZEN.
+    experts: whether each tensor belongs to an expert.
     bases: the coordinate of each tensor's first element, followed by the length of the line.
     trainable_count: number of trainable tensors; they come first.
     """
@@ -152,7 +153,7 @@ class BufferId(NamedTuple):
 
 
 def of_kind(buffers: Mapping[tuple[str, BufferId], Held], kind: str) -> dict[BufferId, Held]:
-    """Return the buffers of one state kind, by buffer name."""
+    """Return the buffers of one state kind, keyed by buffer name."""
     return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
 
 

@@ -25,8 +25,9 @@ class VirtualParameterSpace:
     members: the member at each rank.
     partitioner: how a layout's pipe, expert and tensor axes partition the tensors, or None if these axes always have
     size 1.
-    tensors, bases: copies of the fields of `line`. Cached results do not depend on the members, so `with_layout` shares
-    the caches.
+    tensors, bases: copies of the fields of `line`.
+
+    Cached results do not depend on the members, so `with_layout` shares the caches.
     """
 
     line: CoordinateLine

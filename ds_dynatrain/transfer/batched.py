@@ -32,7 +32,7 @@ class DeviceLink(Protocol):
     """A library that sends messages between devices."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Queue messages that start together, after the work that this thread has queued before."""
+        """Queue messages that start together, after all work that this thread has queued earlier."""
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
         """Call `work`, which queues messages, and wait until the device has completed them all.
@@ -70,8 +70,10 @@ class Bundles:
     """The messages that this member exchanges with one peer, grouped into batches.
 
     peer: the other member.
-    sends, receives: the messages in both directions, before grouping.
-    outgoing, incoming: the messages of each batch in both directions.
+    sends: the messages to the peer, before grouping.
+    receives: the messages from the peer, before grouping.
+    outgoing: the messages to the peer in each batch.
+    incoming: the messages from the peer in each batch.
     """
 
     peer: int
@@ -135,10 +137,12 @@ def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], .
 class BatchedMoves:
     """The execution of a member's batches, with at least one peer.
 
-    source, target: the member's buffers before and after the switch.
+    source: the member's buffers before the switch.
+    target: the member's buffers after the switch.
     transport: the transport over which members tell each other that they are ready.
     link: the library that moves the bytes.
-    lent, into: the regions from which the member sends, and those into which it receives.
+    lent: the regions from which the member sends.
+    into: the regions into which the member receives.
     """
 
     batches: Batches
