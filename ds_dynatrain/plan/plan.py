@@ -168,7 +168,7 @@ def plan_switch(
     held_as: a map from a kind to the kind whose partitioning it has at the source, such as {"weight": "master"} if
     weights are read from buffers to which masters were cast.
 
-    Raise LayoutError if the members do not fill the world or an axis is not supported, and SwitchRefused for a kind
+    Raises LayoutError if the members do not fill the world or an axis is not supported, and SwitchRefused for a kind
     that no member holds.
     """
     names = vps.present_kinds() if kinds is None else kinds
@@ -222,7 +222,7 @@ class StandInPlan:
 def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandInPlan:
     """Return the plans of a member and of the absent members for which it acts.
 
-    Raise LayoutError if an absent member has a rank in the target, where no other member can act for it.
+    Raises LayoutError if an absent member has a rank in the target, where no other member can act for it.
     """
     played = tuple(absent)
     wrong = sorted(set(played) & set(plan.target_members))

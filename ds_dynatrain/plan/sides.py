@@ -121,7 +121,7 @@ class Sides:
     def senders(self, kind: Kind, rank: int, wanted: Pieces) -> Rows:
         """Divide the runs that a target rank needs among their senders; return (start, stop, source rank).
 
-        Raise SwitchRefused if no member of the source holds some of the elements.
+        Raises SwitchRefused if no member of the source holds some of the elements.
         """
         cut = self.source(self.read_from(kind))
         if cut.replicated:

@@ -44,7 +44,7 @@ def assign_slots(
     kinds: the state kinds that move; None for all that the source holds.
 
     Ties in bytes moved are broken by: already working; node with more working members; lower member number. Members
-    with lower current ranks get lower slots. Raise LayoutError if there are fewer candidates than slots.
+    with lower current ranks get lower slots. Raises LayoutError if there are fewer candidates than slots.
     """
     node_of, members = node_of or {}, set(candidates)
     working = [member for member in vps.members if member in members]

@@ -230,9 +230,9 @@ def scalars_of(shared: dict[str, Any]) -> Scalars:
 
 
 def refuse_tensor_settings(engine: EngineCore) -> None:
-    """Raise SwitchRefused if a hyper-parameter or the scheduler's state is a tensor.
+    """Raise SwitchRefused if a hyper-parameter or the scheduler's state contains a tensor or a numpy value.
 
-    Called on working members when a switch is requested.
+    All members compare these values as numbers. Called on working members when a switch is requested.
     """
     schedule = _schedule(engine)
     named = [("the state of the scheduler", schedule["scheduler"])]

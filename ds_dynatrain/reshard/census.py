@@ -21,7 +21,7 @@ Row = tuple[str, int, int, int, int]
 def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:
     """Return a row (kind, tensor number, first index, elements, address) for each piece that a rank should hold.
 
-    Raise CensusError if the layout uses a buffer that does not exist or that is too small.
+    Raises CensusError if the layout uses a buffer that does not exist or that is too small.
     """
     rows: set[Row] = set()
     local = vps.local(vps.layout, rank)

@@ -77,7 +77,7 @@ def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:
     """Return {"digest": digest of the whole state} if both sides and all copies are equal.
 
-    Return {"doubts": ...} if copies differ. Raise CertificateError, naming the tensor and the kind, if the two sides
+    Return {"doubts": ...} if copies differ. Raises CertificateError, naming the tensor and the kind, if the two sides
     differ.
 
     report: the sums over all members, for each side.
@@ -129,7 +129,10 @@ def doubts(sums: Mapping[str, Digests]) -> Doubts:
 
 
 def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], rank: int, own: SideDigests) -> Shares:
-    """Return one member's contribution to the sums over all ranks of a layout. own: the digests of that member."""
+    """Return one member's contribution to the sums over all ranks of a layout.
+
+    own: the digests of that member.
+    """
     whole, copies, places = SideDigests(), SideDigests(), SideDigests()
     for kind, digests in own.items():
         is_counted, by_copy, by_place = _weights(vps, layout, kind, rank)
@@ -148,7 +151,7 @@ def agreed(
 
     side: a name for the state, used in errors.
 
-    Raise CertificateError on all members if copies differ. The error names the tensor, the kind and two members.
+    Raises CertificateError on all members if copies differ. The error names the tensor, the kind and two members.
     """
     members = session.members
 
@@ -169,7 +172,7 @@ def differing(
 ) -> Doubts:
     """Return a map from state kind to the tensors whose copies differ between ranks along the pipe and tensor axes.
 
-    Raise CertificateError, the way `agreed` does, if copies within a ZeRO group differ.
+    Raises CertificateError, the way `agreed` does, if copies within a ZeRO group differ.
     """
     members = session.members
 
@@ -218,7 +221,10 @@ def explained(
 def _two_that_differ(
     vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, held: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Return two ranks whose copies of a tensor differ, or None. held: each rank's digest of the tensor."""
+    """Return two ranks whose copies of a tensor differ, or None.
+
+    held: each rank's digest of the tensor.
+    """
     mesh, together = vps.mesh(layout), list[int]()
     for ranks, rows in _groups(vps, layout):
         holders = _holders(vps, layout, kind, number, ranks) if rows[number] else []

@@ -45,7 +45,8 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Context:
-    """Surroundings of an engine, replaced as a whole when members join or leave; in a fixed launch they never change.
+    """The environment of an engine. It is replaced as a whole when members join or leave; in a fixed launch it never
+    changes.
 
     launch: the process group that this process uses while it is idle.
     candidates: the members that could work.
@@ -132,7 +133,7 @@ class OwnGroup:
 class OwnGroups:
     """Groups that the script has requested, in order; the same on every process.
 
-    of_all: the kinds of those groups that contain all ranks and that extensions use.
+    of_all: kinds of groups that extensions use; each group contains all ranks.
     rules: the script's rules, in the order of its requests.
     """
 
@@ -153,7 +154,7 @@ class OwnGroups:
     ) -> dict[str, tuple[int, ...]]:
         """Return a map from kind to ranks for the groups to which a member belongs in a world.
 
-        Raise ConfigError if a rule returns ranks that do not exist or are in two groups.
+        Raises ConfigError if a rule returns ranks that do not exist or are in two groups.
 
         mine: the number of the member.
         """

@@ -287,7 +287,7 @@ class EngineCore:
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
         """Wait until an accelerator's collectives have given all ranks their results; see `adapters.groups.gate`.
 
-        Called on all ranks before they use, copy, save or move a state computed from those results. Raise WorldChanged
+        Called on all ranks before they use, copy, save or move a state computed from those results. Raises WorldChanged
         if a rank may lack some of the results.
 
         meet: see `World.agree`.
@@ -303,7 +303,10 @@ class EngineCore:
     # ---- what happens to it ------------------------------------------------------------------------------------------
 
     def enter(self, proposal: Proposal, world: World | None) -> None:
-        """Set the world, layout and members of a switch; called by the transaction. world: None on an idle member."""
+        """Set the world, layout and members of a switch. Called by the transaction.
+
+        world: this member's groups in the new world; None on an idle member.
+        """
         self.release_old_state()
         self.world, self.layout, self.members = world, proposal.layout, proposal.members
 

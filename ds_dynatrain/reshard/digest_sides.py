@@ -48,8 +48,8 @@ class DigestedBuffers(NamedTuple):
 class DigestSide:
     """One rank's side of a change, and the tables by which its buffers are cut into pieces.
 
-    A table fits the same buffers with elements of the same size on the same device; for any other buffers a new table
-    is made. Kinds with equal pieces share a table.
+    A table is reused for buffers of the same names, element sizes and devices; otherwise a new table is made. Kinds
+    with equal pieces share a table.
 
     nbytes: total size of the tables.
     """
@@ -62,7 +62,7 @@ class DigestSide:
         self._pieces = lru_cache(1)(partial(vps.holding, layout, rank))
 
     def is_of(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> bool:
-        """Return whether this is the side of that rank and layout, with the tensors, rules and kinds of `vps`."""
+        """Return whether this side belongs to this rank and layout, with the tensors, rules and kinds of `vps`."""
         mine, other = (self.vps.line, self.vps.rules, self.vps.kinds), (vps.line, vps.rules, vps.kinds)
         return (self.layout, self.rank) == (layout, rank) and all(map(is_, mine, other))
 
@@ -108,7 +108,9 @@ class DigestSide:
         room: int,
         has_share: bool = False,
     ) -> None:
-        """Make the tables for `buffers` in advance, up to `room` bytes of tables. Kinds without buffers are left out.
+        """Make the tables for `buffers` in advance, as long as all tables together fit into `room` bytes.
+
+        Kinds without buffers are left out.
 
         has_share: whether the tables of the other side cover the reused buffers, so that only the others need tables
         here.

@@ -1,4 +1,4 @@
-"""Checks of whether a switch is feasible. All are arithmetic on data that members share, or that each member posts."""
+"""Checks of whether a switch is feasible: axes, tensors, number of members, batch and memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def check_tensors(vps: VirtualParameterSpace, target: Layout) -> None:
 
 
 def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:
-    """Return the layout that the arguments of `switch` or `plan` describe; raise SwitchRefused if there is none."""
+    """Return the layout that the arguments of `switch` or `plan` describe.
+
+    Raises SwitchRefused if they describe none.
+    """
     if layout is not None and changes:
         raise SwitchRefused(
             f"both {layout} and changes to the present layout ({', '.join(changes)}) were given",
@@ -78,7 +81,7 @@ def check_size(target: Layout, processes: int) -> None:
 def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchArithmetic:
     """Return how a global batch is split over ranks under a layout.
 
-    Raise DataError if the layout's shares do not add up to the samples of the batch.
+    Raises DataError if the layout's shares do not add up to the samples of the batch.
 
     has_stages: whether the model is a PipelineModule.
     """

@@ -116,7 +116,7 @@ def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str) -> None:
     """Wait until all members are prepared and have reached the same boundary.
 
-    Raise SwitchFailed if a member could not be prepared.
+    Raises SwitchFailed if a member could not be prepared.
     """
     agreement.wait_until_prepared(preparation.board, preparation.proposal, session.stop)
     agreement.meet(session, preparation.proposal, int(engine.global_steps), place)
@@ -126,8 +126,8 @@ def meet(session: Session, engine: EngineCore, preparation: Preparation, place: 
 def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:
     """Return a working member's state, after checking that no global batch is open and every element is in its place.
 
-    Raise SwitchRefused if a global batch is open or the registered parameters have changed, CensusError if an element
-    is not where the layout predicts it.
+    Raises SwitchRefused if a global batch is open or the registered parameters have changed, and CensusError if an
+    element is not where the layout predicts it.
     """
     refuse_at_boundary(engine.host)
     refuse_changes(engine.host)
@@ -160,9 +160,10 @@ def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
 def connect(preparation: Preparation, old_world: World | None, session: Session) -> None:
     """Connect the next world's groups over the accelerator, while all members wait and no device work is in progress.
 
-    Called by all members of either world; does nothing without an accelerator, or if the groups are connected already.
-    Raise MemberMissing if a member does not arrive, RuntimeError if connecting does not succeed within the time-out;
-    connections made so far are closed with the preparation.
+    Called on all members of either world. Does nothing without an accelerator, or if the groups are connected already.
+
+    Raises MemberMissing if a member does not arrive, and RuntimeError if connecting does not succeed within the
+    time-out. Connections made so far are closed together with the preparation.
     """
     world = preparation.world
     if not is_accelerated() or world is None or preparation.connections is not None:
@@ -175,7 +176,7 @@ def connect(preparation: Preparation, old_world: World | None, session: Session)
 def connect_ahead(preparation: Preparation, old_world: World | None) -> VoteResult:
     """Connect the next world's groups at an earlier boundary than that of the switch; return all members' decision.
 
-    If the decision is a no, the switch cannot happen; members have changed nothing else. Raise OutcomeUnknown if the
+    If the decision is a no, the switch cannot happen; members have changed nothing else. Raises OutcomeUnknown if the
     board is lost.
     """
     board, proposal = preparation.board, preparation.proposal

@@ -153,7 +153,10 @@ class Membership:
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """Make sure that there is a board for a switch that the user requests; raise SwitchRefused if there is none."""
+        """Make sure that there is a board for a switch that the user requests.
+
+        Raises SwitchRefused if there is none.
+        """
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
         """Return the members to which a switch that the user requests may give a rank."""

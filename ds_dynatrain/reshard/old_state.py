@@ -1,4 +1,4 @@
-"""State from before a committed switch, held until no member can need it any more."""
+"""State from before a committed switch, held until no member can need it any longer."""
 
 from __future__ import annotations
 

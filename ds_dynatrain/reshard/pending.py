@@ -56,10 +56,11 @@ class Steps:
         self._warned.clear()
 
     def past_boundary(self, waiting: Iterable[str]) -> list[str]:
-        """Record an optimizer step. If there have never been so many steps between boundaries, return what to warn
-        about.
+        """Record an optimizer step; return warnings if there have never been so many steps between boundaries.
 
-        Each warning is returned once. waiting: descriptions of the things that wait for a boundary.
+        Each warning is returned once.
+
+        waiting: descriptions of the things that wait for a boundary.
         """
         self.count += 1
         if self.count <= self._most:

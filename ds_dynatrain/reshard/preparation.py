@@ -76,7 +76,7 @@ class Preparation:
     board: the board on which the switch is negotiated.
     control: the same board over the background connection, which no other thread may use during the preparation.
     live: this member's current buffers.
-    memory: the element type and memory of the next buffers, by state kind.
+    memory: a map from state kind to the element type and memory of the next buffers.
     on_device: state kinds whose current buffers are on accelerators.
     make: returns the module's children for a rank of a layout.
     made: the children made for this member.
@@ -116,7 +116,7 @@ class Preparation:
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     own_count: int = 0
     apart: tuple[str, ...] = ()
-    """Kinds of groups that are built anew in every world."""
+    """Kinds of groups that are rebuilt in every world."""
     made: Made | None = None
     world: World | None = None
     connections: Connections | None = None
@@ -145,7 +145,7 @@ class Preparation:
 
     @property
     def own_error(self) -> BaseException | None:
-        """The error, if its cause is this member's own limit (memory, files) or a SwitchRefused; else None."""
+        """The error if it is a SwitchRefused or caused by this member's own limit (memory, files); otherwise None."""
         error = self.error
         if isinstance(error, DynatrainError):  # errors other than refusals may repeat another member's message
             return error if isinstance(error, SwitchRefused) else None
@@ -153,7 +153,10 @@ class Preparation:
         return error if is_limit else None
 
     def start(self) -> None:
-        """Start preparing in a thread, which finally posts `prepared`, with the error if there was one."""
+        """Start the preparation in a thread.
+
+        At its end the thread posts `prepared`, with the error if there was one.
+        """
         if self.proposal.late or (self.status is not None and is_accelerated()):
             self.present = None  # see `_build`
         self._thread = start_thread(self._run, f"dynatrain-prepare-{self.proposal.generation}")
@@ -250,8 +253,8 @@ class Preparation:
 
         Return (why no groups are to be built, or ""; the groups that the next world does not inherit). The result is
         the same on all members. They wait for each other here because building groups cannot be interrupted, and a
-        thread that is still building when Python exits aborts the process. Raise MemberMissing if members are not ready
-        in time, SwitchFailed if the switch is given up during the wait.
+        thread that is still building when Python exits aborts the process. Raises MemberMissing if members are not
+        ready in time, and SwitchFailed if the switch is given up during the wait.
         """
         self._has_said = True
         mine, present = self.control.member, self.present
@@ -310,8 +313,7 @@ class Preparation:
         return self.plans[kinds]
 
     def _part(self, kinds: tuple[str, ...], is_late: bool = False) -> MemberPlan:
-        """Return this member's part of the plan: for the pause or, with `is_late`, for the late kinds, which move after
-        the pause.
+        """Return this member's part of the plan for the pause or, with `is_late`, for the late kinds, which move later.
 
         The pause does not read late kinds, so it casts no weight from a master that arrives later.
         """
@@ -322,8 +324,7 @@ class Preparation:
         return part.only(late) if is_late else part
 
     def moves(self, kinds: tuple[str, ...], is_late: bool = False) -> ReadyPlan:
-        """Return this member's moves of the given state kinds: those in the pause or, with `is_late`, those after the
-        pause.
+        """Return this member's moves of the given state kinds: those in the pause or, with `is_late`, those after it.
 
         Late moves never use the accelerators' communicators: two communicators can block each other if ranks start
         their kernels in different orders.
@@ -370,8 +371,9 @@ class Preparation:
         return {key: held for key, held in self.buffers.items() if key[0] not in absent}
 
     def figures(self, kinds: tuple[str, ...]) -> Figures:
-        """Return the figures of the plan for these state kinds: those posted by rank 0 or, if there are none, computed
-        here.
+        """Return the figures of the plan for these state kinds.
+
+        They are those that rank 0 has posted; if there are none, they are computed here.
         """
         known = None
         with suppress(td.DistError):  # the switch is over, and missing figures are no reason to fail

@@ -1,10 +1,10 @@
 """State that exists once in a process: its open engines, which of them has the turn, and its membership.
 
-`torch.distributed`, DeepSpeed's modules, the random generators and the environment variables exist once in a process,
-but each engine has its own world and its own random streams. A single engine has the process to itself. If there are
-several, each installs its own state when it is called, and saves it when the call returns. Between calls,
-`torch.distributed` refers to the processes of the launch (or, if members come and go, to the first engine's world), and
-the generators belong to the script.
+An engine *has the turn* while a call of it runs. `torch.distributed`, DeepSpeed's modules, the random generators and
+the environment variables exist once in a process, but each engine has its own world and its own random streams. A
+single engine has the process to itself. If there are several, each installs its own state when it is called, and saves
+it when the call returns. Between calls, the generators belong to the script, and `torch.distributed` refers to the
+processes of the launch (or, in an elastic job, to the first engine's world).
 
 `PROCESS` is the only module-level state of this package.
 """
@@ -85,9 +85,7 @@ class Process:
 
     @property
     def is_joining(self) -> bool:
-        """Whether an engine is being created. That engine has the process to itself, even if another one ends
-        meanwhile.
-        """
+        """Whether an engine is being created. Meanwhile that engine has the process to itself."""
         return self._is_joining
 
     @property
@@ -101,7 +99,8 @@ class Process:
     def joining(self) -> Iterator[None]:
         """Context manager for creating an engine. Within it, process-wide state is as the launch left it.
 
-        Raise UnsupportedError or ConfigError, the same on every process, if the open engines do not permit another one.
+        Raises UnsupportedError or ConfigError, the same on every process, if the open engines do not permit another
+        one.
         """
         for engine in self.engines:
             refuse_idle(engine.layout, len(engine.candidates.nodes))
@@ -188,8 +187,8 @@ class Process:
     def backward(self, engine: EngineCore) -> Iterator[None]:
         """Context manager for the start of a backward pass. The engine keeps the turn until the pass ends.
 
-        Raise UnsupportedError if the pass goes through a second engine as well: how DeepSpeed handles a parameter's
-        gradient depends on which engine has the turn, and autograd visits parameters in its own order.
+        Raises UnsupportedError if the pass goes through a second engine as well: how DeepSpeed handles a parameter's
+        gradient depends on which engine has the turn, and autograd visits parameters in an order of its own.
         """
         if not self.is_shared or self._now is engine:
             yield

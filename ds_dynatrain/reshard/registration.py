@@ -52,7 +52,7 @@ def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
 
 
 def note(engine: EngineCore, asked: Regrouping) -> None:
-    """Record a committed registration, and post it for idle members, which read it in `catch_up`."""
+    """Record a committed registration, and post it for idle members. They read it in `catch_up`."""
     engine.registered.append(asked.to_json())
     engine.control.decide(f"registration/{len(engine.registered)}", asked.to_json())
 
@@ -71,8 +71,8 @@ def registration_of(engine: EngineCore) -> Regrouping:
 def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
     """Return the registration that turns the current groups into those of a checkpoint.
 
-    Return None if the groups are the same, or if the checkpoint belongs to another model. Raise CheckpointError, naming
-    the parameter, if no registration can produce the checkpoint's groups.
+    Return None if the groups are the same, or if the checkpoint belongs to another model. Raises CheckpointError,
+    naming the parameter, if no registration can produce the checkpoint's groups.
     """
     model, present = engine.host.model_map, registration_of(engine)
     flags = {tensor.name: flag for tensor, flag in zip(model.tensors, model.requires_grad, strict=True)}
@@ -104,7 +104,7 @@ def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
 
 
 def _origins(engine: EngineCore) -> list[int]:
-    """Return, for each present group, the number of the group of `initialize` that it comes from."""
+    """Return, for each current group, the number of the group of `initialize` that it comes from."""
     origins: list[int] | None = None
     for record in engine.registered:
         step = Regrouping.from_json(record).origins

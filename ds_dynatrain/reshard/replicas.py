@@ -118,7 +118,7 @@ def furthest(one: Distances, other: Distances) -> Distances:
 def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtype]) -> str:
     """Return a warning about replicas that were set to their owners' values.
 
-    Raise CertificateError if a replica was too far off.
+    Raises CertificateError if a replica was too far off.
 
     distances: the largest over all ranks.
     types: the element type of each kind. Values of a low-precision kind may differ by one rounding step of its type,
@@ -144,7 +144,8 @@ def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtyp
 def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
     """Return the largest difference, as a fraction of the owner's largest value.
 
-    It is infinite if a value is not finite, and huge if all of the owner's values are 0 and this rank's are not.
+    The result is infinite if a value is not finite, and huge if all of the owner's values are 0 and this rank's are
+    not.
     """
     if torch.equal(own, owners):
         return 0.0

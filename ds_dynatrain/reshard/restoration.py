@@ -115,9 +115,9 @@ class StateSource:
         return None
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
-        """Return the element type and place of the buffers of each kind that the engine will have.
+        """Return a map from each state kind that the engine will have to the element type and place of its buffers.
 
-        Raise CheckpointError if the source belongs to another model or optimizer.
+        Raises CheckpointError if the source belongs to another model or optimizer.
         """
         return {kind: made_of for kind, made_of in memory.items() if kind in self.kinds or not row_of(kind).is_moment}
 
@@ -141,11 +141,11 @@ class StateSource:
         return streams.capture()
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
-        """Return one digest of the whole state, once all members together are proved to hold the state of the source.
+        """Return one digest of the whole state, after proving that all members together hold the state of the source.
 
         kinds: state kinds that have buffers.
 
-        Raise CheckpointDamaged or CertificateError, naming tensor and kind, if members hold anything else.
+        Raises CheckpointDamaged or CertificateError, naming tensor and kind, if members hold anything else.
         """
         raise NotImplementedError
 

@@ -1,6 +1,6 @@
 """Detaching an engine's optimizer from one set of buffers and attaching it to another, in a way that can be undone.
 
-Each step registers its undo function before it starts, so that a step that fails halfway is undone, too.
+Each step registers its undo function before it starts, so that a step that fails halfway is undone as well.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ class Swap:
         scalars: Scalars,
         made: Made | None = None,
     ) -> None:
-        """Give the module a rank's shape, and attach the optimizer to `buffers`. made: the module's children."""
+        """Give the module the shape that it has on a rank, and attach the optimizer to `buffers`.
+
+        made: children for the module that were built ahead of time; None to build them now.
+        """
         engine = self._engine
         replaced = engine.host.reshape(layout, rank, vps.local(layout, rank).tensors, made)
         if replaced is not None:

@@ -16,8 +16,8 @@ The first member judges the sum of all reports. Its decision is the record, whic
 commits or rolls back. A failure before the record rolls the switch back on all members; a failure after it does so on
 none. Every member keeps the source until all members have acknowledged the record, or another world is entered.
 
-A *late* switch has two votes, because state that no forward pass reads moves during the first global batch of the new
-world. The first vote, in the pause, confirms that everything that a forward pass reads has arrived; the remaining state
+A *late* switch has two votes, because state that no forward pass reads is moved during the new world's first global
+batch. The first vote, in the pause, confirms that everything that a forward pass reads has arrived; the remaining state
 kinds are the *late kinds* (`Preparation.late_kinds`). If the first vote is a yes, the new world is *entered*: it
 trains, but no record is written yet. Every member keeps the source: its buffers, its groups, and the means to undo the
 swap. A thread on each member moves the late kinds into buffers that the new optimizer already uses, over a process
@@ -240,8 +240,8 @@ class Transaction:
     def _digest(
         self, side: str, held: Buffers, kinds: tuple[str, ...], share: SideDigests | None = None
     ) -> SideDigests:
-        """Compute digests of this member's buffers on one side; return the share of the digests that lies in reused
-        buffers.
+        """Compute digests of this member's buffers on one side; return the share of the reused buffers in these
+        digests.
 
         share: that share, if it was computed before.
         """
@@ -305,7 +305,7 @@ class Transaction:
     def _link(self) -> DeviceLink | None:
         """Return the link between accelerators, or None if there is none.
 
-        Raise SwitchFailed if the link uses a communicator of the old world and another member has already given up the
+        Raises SwitchFailed if the link uses a communicator of the old world and another member has already given up the
         switch.
         """
         link = self.preparation.ways.link(self.preparation.world, self.session.stop)
@@ -321,8 +321,8 @@ class Transaction:
     def _send_rest(self, transport: Transport) -> None:
         """Send tensors of the per-rank extra state (module buffers, user objects) from rank 0 to newcomers.
 
-        They are forwarded along a tree in which each member sends to at most two others. Raise CertificateError if what
-        has arrived differs from what rank 0 had.
+        They are forwarded along a tree in which each member sends to at most two others. Raises CertificateError if
+        what has arrived differs from what rank 0 had.
         """
         deadline = time.monotonic() + self.control.timeout_seconds
         tree = [self.proposal.source_members[0], *self.newcomers]
@@ -356,7 +356,7 @@ class Transaction:
         streams.restore(self.new_streams)
 
     def _streams_of(self, rank: int) -> streams.Streams:
-        """Return the random streams of a rank of the old world; raise CertificateError if they arrived altered."""
+        """Return the random streams of a rank of the old world. Raises CertificateError if they arrived altered."""
         record = self.control.value(f"stream/{self.proposal.generation}/{rank}")
         found: streams.Streams = record["states"]
         if fingerprint(found) != record["print"]:
@@ -474,8 +474,8 @@ class Transaction:
     def _mend_communicator(self) -> None:
         """Replace the communicator of the old world that the moves used, as failed moves may have broken it.
 
-        Called on all members. Raise SwitchFailed if it cannot be replaced: the old world cannot compute without it, and
-        the job has to end.
+        Called on all members. Raises SwitchFailed if it cannot be replaced: the old world cannot compute without it,
+        and the job has to end.
         """
         old, lent = self.old_world, self.preparation.ways.may_lend(self.old_world)
         if old is None or lent is None or self.outcome.is_uncertain or not self._decides(begins=False):

@@ -85,7 +85,7 @@ class SyncPoints:
         return tuple(member for member, count in begun.items() if count < max(begun.values()))
 
     def _epochs_begun(self) -> dict[int, int]:
-        """Return the number of epochs of each member that has posted it in this world."""
+        """Return a map from member to the number of epochs that the member has posted in this world."""
         engine = self._first()
         if engine is None or self._mark is None:
             return {}
@@ -100,8 +100,7 @@ class SyncPoints:
     # ---- sync points -------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, loader: str, is_under_way: bool, sampler_epoch: int) -> int | None:
-        """Begin a pass over a loader; return None if the pass has no batches because other members are at another sync
-        point.
+        """Begin a pass over a loader; return None if the pass has no batches because others are at another sync point.
 
         Otherwise return the epoch for the user's sampler: `sampler_epoch`, or the leaders' epoch on a late member.
 
@@ -114,11 +113,12 @@ class SyncPoints:
         return None if agreed is None else int(agreed[0])
 
     def arrive(self, sync_point: str, *arguments: Any) -> list[Any] | None:
-        """Arrive at a sync point; return the arguments for taking part, or None if other members are at another sync
-        point.
+        """Arrive at a sync point; return the arguments for taking part, or None if other members are at another one.
 
-        arguments: this member's own, as plain JSON. Raise SystemExit(0) if the others' scripts have ended,
-        SystemExit(1) if they ended by an error, MemberMissing if the leader posts nothing in time.
+        arguments: this member's own arguments, as plain JSON.
+
+        Raises SystemExit(0) if the others' scripts have ended, SystemExit(1) if they ended by an error, and
+        MemberMissing if the leader posts nothing in time.
         """
         engine = self._first()
         if engine is None or engine.idle or engine.is_discarded or len(engine.members) == 1:
@@ -152,7 +152,7 @@ class SyncPoints:
         return arguments if found is None else list(found[1])
 
     def _epochs_of_all(self) -> dict[int, int] | None:
-        """Return the number of epochs of each member, or None until all members have posted it."""
+        """Return a map from member to its number of epochs; None until all members have posted theirs."""
         self._epochs_begun()
         return self._begun
 
@@ -176,10 +176,10 @@ def _await(
 ) -> T | None:
     """Return the first result of `look` that is not None.
 
-    Return None if the world is aborted; the next boundary handles that. Raise SystemExit(0) if the scripts of the
-    missing members have ended, MemberMissing after `LONGEST_SECONDS`.
+    Return None if the world is aborted; the next boundary handles that. Raises SystemExit(0) if the scripts of the
+    missing members have ended, and MemberMissing after `LONGEST_SECONDS`.
 
-    missing: function that returns the members that are waited for.
+    missing: returns the members for which this call waits.
     """
     begin, pause, is_said, has_ended = time.monotonic(), POLL_SECONDS, False, False
     watch, mine = membership.watch(engine.control), engine.control.member

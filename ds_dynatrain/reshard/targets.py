@@ -29,7 +29,7 @@ from ds_dynatrain.support import Target, refuse_layout, usage
 class Targets:
     """Checks of target layouts for one engine.
 
-    rule: yields the layouts to consider for n members, in a job whose members come and go.
+    rule: yields the layouts to consider for n members in an elastic job.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -45,15 +45,16 @@ class Targets:
         yield from next((layouts for layouts in found if layouts is not None), growing(members, present))
 
     def step_ms(self, target: Layout, members: Sequence[int]) -> dict[str, float]:
-        """Return an extension's prediction of the milliseconds of a step in a layout, keyed by part; {} if none
-        predicts it.
+        """Return an extension's prediction of a step's milliseconds in a layout, keyed by part.
+
+        Return {} if no extension predicts it.
 
         members: the member at each rank.
         """
         return next(filter(None, (each.step_ms(target, members) for each in self.engine.job.extensions)), {})
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
-        """Return the layout that a call asks for. Raise SwitchRefused if the engine cannot switch to it."""
+        """Return the layout that a call asks for. Raises SwitchRefused if the engine cannot switch to it."""
         engine = self.engine
         target = feasible.target_layout(engine.layout, layout, changes)
         refuse_target(target, engine.layout, len(PROCESS.membership.able(engine)))
@@ -100,7 +101,7 @@ class Targets:
     def members_for(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[int, ...]:
         """Return the member at each rank of a layout.
 
-        Raise SwitchRefused if there are too few members, or too little memory on this node.
+        Raises SwitchRefused if there are too few members, or too little memory on this node.
 
         without: members that must not get a rank.
         late: whether the switch is late.
@@ -157,8 +158,8 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
 class NodeMemory:
     """A check that a node has enough memory for all engines of its processes in a change of members.
 
-    The sum is computed once, by the first engine's thread that calls `check`, so that memory that another engine
-    allocates after that is not counted twice.
+    The first call of `check` computes the sum, and later calls reuse it, so that memory that engines allocate in the
+    meantime is not counted twice. Each engine calls `check` in a thread of its own.
 
     member: this member's number.
     needs: for each engine, a function that returns the bytes it needs.

@@ -64,7 +64,7 @@ class Ways:
     def meet(self) -> None:
         """Find the members whose memory can be read.
 
-        Raise SwitchRefused if the user asked for memory reads between all members and some cannot read each other.
+        Raises SwitchRefused if the user asked for memory reads between all members and some cannot read each other.
         """
         if self.way == "gloo":
             return
@@ -87,7 +87,7 @@ class Ways:
         """Agree with all members on the moves that use the library of the accelerators' collectives.
 
         These are the moves of state on accelerators between members that do not read each other's memory. If the user
-        asked for another transport, no member has such moves. Raise SwitchRefused if the user asked for this one and
+        asked for another transport, no member has such moves. Raises SwitchRefused if the user asked for this one and
         there is no such library.
 
         plan: this member's moves.
@@ -119,7 +119,7 @@ class Ways:
     def transport(self, world: World | None) -> Transport:
         """Return the transport through host memory between all members of both worlds.
 
-        Raise SwitchFailed if there is no next world.
+        Raises SwitchFailed if there is no next world.
         """
         if world is None or world.transfer is None:
             raise SwitchFailed("the groups of the next world are not there")

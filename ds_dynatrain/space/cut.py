@@ -56,7 +56,7 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """Return the box of the elements in both boxes, or None if there are none.
 
-        Raise LayoutError if the boxes have different numbers of dims.
+        Raises LayoutError if the boxes have different numbers of dims.
         """
         if len(self.start) != len(other.start):
             raise LayoutError(
@@ -84,7 +84,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def runs_of_box(shape: tuple[int, ...], box: Box) -> tuple[Ints, Ints]:
     """Return the fewest row-major runs (starts, stops) that cover a box of a tensor of `shape`.
 
-    Raise LayoutError if the box is not inside the tensor.
+    Raises LayoutError if the box is not inside the tensor.
     """
     if not Box.whole(shape).contains(box):
         raise LayoutError(f"box {box.start} to {box.stop} is not in a tensor of shape {shape}; give a box inside of it")
@@ -194,7 +194,7 @@ class DimCut:
     def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
         """Return the local shape of rank `index`, and one piece for each block of which the rank holds elements.
 
-        Raise LayoutError if the blocks do not cover the dim.
+        Raises LayoutError if the blocks do not cover the dim.
         """
         _check_index(self, index)
         if not 0 <= self.dim < len(shape):

@@ -59,7 +59,7 @@ class Mesh:
     _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Build the shard groups; raise LayoutError if a cut does not fit the layout or a tensor."""
+        """Build the shard groups. Raises LayoutError if a cut does not fit the layout or a tensor."""
         check_partition(self.partition, self.line.tensors, self.layout)
         shard_groups: list[ShardGroup] = []
         nothing = np.empty(0, np.int64)

@@ -63,7 +63,7 @@ class EvenSharding:
     replicated: bool
 
     def holding(self, rank: int) -> Pieces:
-        """Return the pieces that a rank holds; raise LayoutError if there is no such rank."""
+        """Return the pieces that a rank holds. Raises LayoutError if there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise LayoutError(f"rank {rank} is not in a world of {self.ranks}; give 0 to {self.ranks - 1}")
         if self.replicated:

@@ -130,7 +130,7 @@ class CoordinateLine:
         return self.groups[np.searchsorted(self.bases[:-1], coordinates, side="right") - 1]
 
     def index(self, name: str) -> int:
-        """Return the number of the tensor with the given name; raise LayoutError if there is none."""
+        """Return the number of the tensor with the given name. Raises LayoutError if there is none."""
         try:
             return self._index[name]
         except KeyError:

@@ -53,7 +53,7 @@ class VirtualParameterSpace:
     ) -> VirtualParameterSpace:
         """Build a space from tensors in registration order.
 
-        Raise LayoutError if `CoordinateLine` or the space itself rejects its arguments.
+        Raises LayoutError if `CoordinateLine` or the space itself rejects its arguments.
         """
         return VirtualParameterSpace(
             CoordinateLine(tuple(tensors)), rules, tuple(kinds), layout, tuple(members), partitioner
@@ -74,7 +74,7 @@ class VirtualParameterSpace:
         object.__setattr__(self, "bases", self.line.bases)
 
     def kind(self, name: str) -> Kind:
-        """Return the state kind with the given name; raise LayoutError if there is none."""
+        """Return the state kind with the given name. Raises LayoutError if there is none."""
         return kind_of(self.kinds, name)
 
     def present_kinds(self, layout: Layout | None = None) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class VirtualParameterSpace:
         """Return which rank holds which part of each tensor before ZeRO partitions it, or None if every rank holds
         every tensor. The result is cached.
 
-        Raise LayoutError if the space has no partitioner and an axis needs one, if an axis cannot cut a tensor, or if
+        Raises LayoutError if the space has no partitioner and an axis needs one, if an axis cannot cut a tensor, or if
         tensor-parallel ranks would have different numbers of ZeRO-3 sub-groups.
         """
         cuts = is_partitioned(layout)

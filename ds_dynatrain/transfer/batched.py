@@ -39,7 +39,7 @@ class DeviceLink(Protocol):
 
         deadline: a `time.monotonic()` value.
 
-        Raise MemberMissing, naming `members`, when the deadline passes, and TransferError if a message failed or the
+        Raises MemberMissing, naming `members`, when the deadline passes, and TransferError if a message failed or the
         link was closed. After an error the link is unusable and has no message in flight.
         """
 

@@ -92,7 +92,7 @@ class Form(NamedTuple):
 
     @staticmethod
     def all_of(buffers: Mapping[BufferId, torch.Tensor], names: Iterable[BufferId]) -> tuple[Form, ...]:
-        """Return the forms of the named buffers; raise TransferError if a buffer is missing."""
+        """Return the forms of the named buffers. Raises TransferError if a buffer is missing."""
         found = []
         for name in names:
             values = _named(buffers, name)

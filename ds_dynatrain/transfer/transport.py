@@ -44,7 +44,7 @@ class Handle(Protocol):
     def wait(self, deadline: float) -> None:
         """Wait until the message is done; `deadline` is a `time.monotonic()` value.
 
-        Raise MemberMissing when the deadline passes, TransferError if the connection fails earlier.
+        Raises MemberMissing when the deadline passes, and TransferError if the connection fails earlier.
         """
 
 
