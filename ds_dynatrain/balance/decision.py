@@ -245,8 +245,8 @@ def judge(
     drift: the change of the layers and members that the move left in place. If it may explain why steps changed, the
         verdict is UNKNOWN; see `SPEAKING`.
 
-    After BACK the caller moves back. That move is not judged by any window, and the next move must
-    wait twice as long as the last one.
+    After BACK the caller moves back. That move is not judged by any window. The next move must wait twice as
+    long as the last one.
 
     Raises ConfigError if no move is open.
     """

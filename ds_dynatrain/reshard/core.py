@@ -199,7 +199,7 @@ class EngineCore:
     def begin_segment(self) -> None:
         """Begin a new segment before a load, after which step numbers may recur. Called on all working members.
 
-        Subclasses may raise CheckpointError, on all members alike, if no segment can begin.
+        A subclass may raise CheckpointError on all members if no segment can begin.
         """
         self.repeat_places()
 

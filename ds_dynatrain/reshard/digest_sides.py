@@ -108,7 +108,7 @@ class DigestSide:
         room: int,
         has_share: bool = False,
     ) -> None:
-        """Make the tables for `buffers` in advance, as long as all tables together fit into `room` bytes.
+        """Make the tables for `buffers` in advance, until all tables together fill `room` bytes.
 
         Kinds without buffers are left out.
 

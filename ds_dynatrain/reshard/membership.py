@@ -186,7 +186,7 @@ class Membership:
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
         """Report to all members that may hold copies that another state is being loaded.
 
-        stretch: the stretch of training (between two loads) to which this applies.
+        stretch: identifies the part of training (between two loads) to which the report applies.
 
         Raise torch's DistError if the members cannot be reached.
         """

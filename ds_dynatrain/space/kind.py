@@ -31,7 +31,7 @@ class StateRow:
     optimizer step needs during the first batch.
     stages: the ZeRO stages that hold the kind.
     whole_in: the stages in which each rank of a ZeRO group holds the whole kind.
-    of_frozen: whether frozen tensors have the kind, too.
+    of_frozen: whether frozen tensors also have the kind.
     is_cast: whether the kind can be cast from the master of a trained tensor; copies then leave it out.
     is_offloaded: whether the kind exists only with CPU offload.
     pinned_in: the stages in which DeepSpeed pins the kind's memory when offloaded.
@@ -72,7 +72,7 @@ STATE: Mapping[str, StateRow] = {
         pinned_in=frozenset({1, 2, 3}),
     ),
 }
-"""All state kinds except moments, by name. A moment cannot have one of these names."""
+"""A map from name to row for all state kinds except moments. No moment can have one of these names."""
 
 
 def row_of(kind: str) -> StateRow:

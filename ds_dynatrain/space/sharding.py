@@ -173,7 +173,8 @@ class OverlappingSharding:
     start, stop: the tensor's coordinates, sorted by start.
     buffer: index into `buffers`.
     at: number of elements in all tensors before this one, in the flat order of one group after the other.
-    first, last: the first and the last rank that hold the tensor; all ranks between them hold it, too.
+    first: the first rank that holds the tensor.
+    last: the last rank that holds the tensor. All ranks between `first` and `last` hold it as well.
     reach: buffer x ranks + last, sorted by (buffer, position in the flat order).
     opening: `at`, sorted in the same way.
     """

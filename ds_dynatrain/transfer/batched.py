@@ -2,8 +2,8 @@
 
 Batch j of a member contains the j-th bundle of messages to and from each of its peers; it is batch j for these peers,
 too. All members go through their batches in order, so they cannot deadlock. Work that is queued on a device has no
-timeout and does not say who is missing. Before the first batch, the members of each pair therefore tell each other over
-the host that they have arrived.
+timeout and does not say who is missing. Before the first batch, the members of each pair therefore notify each other
+over the host that they have arrived.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class BatchedMoves:
         self.into = [each.receives.places.among(self.target) for each in self.batches.exchanges]
 
     def start(self) -> None:
-        """Tell each peer that this member is ready, and begin to receive the same message from each."""
+        """Notify each peer that this member is ready, and begin to receive the same message from each peer."""
         for each in self.batches.exchanges:
             for begin in (self.transport.send, self.transport.receive):
                 self._hellos.append(begin(torch.zeros(1, dtype=torch.uint8), each.peer, READY))

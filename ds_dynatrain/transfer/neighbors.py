@@ -1,4 +1,4 @@
-"""Neighbors: members on one machine that read each other's memory, as far as the kernel permits it.
+"""Neighbors: members on one machine that read each other's memory, if the kernel permits it.
 
 Linux's process_vm_readv transfers bytes with a single copy and no message. The kernel permits it to processes that may
 debug the other one: those of the same user and, where Yama restricts debugging to descendants, those that
