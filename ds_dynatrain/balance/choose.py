@@ -318,7 +318,7 @@ class _Candidate:
 class _Choosing:
     """One search. Its other fields are the arguments of `choose`.
 
-    reasons: a map from each number of members to why the first layout of that size that does not fit does not.
+    reasons: a map from number of members to the reason why the first layout tried with that many members does not fit.
     seen: the layouts and deals tried so far.
     dealt: the deals (divisions of the samples) found so far, keyed by number of data ranks and shares.
     """

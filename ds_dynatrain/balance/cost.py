@@ -277,7 +277,7 @@ class _Model:
     def _passes(self) -> tuple[Floats, Floats]:
         """Return two arrays [stages, data], in seconds: when the passes end, and how long each stage is busy.
 
-        Data indices with the same work are simulated once.
+        Data indices with equal work are simulated only once.
         """
         ends, busy = np.zeros_like(self.pace), np.zeros_like(self.pace)
         counts, sizes = self._micro_batches()

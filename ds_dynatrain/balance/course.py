@@ -207,7 +207,10 @@ class Course:
         return replace(self, history=replace(self.history, open=None), left=None, costs=None, wanted=None)
 
     def failed(self, step: int) -> Course:
-        """Return the course after the wanted move failed. The next attempt waits as long as after a move."""
+        """Return the course after the wanted move failed.
+
+        The next attempt must wait as long as it would after a move.
+        """
         history = replace(self.history, cool_from=max(self.history.cool_from, step + self.history.waits))
         return replace(self, history=history, wanted=None)
 

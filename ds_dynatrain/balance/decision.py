@@ -243,10 +243,10 @@ def judge(
     seconds: the seconds of a step measured in that window.
     error: the standard error of `seconds`.
     drift: the change of the layers and members that the move left in place. If it may explain why steps changed, the
-        verdict is UNKNOWN (`SPEAKING`).
+        verdict is UNKNOWN; see `SPEAKING`.
 
-    After BACK the caller moves back. That move is not judged by any window, and the next one must wait twice as long as
-    the last.
+    After BACK the caller moves back. That move is not judged by any window. The next move must wait twice as
+    long as the last one.
 
     Raises ConfigError if no move is open.
     """

@@ -241,6 +241,6 @@ class Balance(Extension):
         return nullcontext() if self.balancer is None else self.balancer.timed_update()
 
     def after_step(self) -> None:
-        """End the window if this step was its last one. The members then communicate."""
+        """End the timing window if this step was its last one. Members communicate at the end of a window."""
         if self.balancer is not None:
             self.balancer.finish_step()

@@ -90,7 +90,7 @@ class Problem:
     def stage_seconds(self, boundaries: Sequence[int]) -> Floats:
         """Return [stages]: the seconds of each stage with these boundaries.
 
-        They are added up in the same order as by `partition`, so the sums have the same bits.
+        The seconds are added in the same order as in `partition`, so the sums are bitwise equal.
         """
         sums = [_sums(each) for each in self.seconds]
         cuts = itertools.pairwise(boundaries)

@@ -85,7 +85,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The layers of a model in order, the members, and the batch.
+    """The measured layers of a model, in order, with the members and the batch.
 
     speeds: the relative speed of each member, by which the seconds of a layer are divided.
     train_batch_size: the samples of one optimizer step on all members together.

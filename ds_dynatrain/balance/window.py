@@ -1,7 +1,7 @@
 """The timings of all ranks in one window, and the mean over windows.
 
 A rank has one row for each layer of its stage, with the columns of `COLUMNS` (float64): medians over micro-batches. The
-rows of all ranks are merged into one window. Windows are averaged while costs stay the same. The mean starts anew when
+rows of all ranks are merged into one window. Windows are averaged while costs stay the same. The mean is restarted when
 two windows in a row show that costs have changed.
 """
 
@@ -283,7 +283,7 @@ class Averaged:
         return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
 
     def _begun_anew(self, window: TimingWindow, step: int) -> Averaged:
-        """Start the mean anew with this window.
+        """Restart the mean with this window.
 
         The doubted window before it is left out, because it may have been noise after all.
 

@@ -3,8 +3,8 @@
 `slots` assigns members to the ranks of the new world. `sides` compares source and target: it finds what each member
 lacks and which member sends it. `moves` turns that into moves. `plan` is the whole plan as one member sees it, with the
 order of exchanges, an estimate of memory and time, and the parts of absent members that another member carries out.
-`copies` tells which state is lost when a member dies, and which buffers of a rank must therefore be copied. Nothing
-here communicates: a plan follows from two layouts and two lists of members alone.
+`copies` determines which state is lost when a member dies, and which buffers of a rank must therefore be copied.
+Nothing here communicates: a plan follows from two layouts and two lists of members alone.
 
 May import `space`; start with `plan`.
 """

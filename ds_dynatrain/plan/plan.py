@@ -57,8 +57,8 @@ class MemberPlan:
     ) -> tuple[MemberPlan, list[Exchange]]:
         """Return (the plan without the separated exchanges, these exchanges).
 
-        An exchange is separated, because it does not use messages over the host, if its peer is in `members` and its
-        buffers at the source are of `kinds`. The plans of two members stay consistent if each is in the other's
+        An exchange is separated if its peer is in `members` and it reads source buffers of `kinds`; separated exchanges
+        do not use messages through the host. The plans of two members stay consistent if each is in the other's
         `members` and both pass the same kinds.
 
         into: the state kinds of the target buffers; None for all.
@@ -133,7 +133,7 @@ class SwitchPlan:
 
     @cached_property
     def traffic(self) -> dict[int, tuple[int, int]]:
-        """Number of bytes (sent, received) of each member."""
+        """A map from member to the numbers of bytes that it (sends, receives)."""
         sides, found = self.sides, dict[int, tuple[int, int]]()
         sent, received = np.zeros(len(sides.vps.members), np.int64), np.zeros(len(sides.members), np.int64)
         for rank in range(len(sides.members)):
@@ -165,10 +165,10 @@ def plan_switch(
 
     kinds: the state kinds that exist at the source (no moments before the first step); None for all kinds that its
     layout holds.
-    held_as: kinds that are partitioned at the source like another kind, such as {"weight": "master"} if weights are
-    read from buffers to which masters were cast.
+    held_as: a map from a kind to the kind whose partitioning it has at the source, such as {"weight": "master"} if
+    weights are read from buffers to which masters were cast.
 
-    Raise LayoutError if the members do not fill the world or an axis is not supported, and SwitchRefused for a kind
+    Raises LayoutError if the members do not fill the world or an axis is not supported, and SwitchRefused for a kind
     that no member holds.
     """
     names = vps.present_kinds() if kinds is None else kinds
@@ -208,7 +208,7 @@ class StandInPlan:
     """The plans that one member, the stand-in, carries out for itself and for absent members whose state it holds.
 
     If another member holds the state of an absent one, the switch plan still names the absent member, by a number that
-    no present member has. Shardings and rounds stay the same; only the member that carries the moves out changes.
+    no current member has. Shardings and rounds stay the same; only the member that carries the moves out changes.
 
     own: the plan of the stand-in itself.
     absent: the plan of each member that it stands in for. Moves from such a member to the stand-in are local moves,
@@ -222,7 +222,7 @@ class StandInPlan:
 def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandInPlan:
     """Return the plans of a member and of the absent members for which it acts.
 
-    Raise LayoutError if an absent member has a rank in the target, where no other member can act for it.
+    Raises LayoutError if an absent member has a rank in the target, where no other member can act for it.
     """
     played = tuple(absent)
     wrong = sorted(set(played) & set(plan.target_members))

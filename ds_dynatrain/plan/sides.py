@@ -43,10 +43,11 @@ class Sides:
     """The source (current layout and members of `vps`) and the target (`layout`, `members`) of a switch.
 
     kinds: the state kinds that move; their `sources` and `derived_from` refer only to each other.
-    held_as: kinds that are partitioned at the source like another kind, by name.
+    held_as: a map from a kind to the kind whose partitioning it has at the source.
     names: the names of `kinds`.
     code: the index of each kind in `vps.kinds`.
-    source_rank, target_rank: the rank of each member.
+    source_rank: the rank of each member at the source.
+    target_rank: the rank of each member at the target.
     source_ranks: for each target rank, the source rank of its member, or ABSENT.
     """
 
@@ -120,7 +121,7 @@ class Sides:
     def senders(self, kind: Kind, rank: int, wanted: Pieces) -> Rows:
         """Divide the runs that a target rank needs among their senders; return (start, stop, source rank).
 
-        Raise SwitchRefused if no member of the source holds some of the elements.
+        Raises SwitchRefused if no member of the source holds some of the elements.
         """
         cut = self.source(self.read_from(kind))
         if cut.replicated:

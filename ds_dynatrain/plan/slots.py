@@ -37,14 +37,14 @@ def assign_slots(
     node_of: Mapping[int, str] | None = None,
     kinds: Iterable[str] | None = None,
 ) -> tuple[int, ...]:
-    """Return the members of the target, in the order of their ranks.
+    """Return the member for each rank (slot) of the target.
 
     candidates: the members that may take a slot, working or idle.
     node_of: the node of each candidate.
     kinds: the state kinds that move; None for all that the source holds.
 
-    At equal cost, members that already work are preferred, then members on nodes with more working members, then lower
-    member numbers; lower ranks get lower slots. Raise LayoutError if there are fewer candidates than slots.
+    Ties in bytes moved are broken by: already working; node with more working members; lower member number. Members
+    with lower current ranks get lower slots. Raises LayoutError if there are fewer candidates than slots.
     """
     node_of, members = node_of or {}, set(candidates)
     working = [member for member in vps.members if member in members]

@@ -8,7 +8,7 @@ Start with `switch` (the source is the members' own state) and `restoration` (th
 | `membership`, `sync_points` | who trains together with this process; where members' scripts meet between two steps |
 | `feasible`, `registration` | reasons to refuse a switch; trained parameters, their groups and their space |
 | `targets`, `pending`, `preparation` | target layouts; answers to the user; what is prepared while training continues |
-| `ways` | the transport between each two members |
+| `ways` | the transport between any two members |
 | `carry`, `encoding`, `streams` | extra state that is no tensor element; its encoding as JSON; random streams |
 | `layers` | transfer of what layers keep besides parameters, between pipeline stages |
 | `census`, `digest_sides`, `certificate` | where elements lie; digests of them; the proof of a switch |

@@ -1,9 +1,9 @@
-"""The carry: the extra state of a training that is not a tensor element, and how a member loads it.
+"""The carry: the extra state of a training besides tensor elements, and how a member loads it.
 
 `STATES` is its table. To add a state, add a row: a switch, a checkpoint and members' copies all use the table. *Shared*
 state is equal on all working members and is compared before a commit. The *rest* may differ between members; a member
-that starts to work takes that of rank 0. Two things are handled elsewhere. Optimizer scalars move with the optimizer's
-buffers, and are only compared here. Random streams belong to a position in the layout (`streams`).
+that starts to work loads the one of rank 0. Two things are handled elsewhere. Optimizer scalars move with the
+optimizer's buffers, and are only compared here. Random streams belong to a position in the layout (`streams`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class LoadReason(IntEnum):
-    """Change after which a member loads a state: a new optimizer, a failed switch, or its start to work."""
+    """The reason for which a member loads the carry: a new optimizer, a failed switch, or its start to work."""
 
     NEW_OPTIMIZER = 1
     FAILED_SWITCH = 2
@@ -40,14 +40,14 @@ class LoadReason(IntEnum):
 
 @dataclass(frozen=True)
 class ExtraState:
-    """A state that is no tensor element: one row of the table.
+    """An extra state: one row of the table.
 
-    keys: names of its values in the carry.
+    keys: the keys of its values in the carry.
     is_shared: whether it is equal on all working members.
-    taken: the lowest `LoadReason` for which it is loaded; it is loaded for all higher ones, too.
-    state_dict: returns the values by name, as values that `encoding.encode` accepts.
-    load_state_dict: loads the values. It may keep and change the containers that it gets. It is called without the
-    values that an older checkpoint lacks, and not at all if the checkpoint has none of them.
+    taken: the lowest `LoadReason` for which the state is loaded; all higher ones load it too.
+    state_dict: returns a map from key to value; `encoding.encode` must accept the values.
+    load_state_dict: loads such a map, and may keep and change the containers in it. Values that an older checkpoint
+    lacks are left out of the map; if all are missing, the function is not called.
     """
 
     keys: tuple[str, ...]
@@ -82,7 +82,7 @@ def _load_progress(engine: EngineCore, state: dict[str, Any]) -> None:
 
 
 def _schedule(engine: EngineCore) -> dict[str, Any]:
-    """Return the scheduler's state, and the groups' values except those that the layout decides."""
+    """Return the schedulers' states, and the parameter groups' values that do not depend on the layout."""
     deepspeed, groups = engine.deepspeed, list[dict[str, Any]]()
     for group in engine.host.basic_optimizer.param_groups:
         left_out = ("params", "name") if group.get("moe") else ("params",)  # an expert group's name tells its ranks
@@ -116,7 +116,7 @@ def _state_of_each(what: str, engine: EngineCore) -> dict[str, Any]:
 
 
 def _load_each(what: str, engine: EngineCore, state: dict[str, Any]) -> None:
-    """Load states by name; store those of loaders and objects that do not exist yet until they are made."""
+    """Load the state of each loader or object; keep the states of those not created yet in `engine.arrived`."""
     held, engine.arrived[what] = _HELD[what](engine), {}
     for name, value in state[what].items():
         if name in held:
@@ -141,7 +141,7 @@ def _modules(engine: EngineCore) -> dict[str, Any]:
 def _load_modules(engine: EngineCore, state: dict[str, Any]) -> None:
     """Load the state that modules keep besides parameters.
 
-    The values "resized" and "casts" are not state; they only tell this load what to do: see `take_state`.
+    The values "resized" and "casts" are no state but options of `take_state`.
     """
     module = engine.host.module
     if "training" in state and state["training"] != module.training:  # an old checkpoint has only the root's mode
@@ -191,9 +191,9 @@ def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
 
 
 def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
-    """Return the extra state that a member that starts to work takes from rank 0, besides the shared one.
+    """Return the extra state, besides the shared one, that a member loads from rank 0 when it starts to work.
 
-    has_module: whether to include the state of modules; if false, only the training mode of the root is included.
+    has_module: whether to include the state of modules; if false, only the root module's training mode is included.
     """
     found: dict[str, Any] = {} if has_module else {**EMPTY, "modes": {"": engine.host.module.training}}
     for state in STATES:
@@ -203,7 +203,7 @@ def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
 
 
 def take(engine: EngineCore, carry: Mapping[str, Any], after: LoadReason) -> None:
-    """Load the states of a carry that this kind of change requires.
+    """Load the states of a carry that must be loaded for the reason `after`.
 
     The optimizer of a working member must be attached.
     """
@@ -230,9 +230,9 @@ def scalars_of(shared: dict[str, Any]) -> Scalars:
 
 
 def refuse_tensor_settings(engine: EngineCore) -> None:
-    """Raise SwitchRefused if a hyper-parameter or the scheduler's state is a tensor: shared extra state has none.
+    """Raise SwitchRefused if a hyper-parameter or the scheduler's state contains a tensor or a numpy value.
 
-    Called on working members when a switch is requested.
+    All members compare these values as numbers. Called on working members when a switch is requested.
     """
     schedule = _schedule(engine)
     named = [("the state of the scheduler", schedule["scheduler"])]

@@ -1,4 +1,7 @@
-"""Check that every element lies where the layout predicts, by what DeepSpeed reports about its buffers."""
+"""The census: a check that every state element lies where the layout predicts.
+
+It compares the prediction with what DeepSpeed reports about its buffers.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The certificate: proof that all members hold after a change, element for element, what they held before it.
 
-Each member computes digests of its own state and weights them into a share; the shares of all members are summed, in
+Each member weights the digests of its own state; the result is its share. The shares of all members are summed, in
 any order.
 
 There are three vectors of one 64-bit number per logical tensor, for each state kind (modulo 2^64):
@@ -8,7 +8,7 @@ There are three vectors of one 64-bit number per logical tensor, for each state 
 - `whole`: one holder of each element contributes its digest, so the sum is the digest of the whole tensor;
 - `copies`: the holders of one element in a ZeRO group contribute their digests, each times a weight of its own. The
   holder that counts for `whole` has the weight that makes the sum of all weights 0. If all copies are equal, the sum is
-  0; if not, it is 0 only as rarely as two different values have equal digests;
+  0; if not, a sum of 0 is as unlikely as two different values with equal digests;
 - `places`: the same for tensors that several ranks along the pipe and tensor axes hold.
 
 A sum other than 0 identifies the tensor. Members then exchange the digests of that tensor alone, to find out whose
@@ -40,7 +40,9 @@ class Shares(TypedDict):
     """The sums over some members of one side, as a record that members send each other.
 
     kinds: (member, its state kinds) of the first member, and of one member that holds other kinds, if there is one.
-    whole, copies, places: the three vectors of the module's docstring, by state kind.
+    whole: a map from state kind to the vector `whole` of the module's docstring.
+    copies: the same for the vector `copies`.
+    places: the same for the vector `places`.
     """
 
     kinds: Sequence[tuple[int, list[str]]]
@@ -64,7 +66,7 @@ def joined(one: Shares, other: Shares) -> Shares:
 
 
 def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Add two reports. A report has shares for each of the two sides, or None for a side without any."""
+    """Add two reports. A report maps each of the two sides to its shares, or to None if it has none."""
     found = dict[str, Any]()
     for side in SIDES:
         mine, theirs = one[side], other[side]
@@ -75,7 +77,7 @@ def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:
     """Return {"digest": digest of the whole state} if both sides and all copies are equal.
 
-    Return {"doubts": ...} if copies differ. Raise CertificateError, naming the tensor and the kind, if the two sides
+    Return {"doubts": ...} if copies differ. Raises CertificateError, naming the tensor and the kind, if the two sides
     differ.
 
     report: the sums over all members, for each side.
@@ -118,7 +120,7 @@ def _check_kinds(sums: Shares, side: str) -> None:
 
 
 def doubts(sums: Mapping[str, Digests]) -> Doubts:
-    """Return the tensors whose sums differ from 0, by state kind."""
+    """Return a map from state kind to the tensors whose sums differ from 0."""
     found = Doubts()
     for kind, values in sums.items():
         if values.any():
@@ -127,7 +129,10 @@ def doubts(sums: Mapping[str, Digests]) -> Doubts:
 
 
 def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], rank: int, own: SideDigests) -> Shares:
-    """Return one member's contribution to the sums over all ranks of a layout. own: the digests of that member."""
+    """Return one member's contribution to the sums over all ranks of a layout.
+
+    own: the digests of that member.
+    """
     whole, copies, places = SideDigests(), SideDigests(), SideDigests()
     for kind, digests in own.items():
         is_counted, by_copy, by_place = _weights(vps, layout, kind, rank)
@@ -142,11 +147,11 @@ def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...],
 def agreed(
     session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
 ) -> SideDigests:
-    """Return, by state kind, the digests of whole tensors that the members of the session hold together.
+    """Return the digests of the whole tensors that the members of the session hold together, keyed by state kind.
 
-    side: a word for the state, used in errors.
+    side: a name for the state, used in errors.
 
-    Raise CertificateError, on all members alike, if copies differ; it names the tensor, the kind and two members.
+    Raises CertificateError on all members if copies differ. The error names the tensor, the kind and two members.
     """
     members = session.members
 
@@ -165,9 +170,9 @@ def agreed(
 def differing(
     session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
 ) -> Doubts:
-    """Return the tensors whose copies differ between ranks along the pipe and tensor axes, by state kind.
+    """Return a map from state kind to the tensors whose copies differ between ranks along the pipe and tensor axes.
 
-    Raise CertificateError, as `agreed` does, if copies within a ZeRO group differ.
+    Raises CertificateError, the way `agreed` does, if copies within a ZeRO group differ.
     """
     members = session.members
 
@@ -192,7 +197,9 @@ def explained(
     wrong: Doubts,
     side: str,
 ) -> str:
-    """Return a message about copies that differ, naming two members that hold them. All members of the session call it.
+    """Return a message about copies that differ, naming two members that hold them.
+
+    Called on all members of the session.
 
     members: the member at each rank of the layout.
     own: the digests of this member; None if it has no rank in the layout.
@@ -214,7 +221,10 @@ def explained(
 def _two_that_differ(
     vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, held: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Return two ranks whose copies of a tensor differ, or None. held: each rank's digest of the tensor."""
+    """Return two ranks whose copies of a tensor differ, or None.
+
+    held: each rank's digest of the tensor.
+    """
     mesh, together = vps.mesh(layout), list[int]()
     for ranks, rows in _groups(vps, layout):
         holders = _holders(vps, layout, kind, number, ranks) if rows[number] else []

@@ -1,4 +1,7 @@
-"""Surroundings of a member: the members that could work, the board, its idle group, the job, and the user's groups."""
+"""A member's context: the members that could work, the board, its idle group, the job, and the user's groups.
+
+The board is the key-value store that the members of a generation share.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ Boards = tuple[Control, Control]
 
 @dataclass(frozen=True)
 class Candidates:
-    """The members that could work: all present members of the job, idle ones included.
+    """The members that could work: all current members of the job, including idle ones.
 
     mine: this member's number. A number never changes and never belongs to two members.
     nodes: the node of each member.
@@ -42,11 +45,12 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Context:
-    """Surroundings of an engine, replaced as a whole when members join or leave; in a fixed launch they never change.
+    """The environment of an engine. It is replaced as a whole when members join or leave; in a fixed launch it never
+    changes.
 
     launch: the process group that this process uses while it is idle.
     candidates: the members that could work.
-    control: the board (the store with the members' records).
+    control: the board (the key-value store that the members share).
     background: the same board over another connection, for preparations during training.
     """
 
@@ -65,12 +69,12 @@ class Job:
     """Settings of the whole job that never change and are the same on every process.
 
     features: the features of the model that limit its layouts.
-    rows: the model's parameters, which every process must have alike.
-    described: the configuration, which every process must have alike.
+    rows: one row for each parameter of the model; equal on every process.
+    described: the configuration; equal on every process.
     extensions: the extensions, in the order in which their hooks are called.
-    machine: values that the extensions require to be equal on every process, by name.
+    machine: a map from name to value for the values that extensions require to be equal on every process.
     on_idle: the user's function for idle members; None if there is none.
-    number: the number of this engine among those that the process has made, from 1.
+    number: the number of this engine in its process, counted from 1.
     """
 
     settings: DynatrainConfig
@@ -129,7 +133,7 @@ class OwnGroup:
 class OwnGroups:
     """Groups that the script has requested, in order; the same on every process.
 
-    of_all: the kinds of groups of all ranks that extensions use.
+    of_all: kinds of groups that extensions use; each group contains all ranks.
     rules: the script's rules, in the order of its requests.
     """
 
@@ -148,9 +152,9 @@ class OwnGroups:
     def kinds(
         self, layout: Layout, members: Sequence[int], nodes: Mapping[int, str], mine: int
     ) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of the groups to which a member belongs in a world, by kind.
+        """Return a map from kind to ranks for the groups to which a member belongs in a world.
 
-        Raise ConfigError if a rule returns ranks that do not exist or are in two groups.
+        Raises ConfigError if a rule returns ranks that do not exist or are in two groups.
 
         mine: the number of the member.
         """

@@ -1,4 +1,4 @@
-"""State of an engine on this member, declared in one place, and what can be computed from it.
+"""State of an engine on this member, declared in one place, and the values computed from it.
 
 Every part of an engine works on an `EngineCore` and on the other arguments of its own constructor. `EngineCore` does
 not depend on any of these parts.
@@ -41,7 +41,7 @@ class PutAsideState:
 
     @staticmethod
     def now() -> PutAsideState:
-        """Capture the present state of the process."""
+        """Capture the current state of the process."""
         return PutAsideState(GeneratorStates.now(), ProcessWide.capture())
 
     def put(self) -> None:
@@ -52,11 +52,11 @@ class PutAsideState:
 
 @dataclass(frozen=True)
 class OpenBatch:
-    """The open global batch, as far as its micro-batches were drawn.
+    """The part of the open global batch fetched so far.
 
-    is_dealt: whether one of our loaders has begun to draw it.
+    is_dealt: whether a loader of this package has begun to fetch the batch.
     samples: the number of samples in the whole batch; None if unknown.
-    is_last: whether the micro-batch that was drawn last closes the batch.
+    is_last: whether the last micro-batch fetched completes the batch.
     """
 
     is_dealt: bool = False
@@ -69,8 +69,9 @@ class EngineCore:
     """State of one engine on this member; see the docstring of the module.
 
     host: DeepSpeed's engine, and the operations on it.
-    layout, members: layout and members of the present world, also on an idle member.
-    world: this member's process groups in the present world; None if it is idle.
+    layout: the layout of the current world, also on an idle member.
+    members: the member at each rank of the current world, also on an idle member.
+    world: this member's process groups in the current world; None if it is idle.
     """
 
     host: Host
@@ -80,7 +81,7 @@ class EngineCore:
     members: tuple[int, ...]
     world: World | None
     attempt: int = 1
-    """The highest generation number that was ever proposed, since no number is used twice."""
+    """The highest generation number proposed so far; no number is used twice."""
     pending: PendingSwitch | None = None
     """The switch that was requested and has not happened yet."""
     preparation: Preparation | None = None
@@ -96,15 +97,15 @@ class EngineCore:
     last_switch: SwitchEvent | None = None
     train_loaders: dict[str, TrainLoader] = field(default_factory=dict)
     carried: dict[str, Any] = field(default_factory=dict)
-    """Objects that the user has registered to be transferred, by name."""
+    """A map from name to object for the objects that the user has registered to be transferred."""
     arrived: dict[str, dict[str, Any]] = field(default_factory=lambda: {"loaders": {}, "objects": {}})
-    """Loaded states of loaders and objects that this process has not made yet."""
+    """Loaded states of loaders and objects that have not been created in this process yet."""
     open_batch: OpenBatch = OpenBatch()
     is_discarded: bool = False
-    """Whether the world was formed anew in this global batch: the batch trains nothing, and will be drawn again."""
+    """Whether the world was replaced during this global batch, which trains nothing and will be fetched again."""
     own_groups: OwnGroups = field(default_factory=OwnGroups)
     awaits_late: bool = False
-    """Whether the optimizer's state is still moving into the present world, before the switch's record is written."""
+    """Whether a late switch is still moving the optimizer's state into the current world."""
     late_worlds: tuple[World, ...] = ()
     """The worlds before and after a late switch, until the switch has ended."""
     is_stepping: bool = False
@@ -116,12 +117,12 @@ class EngineCore:
     safe_at: tuple[str, int] = ("", 0)
     """Segment and step of the state that was last saved, or last built by a switch or a restoration."""
     formed_at: tuple[str, int] = ("", 0)
-    """Segment and step of the state that a switch or a restoration built last.
+    """Segment and step of the state that was last built by a switch or a restoration.
 
-    Until the next optimizer step, members need not meet at one boundary.
+    Until the next optimizer step, members need not meet at one boundary (a point between two optimizer steps).
     """
     began_from: str = ""
-    """Tag of the backup from which the engine started, in place of a lost state."""
+    """Tag of the backup that replaced a lost state when the engine started."""
     safe_since: float = field(default_factory=time.monotonic)
     stream_seed: int = 0
     """Seed of the random streams of leaves (micro-batches of fixed size); a resumed job keeps its first seed."""
@@ -143,12 +144,12 @@ class EngineCore:
 
     @property
     def candidates(self) -> Candidates:
-        """The members that could work at present, idle ones included."""
+        """The members that could work at present, including idle ones."""
         return self.context.candidates
 
     @property
     def control(self) -> Control:
-        """The board (shared key-value records) of the present generation."""
+        """The board (the members' key-value store) of the current generation."""
         return self.context.control
 
     @property
@@ -173,7 +174,7 @@ class EngineCore:
 
     @property
     def rank(self) -> int:
-        """This member's rank in the present world (-1 on an idle member)."""
+        """This member's rank in the current world (-1 on an idle member)."""
         return -1 if self.world is None or self.world.rank is None else self.world.rank
 
     def place(self, axis: str) -> int:
@@ -182,23 +183,23 @@ class EngineCore:
 
     @property
     def generation(self) -> int:
-        """Number of the present world, from 1."""
+        """Number of the current world, from 1."""
         return self.world.generation if self.world is not None else self.attempt
 
     @property
     def segment(self) -> str:
-        """Name of a part of training, within one world, in which no step number occurs twice.
+        """Name of the current segment: a part of training in one world in which no step number occurs twice.
 
-        It is the same on all working members, so it prefixes the keys of their joint actions. `attempt` would not do,
-        as it differs between members while a change of members is being prepared.
+        The name is the same on all working members, so it prefixes the keys of their joint actions. `attempt` cannot be
+        used for this, because it differs between members while a change of members is being prepared.
         """
         generation, count = self._loads
         return f"{self.generation}.{count if generation == self.generation else 0}"
 
     def begin_segment(self) -> None:
-        """Begin a new segment before a load, on all working members, since step numbers may recur with another state.
+        """Begin a new segment before a load, after which step numbers may recur. Called on all working members.
 
-        Subclasses may raise CheckpointError, on all members alike, if this is impossible.
+        A subclass may raise CheckpointError on all members if no segment can begin.
         """
         self.repeat_places()
 
@@ -213,12 +214,12 @@ class EngineCore:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches done in this world, plus earlier steps times the present gradient accumulation."""
+        """Number of micro-batches trained in this world, plus earlier steps times the current gradient accumulation."""
         return int(self.deepspeed.micro_steps)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a global batch on each rank; for pipelines, in the pipeline that has the most."""
+        """Number of micro-batches per global batch on each rank; with pipelines, the highest number in any pipeline."""
         return int(self.deepspeed.gradient_accumulation_steps())
 
     @property
@@ -228,7 +229,7 @@ class EngineCore:
 
     @property
     def window_in_words(self) -> str:
-        """Progress of the open global batch and advice, for errors at a boundary within it; "" if none is open."""
+        """Progress of the open global batch, with advice, for errors raised at a boundary; "" if none is open."""
         if not self.has_open_window:
             return ""
         trained, of = self.micro_steps % self.accumulation, self.accumulation
@@ -258,7 +259,7 @@ class EngineCore:
 
     @property
     def vps(self) -> VirtualParameterSpace:
-        """The Virtual Parameter Space of the model under the present layout and members."""
+        """The Virtual Parameter Space of the model under the current layout and members."""
         if self._space is None:
             raise RuntimeError("the engine is being made: its parameters are not registered yet")
         return self._space.with_layout(self.layout, self.members)
@@ -268,11 +269,11 @@ class EngineCore:
         self._space = space
 
     def memory_in(self, layout: Layout) -> dict[str, Memory]:
-        """Return the element type and the place of buffers under a layout, by state kind."""
+        """Return a map from state kind to the element type and place of its buffers under a layout."""
         return self.host.memory(self.vps.present_kinds(layout), layout)
 
     def config_for(self, layout: Layout) -> tuple[dict[str, Any], Any]:
-        """Return DeepSpeed's configuration of a layout, as (dictionary, parsed object); cached."""
+        """Return DeepSpeed's configuration for a layout, as (dictionary, parsed object). The result is cached."""
         if layout not in self._configs:
             config = copy.deepcopy(self.job.user_config)
             self.host.shaper.configure(config, layout)
@@ -286,8 +287,8 @@ class EngineCore:
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
         """Wait until an accelerator's collectives have given all ranks their results; see `adapters.groups.gate`.
 
-        All ranks call it before they step, copy, save or move a state made from those results. Raise WorldChanged if a
-        rank may lack some of the results.
+        Called on all ranks before they use, copy, save or move a state computed from those results. Raises WorldChanged
+        if a rank may lack some of the results.
 
         meet: see `World.agree`.
         """
@@ -302,7 +303,10 @@ class EngineCore:
     # ---- what happens to it ------------------------------------------------------------------------------------------
 
     def enter(self, proposal: Proposal, world: World | None) -> None:
-        """Set the world, layout and members of a switch; called by the transaction. world: None on an idle member."""
+        """Set the world, layout and members of a switch. Called by the transaction.
+
+        world: this member's groups in the new world; None on an idle member.
+        """
         self.release_old_state()
         self.world, self.layout, self.members = world, proposal.layout, proposal.members
 
@@ -316,12 +320,12 @@ class EngineCore:
             self.old_state = None
 
     def forget_batch(self) -> None:
-        """Reset the record of the open global batch: none is open any more."""
+        """Record that no global batch is open."""
         self.open_batch = OpenBatch()
         self.host.slot_weight, self.host.slot_is_borrowed, self.host.micro_step = 1.0, False, None
 
     def begin_anew(self, generation: int) -> None:
-        """Drop the open batch and any pending change; later worlds get numbers above `generation`."""
+        """Drop the open batch and any pending change. Worlds formed later get numbers above `generation`."""
         self.forget_batch()
         self.host.window_tokens = None
         self.close_preparation()
@@ -330,12 +334,12 @@ class EngineCore:
         self.settle_state()
 
     def settle_state(self) -> None:
-        """Record that a switch or a restoration has just built the present state."""
+        """Record that a switch or a restoration has just built the current state."""
         self.formed_at = self.segment, self.global_steps
         self.note_safe()
 
     def note_safe(self) -> None:
-        """Record that the present state is saved or newly built, so that no save is due before the next step."""
+        """Record that the current state is saved or newly built, so that no save is due before the next step."""
         self.safe_at, self.safe_since = (self.segment, self.global_steps), time.monotonic()
 
     def close_preparation(self) -> None:

@@ -34,7 +34,7 @@ class DigestedBuffers(NamedTuple):
     """The buffers of one kind that are to be read.
 
     kind: the state kind.
-    twin: whether these weights are the same memory as the masters, which is then not read again.
+    twin: whether these weights share the masters' memory, which is read only once.
     stay: names of the buffers that the next layout reuses.
     others: names of the remaining buffers.
     """
@@ -48,10 +48,10 @@ class DigestedBuffers(NamedTuple):
 class DigestSide:
     """One rank's side of a change, and the tables by which its buffers are cut into pieces.
 
-    A table fits the same buffers with elements of the same size on the same device; for any other buffers a new table
-    is made. Kinds with equal pieces share a table.
+    A table is reused for buffers of the same names, element sizes and devices; otherwise a new table is made. Kinds
+    with equal pieces share a table.
 
-    nbytes: memory that the tables take.
+    nbytes: total size of the tables.
     """
 
     def __init__(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> None:
@@ -62,14 +62,14 @@ class DigestSide:
         self._pieces = lru_cache(1)(partial(vps.holding, layout, rank))
 
     def is_of(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> bool:
-        """Return whether this is the side of that rank and layout, with the tensors, rules and kinds of `vps`."""
+        """Return whether this side belongs to this rank and layout, with the tensors, rules and kinds of `vps`."""
         mine, other = (self.vps.line, self.vps.rules, self.vps.kinds), (vps.line, vps.rules, vps.kinds)
         return (self.layout, self.rank) == (layout, rank) and all(map(is_, mine, other))
 
     def parts(
         self, buffers: Buffers, kinds: tuple[str, ...], kept: Collection[tuple[str, BufferId]]
     ) -> Iterator[DigestedBuffers]:
-        """Yield the buffers to read, kind by kind; weights come last, as they may share the masters' memory."""
+        """Yield the buffers to read by kind. Weights come last, because they may share the masters' memory."""
         for kind in sorted(kinds, key=WEIGHT.__eq__):
             if kind not in self._names:
                 pieces = self._pieces(kind)
@@ -108,9 +108,12 @@ class DigestSide:
         room: int,
         has_share: bool = False,
     ) -> None:
-        """Make the tables for `buffers` in advance, up to `room` bytes of tables. Kinds without buffers are left out.
+        """Make the tables for `buffers` in advance, until all tables together fill `room` bytes.
 
-        has_share: whether the reused buffers are read on the other side, so that only the others need tables here.
+        Kinds without buffers are left out.
+
+        has_share: whether the tables of the other side cover the reused buffers, so that only the others need tables
+        here.
         """
         parts = self.parts(buffers, kinds, kept)
         for kind, names in ((part.kind, names) for part in parts for names in (part.stay, part.others)[has_share:]):
@@ -139,7 +142,7 @@ def side_digests(
 
     Kinds that share memory are read once.
 
-    known: the share of the kept buffers, if it was computed before the moves; it is then not computed again.
+    known: the share of the kept buffers if it was computed before the moves, so that it is not computed twice.
     ready: tables made in advance; they are ignored if they belong to another rank or another space.
     """
     found, share = SideDigests(), SideDigests()
@@ -166,9 +169,9 @@ def state_digest(whole: Mapping[str, Digests]) -> str:
 
 
 def hint(kind: str) -> str:
-    """Return a likely reason, in words, why the digests of a kind differ; "" if none is known.
+    """Return a likely reason why the digests of a kind differ, as the end of an error message; "" if none is known.
 
-    A weight is cast from its master where that is cheaper than sending it, so a user must change both alike.
+    A weight is cast from its master where that is cheaper than sending it, so a user must change both together.
     """
     if kind not in (WEIGHT, MASTER):
         return ""

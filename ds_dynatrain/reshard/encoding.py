@@ -22,8 +22,8 @@ _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.f
 def encode(value: Any, tensors: list[torch.Tensor] | None, path: str = "") -> Any:
     """Return `value` as JSON; its tensors are appended to `tensors` and replaced by their number, type and shape.
 
-    Supports None, booleans, numbers, strings, lists, tuples, dictionaries, torch tensors, numpy arrays and numbers,
-    bytes. Raise ConfigError, naming the path and the type, for anything else, and for tensors and numpy values if
+    Supports None, booleans, numbers, strings, lists, tuples, dictionaries, torch tensors, numpy arrays, numpy numbers
+    and bytes. Raises ConfigError, naming the path and the type, for anything else, and for tensors and numpy values if
     `tensors` is None.
     """
     if value is None or isinstance(value, (bool, str)):
@@ -57,7 +57,7 @@ def encode(value: Any, tensors: list[torch.Tensor] | None, path: str = "") -> An
 
 
 def decode(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
-    """Return the value that `encode` turned into this JSON; raise TransferError for any other JSON."""
+    """Return the value that `encode` turned into this JSON. Raises TransferError for any other JSON."""
     if depth > MOST_DEPTH:
         raise TransferError(f"an encoded value is nested more than {MOST_DEPTH} deep")
     if isinstance(value, list):
@@ -72,7 +72,7 @@ def decode(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
 
 
 def _marked(mark: str, held: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the value that a mark such as "__tuple__" and its contents stand for; raise TransferError if invalid."""
+    """Return the value that a mark such as "__tuple__" and its contents stand for. Raises TransferError if invalid."""
     is_array = isinstance(held, torch.Tensor) and held.dtype not in _NOT_OF_NUMPY
     try:
         if mark == "__tensor__" and type(held) is int and 0 <= held < len(tensors):
@@ -93,9 +93,9 @@ def _marked(mark: str, held: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def announced(value: Any) -> dict[int, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the (type, shape) of each tensor of an encoded value, by number.
+    """Return a map from the number of each tensor in an encoded value to its (type, shape).
 
-    Raise TransferError for a type, number or shape that cannot exist.
+    Raises TransferError for an invalid type, number or shape.
     """
     found: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
 

@@ -1,4 +1,4 @@
-"""Checks of whether a switch is feasible. All are arithmetic on data that members share, or that each member posts."""
+"""Checks of whether a switch is feasible: axes, tensors, number of members, batch and memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.support import axes
 
 Needs = Mapping[tuple[int, str], int]
-"""Bytes that each member allocates, by (member, device type)."""
+"""A map from (member, device type) to the bytes that the member allocates there."""
 
 
 def check_combination(features: axes.Features, target: Layout, processes: int) -> None:
-    """Raise SwitchRefused if DeepSpeed does not train such a model with this combination of axes and stage."""
+    """Raise SwitchRefused if DeepSpeed cannot train such a model with this combination of axes and ZeRO stage."""
     found = axes.refusal(features, target, processes)
     if found is not None:
         raise SwitchRefused(found.why, found.instead)
@@ -31,7 +31,7 @@ def check_combination(features: axes.Features, target: Layout, processes: int) -
 def check_tensors(vps: VirtualParameterSpace, target: Layout) -> None:
     """Raise SwitchRefused if a layout cannot divide the model's tensors along its axes.
 
-    Also raise it for a tensor without elements in a ZeRO stage that does not support one.
+    Raise it as well for an empty tensor in a ZeRO stage that does not support empty tensors.
     """
     try:
         vps.mesh(target)
@@ -49,7 +49,10 @@ def check_tensors(vps: VirtualParameterSpace, target: Layout) -> None:
 
 
 def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:
-    """Return the layout that the arguments of `switch` or `plan` describe; raise SwitchRefused if there is none."""
+    """Return the layout that the arguments of `switch` or `plan` describe.
+
+    Raises SwitchRefused if they describe none.
+    """
     if layout is not None and changes:
         raise SwitchRefused(
             f"both {layout} and changes to the present layout ({', '.join(changes)}) were given",
@@ -78,7 +81,7 @@ def check_size(target: Layout, processes: int) -> None:
 def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchArithmetic:
     """Return how a global batch is split over ranks under a layout.
 
-    Raise DataError if the layout's shares do not add up to the samples of the batch.
+    Raises DataError if the layout's shares do not add up to the samples of the batch.
 
     has_stages: whether the model is a PipelineModule.
     """
@@ -141,7 +144,7 @@ def _check_leaves(target: Layout, sizes: BatchSizes) -> None:
 
 
 def _evener(batch: BatchArithmetic) -> tuple[str, str]:
-    """Return, in words, why a batch is split unevenly, and what would split it evenly."""
+    """Return (a description of why a batch is split unevenly, advice on how to split it evenly)."""
     size, data = batch.train_batch_size, batch.data
     if batch.shares is not None:
         return f"train_batch_size {size} in shares {batch.shares}", "leave shares out, or make them equal"
@@ -153,7 +156,7 @@ def _evener(batch: BatchArithmetic) -> tuple[str, str]:
 
 
 def available_bytes() -> int:
-    """Return the bytes that this process may still allocate, by the system, its control group and its own limits."""
+    """Return the bytes that this process may still allocate, given the limits of system, control group and process."""
     found = [_kilobytes(Path("/proc/meminfo"), "MemAvailable")]
     group = Path("/sys/fs/cgroup")
     try:
@@ -194,9 +197,9 @@ def check_memory(member: int, needs: Needs, nodes: Mapping[int, str]) -> None:
 
 
 def _kilobytes(file: Path, key: str, absent: int = 1 << 62) -> int:
-    """Return a value of a Linux status file in bytes.
+    """Return the value of a key in a Linux status file, converted to bytes.
 
-    absent: the result if the file does not have it; the default is so large that it refuses nothing.
+    absent: the result if the file does not have the key; the default is so large that no check fails.
     """
     try:
         for line in file.read_text().splitlines():

@@ -1,7 +1,7 @@
 """State that layers keep besides parameters (`adapters.model.module_state`), moved between pipeline stages in a switch.
 
-The first process of the first stage that has a layer sends its state to each member that newly gets the layer. Names,
-types and shapes are posted on the board; all tensors are sent from member to member.
+A layer's state is sent to each member that newly gets the layer; the sender is the first process of the first stage
+that has the layer. Names, types and shapes are posted on the board; all tensors are sent from member to member.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LayerStates:
     def offer(self) -> None:
         """Record the states that this member sends, and post their types and shapes. Called before the members meet.
 
-        Raise ConfigError for an extra state that cannot be transferred.
+        Raises ConfigError for an extra state that cannot be transferred.
         """
         record = {}
         for move in self._given:
@@ -75,7 +75,7 @@ class LayerStates:
     def exchange(self, transport: Transport, seconds: float) -> int:
         """Send and receive the states; return the number of bytes that this member has sent.
 
-        Raise CertificateError if a received state differs from the one that was sent.
+        Raises CertificateError if a received state differs from the one that was sent.
         """
         deadline, sent, records = time.monotonic() + seconds, 0, dict[int, Any]()
         handles, arriving = [], dict[str, tuple[Any, list[torch.Tensor]]]()
@@ -103,7 +103,10 @@ class LayerStates:
         return sent
 
     def put(self, is_resized: bool) -> None:
-        """Load the received states into the layers of this member. is_resized: see `ModuleState`."""
+        """Load the received states into the layers of this member.
+
+        is_resized: see `ModuleState`.
+        """
         for layer, state in self._states.items():
             take_state(self._module.get_submodule(layer), {**state, "resized": is_resized})
         self._states.clear()

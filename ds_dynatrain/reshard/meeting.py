@@ -29,7 +29,7 @@ from ds_dynatrain.transfer import TransferStats
 
 NO_MOVES = TransferStats(0, 0, 0, 0, 0.0, 0.0, 0.0)
 SUMS = frozenset({"kept", "local", "sent", "late_bytes", "layers"})
-"""Names of measurements that are added up over all members; of all others the event has the maximum."""
+"""Names of measurements that are summed over all members; for all others the event has the maximum."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Outcome:
     is_rebuilt: whether the optimizer was detached, even if it was attached again.
     stats: statistics of the moves in the pause.
     late_stats: statistics of the moves after the pause.
-    layer_bytes: bytes sent of the state that layers keep besides parameters.
+    layer_bytes: bytes sent to transfer what layers keep besides parameters.
     late_ms: duration of the moves after the pause, digests included.
     late_wait_ms: how long the optimizer step had to wait for these moves.
     pause_ms: duration of the pause of a late switch; None for any other.
-    certificate_ms: duration of digests and census of both sides, without waiting for others.
+    certificate_ms: time spent on the digests and the census of both sides, excluding waits for other members.
     connections: the connections to the next world's members.
     """
 
@@ -88,7 +88,7 @@ class Outcome:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Return a block whose duration is recorded as that of a phase."""
+        """Context manager that records the duration of its block as that of phase `name`."""
         begin = time.perf_counter()
         try:
             yield
@@ -96,9 +96,10 @@ class Outcome:
             self.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
 
     def acknowledge(self, session: Session) -> bool:
-        """Wait, after the commit, until all members have read it, and collect the measurements of all.
+        """Wait until all members have read the commit, and collect their measurements in `over_all`.
 
-        Return whether all have. A missing member only causes a warning, because no member may go back any more.
+        Return whether all members have read it. A missing member only causes a warning, because the switch can no
+        longer be undone.
         """
         try:
             self.over_all = session.reduce(ACKNOWLEDGED, self.measured(), over_all, doing="acknowledging the commit")
@@ -113,9 +114,9 @@ def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str) -> None:
-    """Wait until all members are prepared and stand at the same boundary.
+    """Wait until all members are prepared and have reached the same boundary.
 
-    Raise SwitchFailed if a member could not be prepared.
+    Raises SwitchFailed if a member could not be prepared.
     """
     agreement.wait_until_prepared(preparation.board, preparation.proposal, session.stop)
     agreement.meet(session, preparation.proposal, int(engine.global_steps), place)
@@ -123,10 +124,10 @@ def meet(session: Session, engine: EngineCore, preparation: Preparation, place: 
 
 
 def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:
-    """Return the state of a working member, after checking that it is between global batches and lies where it should.
+    """Return a working member's state, after checking that no global batch is open and every element is in its place.
 
-    Raise SwitchRefused if a global batch is open or the registered parameters have changed, CensusError if part of the
-    state is not where it should be.
+    Raises SwitchRefused if a global batch is open or the registered parameters have changed, and CensusError if an
+    element is not where the layout predicts it.
     """
     refuse_at_boundary(engine.host)
     refuse_changes(engine.host)
@@ -159,9 +160,10 @@ def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
 def connect(preparation: Preparation, old_world: World | None, session: Session) -> None:
     """Connect the next world's groups over the accelerator, while all members wait and no device work is in progress.
 
-    Called by all members of either world; does nothing without an accelerator, or if the groups are connected already.
-    Raise MemberMissing if a member does not arrive, RuntimeError if connecting does not succeed within the time-out;
-    connections made so far are closed with the preparation.
+    Called on all members of either world. Does nothing without an accelerator, or if the groups are connected already.
+
+    Raises MemberMissing if a member does not arrive, and RuntimeError if connecting does not succeed within the
+    time-out. Connections made so far are closed together with the preparation.
     """
     world = preparation.world
     if not is_accelerated() or world is None or preparation.connections is not None:
@@ -172,10 +174,10 @@ def connect(preparation: Preparation, old_world: World | None, session: Session)
 
 
 def connect_ahead(preparation: Preparation, old_world: World | None) -> VoteResult:
-    """Connect at a boundary before that of the switch; return the same decision on all members.
+    """Connect the next world's groups at an earlier boundary than that of the switch; return all members' decision.
 
-    If the decision is a no, the switch cannot happen, and nothing else has changed. Raise OutcomeUnknown if the board
-    is lost.
+    If the decision is a no, the switch cannot happen; members have changed nothing else. Raises OutcomeUnknown if the
+    board is lost.
     """
     board, proposal = preparation.board, preparation.proposal
     what = f"connecting for the switch to {proposal.layout}"

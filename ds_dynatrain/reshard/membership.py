@@ -39,8 +39,8 @@ class Membership:
     """Base class: a job whose members never change. All methods are called on the main thread.
 
     is_newcomer: whether this process has joined a running job.
-    restores: whether this process starts a job that has trained before, and whose state no member holds any more.
-    is_aborted: whether the current world cannot be used any more.
+    restores: whether this process starts a job that has trained before and whose state no member holds any longer.
+    is_aborted: whether the current world can no longer be used.
     """
 
     is_newcomer = restores = is_aborted = False
@@ -52,7 +52,7 @@ class Membership:
 
     @property
     def formed(self) -> tuple[int, str]:
-        """Number of the present generation of members, and why it was formed; (0, "") in a fixed launch."""
+        """(number of the current generation of members, reason why it was formed); (0, "") in a fixed launch."""
         return 0, ""
 
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
@@ -65,9 +65,9 @@ class Membership:
         return None
 
     def building_first(self, generation: int, engine: int) -> AbstractContextManager[Note]:
-        """Return a block around the building of an engine's first groups.
+        """Return a context manager for building an engine's first groups.
 
-        The value of the block is called for each group that was built.
+        Its value is a function to call for each group that was built.
 
         generation: the generation of the membership.
         engine: the number of the engine.
@@ -75,7 +75,7 @@ class Membership:
         return nullcontext(ignore)
 
     def building_more(self, engine: int) -> AbstractContextManager[Note]:
-        """Return a block around the building of further groups in the current world; see `building_first`."""
+        """Return a context manager for building further groups in the current world; see `building_first`."""
         return nullcontext(ignore)
 
     def stop_if_over(self, generation: int) -> None:
@@ -104,11 +104,11 @@ class Membership:
         """Wait, at the end of the script, for members that still need this process."""
 
     def watch(self, board: Control) -> Watch:
-        """Return a watch for the end of others' scripts, and for deaths unless a coordinator handles these."""
+        """Return a watch for the end of other members' scripts, and for deaths unless a coordinator reports them."""
         return Watch(board)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """Set the world that `torch.distributed` uses while none of several engines has the turn.
+        """Set the world that `torch.distributed` uses between the calls of several engines.
 
         engine: the first engine of the process.
         """
@@ -117,19 +117,19 @@ class Membership:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
-        """Carry out all changes that are due at a boundary of an engine; an idle member returns only once it has work.
+        """Carry out all changes that are due at a boundary of an engine. An idle member returns only once it has work.
 
-        Return why no change could take effect, in words (a global batch is open); "" if all could. Raise SystemExit if
-        this process has nothing more to do.
+        Return a description of the open global batch that kept changes from taking effect; "" if none did. Raise
+        SystemExit if this process has nothing more to do.
         """
         raise NotImplementedError
 
     def waiting_change(self, engine: EngineCore) -> str:
-        """Return, in words, the change of members that waits for a boundary of this engine; "" if there is none."""
+        """Return a description of the member change that waits for a boundary of this engine; "" if there is none."""
         return ""
 
     def open_window(self, engine: EngineCore) -> None:
-        """Begin a global batch, before a loader draws its first micro-batch. This ends an earlier discarded batch."""
+        """Begin a global batch, before a loader fetches its first micro-batch. This ends an earlier discarded batch."""
         engine.is_discarded = False
 
     def stays_discarded(self, engine: EngineCore) -> bool:
@@ -137,23 +137,26 @@ class Membership:
         return False
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Handle the loss of the world. Called before a loader draws any micro-batch."""
+        """Handle the loss of the world. Called before a loader fetches any micro-batch."""
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
-        """Return the result of `call`.
+        """Return the result of `call`, or of `again` in the next world if the current one is lost during the call.
 
-        In a job that survives the loss of its world, return the result of `again` in the next world if that happens.
+        A job that cannot survive the loss of its world never calls `again`.
         """
         return call()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the value that the user gets for a forward pass's output."""
+        """Return the value to give to the user for a forward pass's output."""
         return output
 
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """Make sure that there is a board for a switch that the user requests; raise SwitchRefused if there is none."""
+        """Make sure that there is a board for a switch that the user requests.
+
+        Raises SwitchRefused if there is none.
+        """
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
         """Return the members to which a switch that the user requests may give a rank."""
@@ -163,7 +166,7 @@ class Membership:
         """Set a preparation's hooks and status. Called before the preparation starts."""
 
     def entered(self, engine: EngineCore) -> None:
-        """Record that all members train in the new world of a late switch; `ended` follows with the outcome."""
+        """Record that all members train in the new world of a late switch, whose outcome `ended` reports later."""
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
         """Record the end of a late switch in which this member took part."""
@@ -174,16 +177,16 @@ class Membership:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return a newcomer's result of `load_checkpoint`, which loads nothing there; None if the caller must load."""
+        """Return the stored result of `load_checkpoint` on a newcomer, which need not load; None if the caller must."""
         return None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
         """Store the result of `load_checkpoint` for newcomers."""
 
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """Report, to all members that may hold copies, that a state is loaded.
+        """Report to all members that may hold copies that another state is being loaded.
 
-        stretch: the stretch of training (between two loads) to which this applies.
+        stretch: identifies the part of training (between two loads) to which the report applies.
 
         Raise torch's DistError if the members cannot be reached.
         """

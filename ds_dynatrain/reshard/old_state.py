@@ -1,4 +1,4 @@
-"""State from before a committed switch, held until no member can need it any more."""
+"""State from before a committed switch, held until no member can need it any longer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OldState:
     def is_needed(self, board: Control) -> bool:
         """Return whether a member may still be in the switch. Polls and never blocks.
 
-        board: the board of the present generation.
+        board: the board of the current generation.
         """
         try:
             return board is self.session.board and not self.session.have_come(ACKNOWLEDGED)

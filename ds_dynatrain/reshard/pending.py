@@ -35,19 +35,22 @@ class PendingSwitch:
 
 
 class Steps:
-    """A count of optimizer steps between boundaries, to warn if a change waits for a boundary that does not come.
+    """A count of optimizer steps between boundaries, to warn about a change that waits for a boundary in vain.
 
-    Some loops make several steps between boundaries, so only more steps than ever before are worth a warning.
+    Some loops take several steps between boundaries, so a warning is given only after more steps than ever before.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        """Steps since the last boundary at which a change could take effect."""
+        """Number of steps since the last boundary at which a change could take effect."""
         self._most, self._missed, self._obstacle = 1, 0, ""
         self._warned: set[str] = set()
 
     def at_boundary(self, obstacle: str = "") -> None:
-        """Record a boundary. obstacle: why no change could take effect there, in words; "" if all could."""
+        """Record a boundary.
+
+        obstacle: a description of what kept changes from taking effect there; "" if nothing did.
+        """
         if obstacle:
             self._missed, self._obstacle = self._missed + 1, obstacle
             return
@@ -55,9 +58,11 @@ class Steps:
         self._warned.clear()
 
     def past_boundary(self, waiting: Iterable[str]) -> list[str]:
-        """Record an optimizer step; return what to warn about, if there were never so many steps without a boundary.
+        """Record an optimizer step; return warnings if there have never been so many steps between boundaries.
 
-        Each warning is returned once. waiting: what waits for a boundary, in words.
+        Each warning is returned once.
+
+        waiting: descriptions of the things that wait for a boundary.
         """
         self.count += 1
         if self.count <= self._most:
@@ -68,7 +73,7 @@ class Steps:
 
     @property
     def reason(self) -> str:
-        """Why no change could take effect, in words, and what to do."""
+        """Description of why no change could take effect, and what to do about it."""
         if self._missed:
             return f"the loop came to {self._missed}, at each of which nothing could take effect: {self._obstacle}"
         return (

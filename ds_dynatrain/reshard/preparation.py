@@ -54,24 +54,25 @@ class Preparation:
     """Preparation of a switch on one member. `start` runs it in a thread, and `join` waits for the thread.
 
     board: the board on which the switch is negotiated.
-    control: the same board over the background connection, which no other thread may use meanwhile.
-    live: this member's present buffers.
-    memory: the element type and memory of the next buffers, by state kind.
-    on_device: state kinds whose present buffers are on accelerators.
-    make: function that makes the module's next children for a rank of a layout.
+    control: the same board over the background connection, which no other thread may use during the preparation.
+    live: this member's current buffers.
+    memory: a map from state kind to the element type and memory of the next buffers.
+    on_device: state kinds whose current buffers are on accelerators.
+    make: returns the module's children for a rank of a layout.
     made: the children made for this member.
     number: the number of the engine in its process.
     has_sequence: see `World`.
     budget_bytes: maximum size of staging buffers.
     way: the setting `dynatrain.transport`.
     check: raises SwitchRefused if this member cannot take part.
-    building: makes the block around the building of groups.
+    building: returns the context manager for building groups.
     present: the world in which this member trains.
     stop: called in every wait; raises if the switch will not happen.
     committed: called as soon as the switch is committed.
     is_lean: whether the target's buffers are made only once the source is released.
     connections: the connections to the next world's members, once they are made.
-    source_rank, target_rank: this member's rank in the present and the next world; None if it has none.
+    source_rank: this member's rank in the current world; None if it has none.
+    target_rank: this member's rank in the next world; None if it has none.
     ways: the transports between members.
     """
 
@@ -95,7 +96,7 @@ class Preparation:
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     own_count: int = 0
     apart: tuple[str, ...] = ()
-    """Kinds of groups that are built anew in every world."""
+    """Kinds of groups that are rebuilt in every world."""
     made: Made | None = None
     world: World | None = None
     connections: Connections | None = None
@@ -124,7 +125,7 @@ class Preparation:
 
     @property
     def own_error(self) -> BaseException | None:
-        """The error, if its cause is this member's own limit (memory, files) or a SwitchRefused; else None."""
+        """The error if it is a SwitchRefused or caused by this member's own limit (memory, files); otherwise None."""
         error = self.error
         if isinstance(error, DynatrainError):  # errors other than refusals may repeat another member's message
             return error if isinstance(error, SwitchRefused) else None
@@ -132,7 +133,10 @@ class Preparation:
         return error if is_limit else None
 
     def start(self) -> None:
-        """Start preparing in a thread, which finally posts `prepared`, with the error if there was one."""
+        """Start the preparation in a thread.
+
+        At its end the thread posts `prepared`, with the error if there was one.
+        """
         if self.proposal.late or (self.status is not None and is_accelerated()):
             self.present = None  # see `_build`
         self._thread = start_thread(self._run, f"dynatrain-prepare-{self.proposal.generation}")
@@ -187,9 +191,9 @@ class Preparation:
             self.error = self.error or error
 
     def _make_target(self) -> None:
-        """Make the target's buffers and the module's children, and what the certificate and the digests need of memory.
+        """Make the target's buffers, the module's children, and the tables for the certificate and the digests.
 
-        Rank 0 also posts the figures of the plan for the event.
+        Rank 0 also posts the figures of the plan for the switch's event.
         """
         proposal, source, target, kinds = self.proposal, self.source_rank, self.target_rank, self.vps.present_kinds()
         if target is not None:
@@ -228,10 +232,10 @@ class Preparation:
     def _say_ready(self, error: str | None) -> tuple[str, list[str]]:
         """Report, once, that this member is ready to build groups, or that it failed and others need not wait for it.
 
-        Return (why no groups are to be built, or ""; the groups that the next world does not inherit), the same on all
-        members. Members wait for each other here because building groups cannot be interrupted, and a thread that is
-        still building when Python exits aborts the process. Raise MemberMissing if members are not ready in time,
-        SwitchFailed if the switch is given up meanwhile.
+        Return (why no groups are to be built, or ""; the groups that the next world does not inherit). The result is
+        the same on all members. They wait for each other here because building groups cannot be interrupted, and a
+        thread that is still building when Python exits aborts the process. Raises MemberMissing if members are not
+        ready in time, and SwitchFailed if the switch is given up during the wait.
         """
         self._has_said = True
         mine, present = self.control.member, self.present
@@ -243,11 +247,11 @@ class Preparation:
         return wrong, anew
 
     def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str]) -> None:
-        """Build the next world, which may inherit groups of the present one, and compute the moves between members.
+        """Build the next world, which may inherit groups of the current one, and compute the moves between members.
 
-        A late switch inherits none: a batch that is given up in the new world leaves messages behind, and the old world
-        has to continue. On accelerators, a job whose members come and go inherits none either, as it keeps no
-        communicator.
+        A late switch inherits no groups: a batch abandoned in the new world leaves messages in its groups, and the old
+        world must be able to continue. An elastic job on accelerators inherits none either, because it keeps no
+        communicators.
         """
         board, proposal = self.control, self.proposal
         spec = WorldSpec(
@@ -290,7 +294,7 @@ class Preparation:
         return self.plans[kinds]
 
     def _part(self, kinds: tuple[str, ...], is_late: bool = False) -> MemberPlan:
-        """Return this member's part of the plan: for the pause, or (`is_late`) for the late kinds, which move after it.
+        """Return this member's part of the plan for the pause or, with `is_late`, for the late kinds, which move later.
 
         The pause does not read late kinds, so it casts no weight from a master that arrives later.
         """
@@ -301,7 +305,7 @@ class Preparation:
         return part.only(late) if is_late else part
 
     def moves(self, kinds: tuple[str, ...], is_late: bool = False) -> ReadyPlan:
-        """Return this member's moves of the given state kinds: those of the pause, or (`is_late`) those after it.
+        """Return this member's moves of the given state kinds: those in the pause or, with `is_late`, those after it.
 
         Late moves never use the accelerators' communicators: two communicators can block each other if ranks start
         their kernels in different orders.
@@ -322,10 +326,10 @@ class Preparation:
         return tuple(kind for kind in kinds if row_of(kind).needed_for == "step" and kind not in masters)
 
     def reusable(self, live: Buffers) -> set[tuple[str, BufferId]]:
-        """Return the keys of this member's present buffers that the next layout can use in place.
+        """Return the keys of this member's current buffers that the next layout can use in place.
 
-        A late switch reuses no gradient buffer: backward passes write to it before the record, and the old world may
-        have to continue with it.
+        A late switch reuses no gradient buffer: backward passes write to these buffers before the outcome is decided,
+        and the old world may have to continue with them.
         """
         if self.target_rank is None:
             return set()
@@ -333,7 +337,7 @@ class Preparation:
         return {key for key in kept if not row_of(key[0]).is_gradient} if self.proposal.late else kept
 
     def target(self, rank: int, live: Buffers, kinds: tuple[str, ...]) -> Buffers:
-        """Return the target buffers of these kinds; make new ones if the live buffers cannot be reused any more."""
+        """Return the target buffers of these kinds. Make new ones if the live buffers can no longer be reused."""
         for key in self.kept:
             if key not in live or live[key].data_ptr() != self.buffers[key].data_ptr():
                 self.kept = self.reusable(live)
@@ -361,7 +365,7 @@ def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, An
     """Merge the reports of two groups of members that are ready.
 
     The result has the first few errors, up to two members that asked for different numbers of groups, and the merged
-    reports on the present world's groups.
+    reports on the current world's groups.
     """
     errors = [*one["errors"], *other["errors"]]
     own_groups = first_and_other(one["own_groups"], other["own_groups"])
@@ -369,7 +373,7 @@ def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, An
 
 
 def judged_readiness(found: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return (why no groups are to be built, or ""; the groups of the present world that are not inherited)."""
+    """Return (why no groups are to be built, or ""; the groups of the current world that are not inherited)."""
     wrong = "; ".join(found["errors"])
     if not wrong and len(found["own_groups"]) > 1:
         (one, first), (other, second) = found["own_groups"]

@@ -1,10 +1,10 @@
 """State that exists once in a process: its open engines, which of them has the turn, and its membership.
 
-`torch.distributed`, DeepSpeed's modules, the random generators and the environment variables exist once in a process,
-but each engine has its own world and its own random streams. A single engine has the process to itself. If there are
-several, each installs its own state when it is called, and saves it when the call returns. Between calls,
-`torch.distributed` refers to the processes of the launch (or, if members come and go, to the first engine's world), and
-the generators belong to the script.
+An engine *has the turn* while a call of it runs. `torch.distributed`, DeepSpeed's modules, the random generators and
+the environment variables exist once in a process, but each engine has its own world and its own random streams. A
+single engine has the process to itself. If there are several, each installs its own state when it is called, and saves
+it when the call returns. Between calls, the generators belong to the script, and `torch.distributed` refers to the
+processes of the launch (or, in an elastic job, to the first engine's world).
 
 `PROCESS` is the only module-level state of this package.
 """
@@ -69,7 +69,7 @@ class Process:
 
     @property
     def membership(self) -> Membership:
-        """The membership that all engines share. Raise RuntimeError before the first engine is being made."""
+        """The membership that all engines share. Raises RuntimeError until the first engine is being created."""
         if self._membership is None:
             raise RuntimeError("this process has come into no job yet: call initialize")
         return self._membership
@@ -85,7 +85,7 @@ class Process:
 
     @property
     def is_joining(self) -> bool:
-        """Whether an engine is being made. It then has the process to itself, even while another engine ends."""
+        """Whether an engine is being created. Meanwhile that engine has the process to itself."""
         return self._is_joining
 
     @property
@@ -97,9 +97,10 @@ class Process:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Return a block for making an engine; within it, process-wide state is as the launch has left it.
+        """Context manager for creating an engine. Within it, process-wide state is as the launch left it.
 
-        Raise UnsupportedError or ConfigError, the same on every process, if the open engines do not permit another one.
+        Raises UnsupportedError or ConfigError, the same on every process, if the open engines do not permit another
+        one.
         """
         for engine in self.engines:
             refuse_idle(engine.layout, len(engine.candidates.nodes))
@@ -155,14 +156,14 @@ class Process:
                 self._activate_between()
 
     def _activate_between(self) -> None:
-        """Install the process-wide state that applies while no engine has the turn."""
+        """Install the process-wide state that applies between the calls of engines."""
         self.membership.activate_between(self.engines[0])
 
     # ---- and take turns ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def turn(self, engine: EngineCore) -> Iterator[None]:
-        """Return a block for a call of an engine, in which process-wide state is that engine's."""
+        """Context manager for a call of an engine. Within it, process-wide state belongs to that engine."""
         self._end_broken_backward()
         if not self.is_shared or self._is_joining or self._now is engine or engine.own is None:
             yield
@@ -184,10 +185,10 @@ class Process:
 
     @contextmanager
     def backward(self, engine: EngineCore) -> Iterator[None]:
-        """Return a block around the start of a backward pass; the engine keeps the turn until the pass ends.
+        """Context manager for the start of a backward pass. The engine keeps the turn until the pass ends.
 
-        Raise UnsupportedError if the pass goes through a second engine as well: how DeepSpeed handles a parameter's
-        gradient depends on which engine has the turn, and autograd visits parameters in its own order.
+        Raises UnsupportedError if the pass goes through a second engine as well: how DeepSpeed handles a parameter's
+        gradient depends on which engine has the turn, and autograd visits parameters in an order of its own.
         """
         if not self.is_shared or self._now is engine:
             yield
@@ -210,7 +211,7 @@ class Process:
             turn.__exit__(None, None, None)
 
     def _end_broken_backward(self) -> None:
-        """End the turn of a backward pass that raised an error, since such a pass never calls its callback."""
+        """End the turn of a backward pass that raised an error, because its callback is never called."""
         if self._backward is not None and torch._C._current_graph_task_id() == -1:
             self._end_backward()
 

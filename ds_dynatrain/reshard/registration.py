@@ -22,7 +22,7 @@ def space_of(
 
     The rules come from DeepSpeed's own reading of the configuration.
 
-    tensors: the uncut tensors; by default those of the module, which must not be cut then.
+    tensors: the uncut tensors; by default the module's own, which must be uncut.
     """
     tensors = tensors or engine.host.model_map.tensors
     names, shaper = tuple(tensor.name for tensor in tensors), engine.host.shaper
@@ -52,7 +52,7 @@ def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
 
 
 def note(engine: EngineCore, asked: Regrouping) -> None:
-    """Record a committed registration, and post it for idle members, which read it in `catch_up`."""
+    """Record a committed registration, and post it for idle members. They read it in `catch_up`."""
     engine.registered.append(asked.to_json())
     engine.control.decide(f"registration/{len(engine.registered)}", asked.to_json())
 
@@ -69,10 +69,10 @@ def registration_of(engine: EngineCore) -> Regrouping:
 
 
 def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
-    """Return the registration that turns the present groups into those of a checkpoint.
+    """Return the registration that turns the current groups into those of a checkpoint.
 
-    Return None if they are the same, or if the checkpoint belongs to another model. Raise CheckpointError, naming the
-    parameter, if no registration leads there.
+    Return None if the groups are the same, or if the checkpoint belongs to another model. Raises CheckpointError,
+    naming the parameter, if no registration can produce the checkpoint's groups.
     """
     model, present = engine.host.model_map, registration_of(engine)
     flags = {tensor.name: flag for tensor, flag in zip(model.tensors, model.requires_grad, strict=True)}
@@ -104,7 +104,7 @@ def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
 
 
 def _origins(engine: EngineCore) -> list[int]:
-    """Return, for each present group, the number of the group of `initialize` that it comes from."""
+    """Return, for each current group, the number of the group of `initialize` that it comes from."""
     origins: list[int] | None = None
     for record in engine.registered:
         step = Regrouping.from_json(record).origins
@@ -115,7 +115,7 @@ def _origins(engine: EngineCore) -> list[int]:
 class Adoption:
     """Replacement of an engine's optimizer groups while its optimizer is detached; it can be undone.
 
-    The constructor saves the present groups: model and space, the optimizer's dictionaries with their contents, and the
+    The constructor saves the current groups: model and space, the optimizer's dictionaries with their contents, and the
     scheduler's lists. It raises SwitchRefused for a scheduler of an unknown class.
     """
 

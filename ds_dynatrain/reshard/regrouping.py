@@ -2,8 +2,8 @@
 
 All working members compare their requests. The change is then a restoration whose source is the state of these same
 members: each fills new buffers, attaches a new optimizer to them, and reports digests per tensor; the outcome is
-written once. A failure before that restores the old optimizer with the old buffers. Idle members read the record when
-they are called to work (`registration.catch_up`).
+written once. A failure before the outcome is written restores the old optimizer with the old buffers. Idle members read
+the record when they are called to work (`registration.catch_up`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ds_dynatrain.transfer import digest
 
 
 def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
-    """Apply the change of `DynatrainEngine.update_param_groups`; return False if nothing has changed.
+    """Apply the change that `DynatrainEngine.update_param_groups` requests; return whether anything has changed.
 
-    place: name of the point in training at which the script calls it, the same on all members.
-    is_open: what prevents the change on this member, in words; "" if nothing does.
+    place: name of the point in training at which the script makes the request; the same on all members.
+    is_open: a description of what prevents the change on this member; "" if nothing does.
     """
     host = engine.host
     key = f"register/{place}"
@@ -74,7 +74,7 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
 
 
 def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> None:
-    """Apply the change on all members, or on none of them; raise SwitchFailed if on none."""
+    """Apply the change on all members, or raise SwitchFailed and apply it on none."""
     before = Before.of(engine)
     side = engine.layout, engine.members, before.world
     goal = Goal(*side, key, f"{key}/record", what="update_param_groups", is_patient=False)
@@ -90,7 +90,7 @@ def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> 
 def _asked(engine: EngineCore, wanted: RegroupRequest) -> Regrouping | None:
     """Return the groups to register, or None if they are registered already.
 
-    Raise SwitchRefused if these groups cannot be registered.
+    Raises SwitchRefused if these groups cannot be registered.
     """
     host = engine.host
     asked = regroup(host.model_map, host.basic_optimizer, wanted)
@@ -106,9 +106,10 @@ def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
 
 
 def _has_begun(engine: EngineCore) -> bool:
-    """Return whether the optimizer holds states for some parameter, on this member or on others.
+    """Return whether the optimizer holds a state for any parameter, on this member or on others.
 
-    A member that holds no part of a tensor that the optimizer treats whole has no state itself, so steps count as well.
+    A member that holds no part of a tensor that the optimizer treats whole has no state itself, so the number of steps
+    counts too.
     """
     optimizer = engine.host.basic_optimizer
     stepped = bool(rule_of(optimizer).whole_tensors) and engine.global_steps > 0
@@ -118,8 +119,8 @@ def _has_begun(engine: EngineCore) -> bool:
 def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
     """Return the combined request of all members, each of which decides on the parameters that it holds.
 
-    Raise SwitchRefused if members that hold the same parameter disagree on it, if they give different numbers of
-    groups, or (on all members alike) if one member does not make the request within the time-out.
+    Raises SwitchRefused if members that hold the same parameter disagree on it, if they give different numbers of
+    groups, or (on all members) if one member does not make the request within the time-out.
     """
     said = {
         "requires_grad": dict(mine.requires_grad),
@@ -154,7 +155,7 @@ def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
 def _joined_wishes(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Merge the requests of two members.
 
-    If both hold a parameter, the first request is used; the other member detects the difference itself.
+    If both hold a parameter, the first request is used; the other member detects a difference itself.
     """
     pairs = zip_longest(one["groups"], other["groups"], fillvalue=())
     return {
@@ -257,9 +258,9 @@ class FromGroups(StateSource):
         return {**self._before.shared, "scalars": scalars}
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
-        """Return the digest of the whole state, once all its tensors are proved unchanged on all members.
+        """Return the digest of the whole state, after proving that all its tensors are unchanged on all members.
 
-        Raise CertificateError unless each tensor has the digest that it had before, per state kind. Newly trained
+        Raises CertificateError unless each tensor has the digest that it had before, per state kind. Newly trained
         tensors must have zero moments, and masters that equal their weights.
         """
         new, old, layout, session = self._engine.vps, self._old, self._layout, self._session

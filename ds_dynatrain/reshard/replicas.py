@@ -1,10 +1,10 @@
 """Replicas that have drifted apart: whole tensors whose values several stages or tensor ranks each compute themselves.
 
-Norms under tensor parallelism and tied weights are equal by arithmetic, not by communication, so their last digits may
-differ on accelerators. If digests differ before the moves, every holder receives the values of the tensor's owner and
-compares them with its own. If all differences are within the tolerance, all holders take the owner's values before
-anything is read; otherwise the switch fails. Copies along the data axis are equal by a reduction, and are not handled
-here.
+Norms under tensor parallelism and tied weights are equal because each rank computes the same values, not because they
+communicate. On accelerators, their last digits may therefore differ. If digests differ before the moves, every holder
+receives the values of the tensor's owner and compares them with its own. If all differences are within the tolerance,
+all holders take the owner's values before anything is read; otherwise the switch fails. Copies along the data axis are
+equal by a reduction, and are not handled here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMED = 3
 Distances = dict[str, dict[str, float]]
 """State kind -> tensor name -> the largest difference between a rank's values and the owner's.
 
-It is given as a fraction of the owner's largest value.
+The difference is a fraction of the owner's largest value.
 """
 
 
@@ -80,7 +80,7 @@ class Settlement:
         transport: Transport,
         seconds: float,
     ) -> None:
-        """Give every holder the owner's values of the tensors that drifted. Called on each rank of the present layout.
+        """Give every holder the owner's values of the tensors that drifted. Called on each rank of the current layout.
 
         buffers: this rank's buffers, which are overwritten.
         drifting: state kind -> tensor numbers, the same on all ranks.
@@ -118,11 +118,11 @@ def furthest(one: Distances, other: Distances) -> Distances:
 def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtype]) -> str:
     """Return a warning about replicas that were set to their owners' values.
 
-    Raise CertificateError if a replica was too far off.
+    Raises CertificateError if a replica was too far off.
 
     distances: the largest over all ranks.
-    types: the element type of each kind. Values of a low-precision kind may differ by one step of its type, because
-    casts of masters within the tolerance may.
+    types: the element type of each kind. Values of a low-precision kind may differ by one rounding step of its type,
+    because masters within the tolerance may be cast to neighboring values.
     """
     far_of = {(kind, name): far for kind, found in distances.items() for name, far in found.items()}
     for (kind, name), far in far_of.items():
@@ -144,7 +144,8 @@ def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtyp
 def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
     """Return the largest difference, as a fraction of the owner's largest value.
 
-    It is infinite if a value is not finite, and huge if all of the owner's values are 0 and this rank's are not.
+    The result is infinite if a value is not finite, and huge if all of the owner's values are 0 and this rank's are
+    not.
     """
     if torch.equal(own, owners):
         return 0.0

@@ -56,9 +56,12 @@ class Restored:
 class Goal:
     """The layout and world to restore into, and the keys on the board for it.
 
-    layout, members, world: the layout, the member at each rank, and the process groups.
-    key, record: the key of the session, and the key of its outcome.
-    begins_anew: whether an engine without state starts as after a failure; if false, it is in the middle of a switch.
+    members: the member at each rank.
+    world: the process groups.
+    key: the key of the session.
+    record: the key of the outcome.
+    begins_anew: whether an engine without state starts the way it does after a failure; false in the middle of a
+    switch.
     what: the name of the call, for errors.
     is_patient: see `Session`.
     """
@@ -82,7 +85,7 @@ class StateSource:
 
     kinds: state kinds that the source has.
     client_state: see `Restored`.
-    compared: parts of the shared extra state that must be equal in the engine after it was loaded.
+    compared: keys of the shared extra state that must have the same values in the engine after the load.
     is_proved_at_the_end: whether `prove` checks the buffers of the rebuilt engine, not the new buffers before the
     rebuild.
 
@@ -108,13 +111,13 @@ class StateSource:
 
     @property
     def regrouping(self) -> Regrouping | None:
-        """The change from the present parameter groups to those of the source; None if they are the same."""
+        """The change from the current parameter groups to those of the source; None if they are the same."""
         return None
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
-        """Return the element type and place of the buffers of each kind that the engine will have.
+        """Return a map from each state kind that the engine will have to the element type and place of its buffers.
 
-        Raise CheckpointError if the source belongs to another model or optimizer.
+        Raises CheckpointError if the source belongs to another model or optimizer.
         """
         return {kind: made_of for kind, made_of in memory.items() if kind in self.kinds or not row_of(kind).is_moment}
 
@@ -127,22 +130,22 @@ class StateSource:
         raise NotImplementedError
 
     def rest(self, rank: int) -> dict[str, Any] | None:
-        """Return the extra state of one rank that is no part of a tensor plan, such as module buffers and user objects.
+        """Return a rank's extra state that is not shared, such as module buffers and user objects.
 
-        Return None if the rank keeps its own, and its random streams as well.
+        Return None if the rank keeps its own extra state and random streams.
         """
         return None
 
     def streams(self, rank: int) -> streams.Streams:
-        """Return the random streams that a rank is to have."""
+        """Return the random streams for a rank."""
         return streams.capture()
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
-        """Return one digest of the whole state, once all members together are proved to hold the state of the source.
+        """Return one digest of the whole state, after proving that all members together hold the state of the source.
 
         kinds: state kinds that have buffers.
 
-        Raise CheckpointDamaged or CertificateError, naming tensor and kind, if members hold anything else.
+        Raises CheckpointDamaged or CertificateError, naming tensor and kind, if members hold anything else.
         """
         raise NotImplementedError
 
@@ -178,7 +181,7 @@ class Restoration:
         self.swap = Swap(engine)
 
     def run(self) -> None:
-        """Restore everything or nothing, on all members alike; raise CheckpointError with the reason if nothing."""
+        """Restore the state on all members, or raise CheckpointError with the reason and restore it on none."""
         decision = self.vote()
         if decision.commit:
             return
@@ -188,7 +191,7 @@ class Restoration:
         raise decision.checkpoint_error(f"{what}{where}{decision.reason}{end}")
 
     def vote(self) -> VoteResult:
-        """Restore the state, commit or undo as all members decide, and return their decision."""
+        """Restore the state; commit or undo the restoration as all members decide; return their decision."""
         try:
             decision = self.session.vote(self._carry_out)
         except OutcomeUnknown:
@@ -307,7 +310,7 @@ class Restoration:
 
 
 def let_go(engine: EngineCore) -> None:
-    """Reset an engine to an idle member's, without any message to others; its state is lost."""
+    """Make an engine idle without communicating; its state is lost."""
     engine.close_loaders()
     engine.release_old_state()
     if engine.world is not None:

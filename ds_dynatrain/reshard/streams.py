@@ -33,7 +33,7 @@ Streams = dict[str, Any]
 
 @dataclass(frozen=True)
 class GeneratorStates:
-    """Present states of all generators, for use within this process; `capture` returns them for others."""
+    """States of all generators at one time, for use within this process; `capture` returns them for other processes."""
 
     torch: torch.Tensor
     numpy: Any
@@ -42,7 +42,7 @@ class GeneratorStates:
 
     @staticmethod
     def now() -> GeneratorStates:
-        """Return the present states of all generators."""
+        """Return the current states of all generators."""
         return GeneratorStates(torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams())
 
     def put(self) -> None:
@@ -81,7 +81,7 @@ def restore(streams: Streams) -> None:
 def origin(source: Layout, target: Layout, rank: int) -> int | None:
     """Return the rank of `source` whose streams a rank of `target` continues; None if its data index or stage is new.
 
-    It is the rank at the same position, where an index that is new on any other axis counts as 0.
+    The result is the rank at the same position; an index that is new on any other axis counts as 0.
     """
     place = target.coordinate(rank)
     if place["data"] >= source.data or place["pipe"] >= source.pipe:
@@ -94,7 +94,7 @@ def continued(
 ) -> Streams:
     """Return the streams of a rank of `target`, given those of each rank of `source`.
 
-    A new tensor index gets those of index 0, except for streams that differ between tensor ranks, which are newly
+    A new tensor index gets the streams of index 0, except for streams that differ between tensor ranks, which are newly
     seeded.
 
     generation: the generation number of the target.
@@ -138,7 +138,10 @@ def begin_leaf(job_seed: int, step: int, leaf: int, layer: int | None = None) ->
 
 
 def _seed_all(seed: Callable[[str], int]) -> None:
-    """Seed every generator. seed: function of the name of a generator that returns its seed."""
+    """Seed every generator.
+
+    seed: returns the seed for the name of a generator.
+    """
     torch.manual_seed(seed("torch"))
     np.random.seed(seed("numpy") % 2**32)
     random.seed(seed("python"))

@@ -1,6 +1,6 @@
 """Detaching an engine's optimizer from one set of buffers and attaching it to another, in a way that can be undone.
 
-Each step registers its undo function before it starts, so that a step that fails halfway is undone, too.
+Each step registers its undo function before it starts, so that a step that fails halfway is undone as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Before:
 
     @staticmethod
     def of(engine: EngineCore, has_rest: bool = False) -> Before:
-        """Capture the present state of an engine, which must be between two global batches."""
+        """Capture the current state of an engine, which must be between two global batches."""
         if engine.world is None:
             raise RuntimeError("an idle member holds no state that could change")
         engine.host.settle_parameters()
@@ -51,11 +51,11 @@ class Before:
 class Swap:
     """A change of an engine's memory, by the methods `off`, `into` and `over`, in this order.
 
-    A member that holds no state before or after the change leaves some of them out. `undo` also restores the random
+    A member without state before or after the change leaves some of these calls out. `undo` also restores the random
     streams as they were when this object was made.
 
-    on_undo: registers a function, and its arguments, to be called by `undo` before all registered earlier.
-    undo: undoes all steps in reverse order.
+    on_undo: registers a function and its arguments for `undo`.
+    undo: calls the registered functions, the last one first.
     keep: makes the change permanent, by dropping all registered functions.
     """
 
@@ -89,7 +89,10 @@ class Swap:
         scalars: Scalars,
         made: Made | None = None,
     ) -> None:
-        """Give the module a rank's shape, and attach the optimizer to `buffers`. made: the module's children."""
+        """Give the module the shape that it has on a rank, and attach the optimizer to `buffers`.
+
+        made: children for the module that were built ahead of time; None to build them now.
+        """
         engine = self._engine
         replaced = engine.host.reshape(layout, rank, vps.local(layout, rank).tensors, made)
         if replaced is not None:

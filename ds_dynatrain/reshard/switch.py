@@ -16,8 +16,8 @@ The first member judges the sum of all reports. Its decision is the record, whic
 commits or rolls back. A failure before the record rolls the switch back on all members; a failure after it does so on
 none. Every member keeps the source until all members have acknowledged the record, or another world is entered.
 
-A *late* switch has two votes, because state that no forward pass reads moves during the first global batch of the new
-world. The first vote, in the pause, confirms that everything that a forward pass reads has arrived; the remaining state
+A *late* switch has two votes, because state that no forward pass reads is moved during the new world's first global
+batch. The first vote, in the pause, confirms that everything that a forward pass reads has arrived; the remaining state
 kinds are the *late kinds* (`Preparation.late_kinds`). If the first vote is a yes, the new world is *entered*: it
 trains, but no record is written yet. Every member keeps the source: its buffers, its groups, and the means to undo the
 swap. A thread on each member moves the late kinds into buffers that the new optimizer already uses, over a process
@@ -79,7 +79,8 @@ class Transaction:
     interrupt: an exception to raise after `conclude`.
     begin: the start of the switch, from `time.perf_counter()`.
     was: layout and members before the switch.
-    source_rank, target_rank: this member's rank before and after the switch; None if it has none.
+    source_rank: this member's rank before the switch; None if it has none.
+    target_rank: this member's rank after the switch; None if it has none.
     old_world: the world before the switch; None if this member was idle.
     sides: layout, members and this member's rank, before ("source") and after ("target").
     """
@@ -135,7 +136,7 @@ class Transaction:
     def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
         """Do everything that can fail, and return the decision of all members; a failure on one member is a no for all.
 
-        work: a function that does this and returns the member's report; by default `_carry_out`.
+        work: does everything that can fail and returns this member's report; by default `_carry_out`.
         """
         try:
             decision = self.session.vote(work or self._carry_out, joined_sides, self._judge)
@@ -207,7 +208,7 @@ class Transaction:
             self.control.post(f"carry/{generation}", record)
 
     def _meet(self) -> None:
-        """Wait until all members are prepared and stand at one boundary; read the carry that rank 0 has posted."""
+        """Wait until all members are prepared and have reached one boundary; read the carry that rank 0 has posted."""
         meet(self.session, self.engine, self.preparation, self.place)
         if self.old_world is not None and self.old_world.has_gate:
             self._settle_results()
@@ -224,8 +225,9 @@ class Transaction:
     def _settle_results(self) -> None:
         """Make sure that all members of the source have the results of the last step's collectives.
 
-        Called only if a member's death may abort collectives on an accelerator; a later death in this switch then casts
-        no doubt on those results. If the world has already lost a member, none of the remaining members is in doubt.
+        Called only if a member's death may abort collectives on an accelerator. After this call, a death in this switch
+        casts no doubt on those results. If the world has already lost a member, none of the remaining members is in
+        doubt.
         """
         among = self._among_sources()
         if among.reduce("doubts", self.engine.is_in_doubt, or_):
@@ -238,7 +240,8 @@ class Transaction:
     def _digest(
         self, side: str, held: Buffers, kinds: tuple[str, ...], share: SideDigests | None = None
     ) -> SideDigests:
-        """Compute digests of this member's buffers on one side; return the share of them that lies in reused buffers.
+        """Compute digests of this member's buffers on one side; return the share of the reused buffers in these
+        digests.
 
         share: that share, if it was computed before.
         """
@@ -302,7 +305,7 @@ class Transaction:
     def _link(self) -> DeviceLink | None:
         """Return the link between accelerators, or None if there is none.
 
-        Raise SwitchFailed if the link uses a communicator of the old world and another member has already given up the
+        Raises SwitchFailed if the link uses a communicator of the old world and another member has already given up the
         switch.
         """
         link = self.preparation.ways.link(self.preparation.world, self.session.stop)
@@ -312,14 +315,14 @@ class Transaction:
         return link
 
     def _decides(self, begins: bool) -> bool:
-        """Return whether moves over a communicator of the old world begin; the first caller decides for all."""
+        """Return whether moves over a communicator of the old world may begin; the first caller decides for all."""
         return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
 
     def _send_rest(self, transport: Transport) -> None:
         """Send tensors of the per-rank extra state (module buffers, user objects) from rank 0 to newcomers.
 
-        They are forwarded along a tree in which each member sends to at most two others. Raise CertificateError if what
-        has arrived differs from what rank 0 had.
+        They are forwarded along a tree in which each member sends to at most two others. Raises CertificateError if
+        what has arrived differs from what rank 0 had.
         """
         deadline = time.monotonic() + self.control.timeout_seconds
         tree = [self.proposal.source_members[0], *self.newcomers]
@@ -353,7 +356,7 @@ class Transaction:
         streams.restore(self.new_streams)
 
     def _streams_of(self, rank: int) -> streams.Streams:
-        """Return the random streams of a rank of the old world; raise CertificateError if they arrived altered."""
+        """Return the random streams of a rank of the old world. Raises CertificateError if they arrived altered."""
         record = self.control.value(f"stream/{self.proposal.generation}/{rank}")
         found: streams.Streams = record["states"]
         if fingerprint(found) != record["print"]:
@@ -421,7 +424,7 @@ class Transaction:
         return VoteResult("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
 
     def _explained(self, wrong: dict[str, Doubts]) -> str:
-        """Return a message that names the members whose copies differ; all members get the same one."""
+        """Return a message that names the members whose copies differ. The message is the same on all members."""
         side = next(each for each in SIDES if wrong[each])
         layout, members, _ = self.sides[side]
         among, own = self._session(self.session.key), self.digests[side] or None
@@ -471,8 +474,8 @@ class Transaction:
     def _mend_communicator(self) -> None:
         """Replace the communicator of the old world that the moves used, as failed moves may have broken it.
 
-        Called on all members. Raise SwitchFailed if it cannot be replaced: the old world cannot compute without it, and
-        the job has to end.
+        Called on all members. Raises SwitchFailed if it cannot be replaced: the old world cannot compute without it,
+        and the job has to end.
         """
         old, lent = self.old_world, self.preparation.ways.may_lend(self.old_world)
         if old is None or lent is None or self.outcome.is_uncertain or not self._decides(begins=False):
@@ -492,7 +495,7 @@ class Transaction:
     def enter(self, discard: Callable[[], None]) -> bool:
         """Hold the first vote; return whether this member now trains in the new world. If not, call `settle` at once.
 
-        discard: function that drops what was trained of a global batch, and returns to the beginning of that batch.
+        discard: drops the part of a global batch trained so far, and returns to the beginning of that batch.
         """
         self._entered = self.vote()
         if not self._entered.commit:
@@ -514,7 +517,7 @@ class Transaction:
 
     @property
     def worlds(self) -> tuple[World, ...]:
-        """The worlds before and after the switch, as far as this member has them at present."""
+        """The worlds before and after the switch that this member currently has."""
         return tuple(world for world in (self.old_world, self.preparation.world) if world is not None)
 
     @property

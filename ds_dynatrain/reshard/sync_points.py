@@ -80,12 +80,12 @@ class SyncPoints:
 
     @property
     def late(self) -> tuple[int, ...]:
-        """The members that have begun fewer epochs than others, by the counts posted when this world began."""
+        """The members that had begun fewer epochs than others, by the counts posted when this world began."""
         begun = self._epochs_begun()
         return tuple(member for member, count in begun.items() if count < max(begun.values()))
 
     def _epochs_begun(self) -> dict[int, int]:
-        """Return the number of epochs of each member that has posted it in this world."""
+        """Return a map from member to the number of epochs that the member has posted in this world."""
         engine = self._first()
         if engine is None or self._mark is None:
             return {}
@@ -100,24 +100,25 @@ class SyncPoints:
     # ---- sync points -------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, loader: str, is_under_way: bool, sampler_epoch: int) -> int | None:
-        """Begin a pass over a loader; return None if it has no batches here because the other members are elsewhere.
+        """Begin a pass over a loader; return None if the pass has no batches because others are at another sync point.
 
-        Otherwise return the epoch to set the user's sampler to: `sampler_epoch`, or on a late member that of the
-        leaders.
+        Otherwise return the epoch for the user's sampler: `sampler_epoch`, or the leaders' epoch on a late member.
 
-        is_under_way: whether the others are in the middle of this very pass, which is then no sync point. This happens
-        with a second engine's loader: a member that joined in the middle of a step draws from it first in the middle of
-        that step.
+        is_under_way: whether the other members are already in the middle of this pass, so that its beginning is no sync
+        point. This happens with a second engine's loader if a member that joins during a step first fetches from the
+        loader during that step.
         """
         agreed = [sampler_epoch] if is_under_way else self.arrive(f"an epoch of {loader!r}", sampler_epoch)
         self._epochs += 1
         return None if agreed is None else int(agreed[0])
 
     def arrive(self, sync_point: str, *arguments: Any) -> list[Any] | None:
-        """Arrive at a sync point; return the arguments to take part with, or None if the other members are elsewhere.
+        """Arrive at a sync point; return the arguments for taking part, or None if other members are at another one.
 
-        arguments: this member's own, as plain JSON. Raise SystemExit(0) if the others' scripts have ended,
-        SystemExit(1) if they ended by an error, MemberMissing if the leader is silent.
+        arguments: this member's own arguments, as plain JSON.
+
+        Raises SystemExit(0) if the others' scripts have ended, SystemExit(1) if they ended by an error, and
+        MemberMissing if the leader posts nothing in time.
         """
         engine = self._first()
         if engine is None or engine.idle or engine.is_discarded or len(engine.members) == 1:
@@ -151,14 +152,14 @@ class SyncPoints:
         return arguments if found is None else list(found[1])
 
     def _epochs_of_all(self) -> dict[int, int] | None:
-        """Return the number of epochs of each member, or None until all members have posted it."""
+        """Return a map from member to its number of epochs; None until all members have posted theirs."""
         self._epochs_begun()
         return self._begun
 
     def _key(self, engine: EngineCore) -> str:
         """Return the key of the next sync point.
 
-        Sync points are numbered anew after each optimizer step, so a wrong count does not last longer than a step.
+        The numbers start again after each optimizer step, so a wrong count lasts for one step at most.
         """
         place = engine.segment, engine.global_steps
         if place != self._place:
@@ -175,10 +176,10 @@ def _await(
 ) -> T | None:
     """Return the first result of `look` that is not None.
 
-    Return None if the world is aborted; the next boundary handles that. Raise SystemExit(0) if the scripts of the
-    missing members have ended, MemberMissing after `LONGEST_SECONDS`.
+    Return None if the world is aborted; the next boundary handles that. Raises SystemExit(0) if the scripts of the
+    missing members have ended, and MemberMissing after `LONGEST_SECONDS`.
 
-    missing: function that returns the members that are waited for.
+    missing: returns the members for which this call waits.
     """
     begin, pause, is_said, has_ended = time.monotonic(), POLL_SECONDS, False, False
     watch, mine = membership.watch(engine.control), engine.control.member

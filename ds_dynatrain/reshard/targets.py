@@ -29,7 +29,7 @@ from ds_dynatrain.support import Target, refuse_layout, usage
 class Targets:
     """Checks of target layouts for one engine.
 
-    rule: yields the layouts to consider for n members, in a job whose members come and go.
+    rule: yields the layouts to consider for n members in an elastic job.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -45,14 +45,16 @@ class Targets:
         yield from next((layouts for layouts in found if layouts is not None), growing(members, present))
 
     def step_ms(self, target: Layout, members: Sequence[int]) -> dict[str, float]:
-        """Return an extension's prediction of how long a step takes in a layout, by part; {} if none predicts it.
+        """Return an extension's prediction of a step's milliseconds in a layout, keyed by part.
+
+        Return {} if no extension predicts it.
 
         members: the member at each rank.
         """
         return next(filter(None, (each.step_ms(target, members) for each in self.engine.job.extensions)), {})
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
-        """Return the layout that a call asks for; raise SwitchRefused if the engine cannot switch to it."""
+        """Return the layout that a call asks for. Raises SwitchRefused if the engine cannot switch to it."""
         engine = self.engine
         target = feasible.target_layout(engine.layout, layout, changes)
         refuse_target(target, engine.layout, len(PROCESS.membership.able(engine)))
@@ -82,7 +84,7 @@ class Targets:
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
     def check_late(self, target: Layout) -> None:
-        """Raise SwitchRefused if a late switch, in which masters and moments move after the pause, is impossible."""
+        """Raise SwitchRefused if a late switch, in which masters and moments move after the pause, is not supported."""
         engine = self.engine
         if engine.is_lean:
             raise usage("late lean switches").refused()
@@ -99,7 +101,7 @@ class Targets:
     def members_for(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[int, ...]:
         """Return the member at each rank of a layout.
 
-        Raise SwitchRefused if there are too few members, or too little memory on this node.
+        Raises SwitchRefused if there are too few members, or too little memory on this node.
 
         without: members that must not get a rank.
         late: whether the switch is late.
@@ -117,10 +119,10 @@ class Targets:
 
 
 def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bool = False) -> feasible.Needs:
-    """Return the most bytes that each member allocates: for the target's buffers and staging, minus the source if lean.
+    """Return each member's peak allocation: target buffers plus staging, less the source buffers in a lean switch.
 
-    late: count training's memory too, because both sides are held while a global batch is trained. It is the memory
-    used so far on this member's accelerator, assumed for every member; each member only looks at its own sum.
+    late: also count training memory, because both sides are held while a global batch is trained. This member's usage
+    so far is assumed for all members, which is safe because each member checks only its own entry.
     """
     beside = Counter({compute_device().type: training_bytes()} if late else {})
     vps, budget = engine.vps, engine.settings.memory_budget_bytes
@@ -154,10 +156,10 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
 
 
 class NodeMemory:
-    """A check that a node has memory for all engines of its processes in a change of members.
+    """A check that a node has enough memory for all engines of its processes in a change of members.
 
-    The sum is computed once, by the first engine's thread that calls `check`, so that memory that another engine has
-    taken since is not counted twice.
+    The first call of `check` computes the sum, and later calls reuse it, so that memory that engines allocate in the
+    meantime is not counted twice. Each engine calls `check` in a thread of its own.
 
     member: this member's number.
     needs: for each engine, a function that returns the bytes it needs.

@@ -1,8 +1,8 @@
-"""Ways (transports) of bytes between any two members of a switch. They are chosen while the switch is prepared.
+"""Transports (ways) of bytes between any two members of a switch. They are chosen while the switch is prepared.
 
-Both ends choose the same one. Members on one machine read each other's memory if the system permits it, also on their
-accelerators. Other accelerators use the library of their collectives. All remaining bytes go over the transfer group,
-by gloo.
+Both ends of a pair choose the same transport. Members on one machine read each other's memory if the system permits it,
+including accelerator memory. Other accelerators use the library of their collectives. All remaining bytes go through
+gloo, over the transfer group.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Ways:
     def meet(self) -> None:
         """Find the members whose memory can be read.
 
-        Raise SwitchRefused if the user asked for memory reads between all members and some cannot read each other.
+        Raises SwitchRefused if the user asked for memory reads between all members and some cannot read each other.
         """
         if self.way == "gloo":
             return
@@ -86,9 +86,9 @@ class Ways:
     ) -> None:
         """Agree with all members on the moves that use the library of the accelerators' collectives.
 
-        These are the moves of state on accelerators between members that do not read each other's memory. There are
-        none, on all members alike, if the user asked for another transport. Raise SwitchRefused if the user asked for
-        this one and there is no such library.
+        These are the moves of state on accelerators between members that do not read each other's memory. If the user
+        asked for another transport, no member has such moves. Raises SwitchRefused if the user asked for this one and
+        there is no such library.
 
         plan: this member's moves.
         kinds: the state kinds that are on accelerators before and after the switch.
@@ -109,9 +109,9 @@ class Ways:
         self.batching = Batching(self._far, kinds, most, budget_bytes) if most else None
 
     def sharing(self, kinds: frozenset[str]) -> Sharing | None:
-        """Return whose accelerator memory this member reads; None if it reads none.
+        """Return the members whose accelerator memory this member reads; None if it reads none.
 
-        kinds: the state kinds whose present buffers are on accelerators.
+        kinds: the state kinds whose current buffers are on accelerators.
         """
         memory, lenders = device_memory(compute_device()), self._lenders
         return Sharing(memory, lenders, kinds) if memory is not None and lenders else None
@@ -119,7 +119,7 @@ class Ways:
     def transport(self, world: World | None) -> Transport:
         """Return the transport through host memory between all members of both worlds.
 
-        Raise SwitchFailed if there is no next world.
+        Raises SwitchFailed if there is no next world.
         """
         if world is None or world.transfer is None:
             raise SwitchFailed("the groups of the next world are not there")
@@ -131,9 +131,9 @@ class Ways:
         return RoutedTransport(self.neighbors, group)
 
     def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:
-        """Return the link between the accelerators of all members of both worlds, once it is connected.
+        """Return the connected link between the accelerators of all members of both worlds.
 
-        Return None if it is not, or if no moves use it.
+        Return None if there is no connected link, or if no moves use it.
         """
         if self.batching is None or world is None or world.moving is None:
             return None
@@ -142,8 +142,8 @@ class Ways:
     def may_lend(self, old: World | None) -> Communicator | None:
         """Return the communicator of the old world that moves between accelerators may use; None if there is none.
 
-        All members of the old world get the same answer, even before they reach the moves. The new world then uses the
-        communicator as well, or it connects members that leave. A job whose members come and go keeps none.
+        All members of the old world get the same answer, even before they reach the moves. The new world uses the
+        communicator as well, unless it connects members that leave. An elastic job keeps no communicators.
         """
         if self.way not in ("auto", "nccl") or not can_send_between_devices() or old is None or old.status is not None:
             return None

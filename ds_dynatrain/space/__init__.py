@@ -1,10 +1,10 @@
 """Geometry: where every element of a training's state lies, under any layout, on any rank.
 
 A model is a list of logical tensors (`tensor`), laid one after another on a line of integer coordinates. A `Layout`
-says how many ranks there are on which axis, and how much ZeRO cuts; `zero` turns it into a `Sharding`: arithmetic
-that gives, for any coordinate and any state kind (`kind`), the owner and the place in the owner's buffers. What a rank
-holds are `Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack)
-are set operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
+gives the number of ranks on each axis and the ZeRO stage; `zero` turns it into a `Sharding`: arithmetic that gives, for
+any coordinate and any state kind (`kind`), the owner and the place in the owner's buffers. The elements on a rank are
+`Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack) are set
+operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
 
 Tensor parallelism, pipelines and experts cut tensors before ZeRO does (`cut`). A `Mesh` groups the ranks that hold the
 same tensors into shard groups, each with a line of its own that ZeRO cuts, and an index map back to the logical line.

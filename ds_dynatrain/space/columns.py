@@ -43,7 +43,7 @@ class Columns:
 
         Among the micro-batch sizes up to `limit` that divide the samples (or every share), choose the one with the
         fewest micro-batches in the longest column; break ties by the smallest size.
-        Raise LayoutError if there are fewer samples than columns.
+        Raises LayoutError if there are fewer samples than columns.
         """
         fitting = itertools.takewhile(lambda each: each.size <= limit, cls.every(samples, columns, shares))
         return min(fitting, key=lambda each: (each.longest, each.size))
@@ -52,7 +52,7 @@ class Columns:
     def every(cls, samples: int, columns: int, shares: tuple[int, ...] | None = None) -> Iterator[Columns]:
         """Yield a division of `samples` over the columns for each possible micro-batch size, smallest size first.
 
-        Raise LayoutError if there are fewer samples than columns.
+        Raises LayoutError if there are fewer samples than columns.
         """
         if samples < columns:
             raise LayoutError(
@@ -71,7 +71,7 @@ class Columns:
 
     @property
     def longest(self) -> int:
-        """Number of micro-batches in the column that has most of them."""
+        """Number of micro-batches in the column with the most."""
         return max(self.counts)
 
     @property

@@ -2,9 +2,9 @@
 
 A `Box` is an axis-aligned block of a tensor, in any number of dims (none for a scalar). A *shard* is a list of pieces:
 a piece is a box of the logical tensor and the position of its elements in the rank's local buffer (`offset` and
-`strides`, in elements). A cut keeps a part of the local tensor that earlier cuts have left, so the cuts of several axes
-are applied one after another: `compose(shape, [(cut, index), ...])`. `AxisCuts` says how all axes of a layout partition
-one tensor.
+`strides`, in elements). Each cut keeps a part of the local tensor that results from earlier cuts, so the cuts of
+several axes are applied one after another: `compose(shape, [(cut, index), ...])`. `AxisCuts` says how all axes of a
+layout partition one tensor.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """Return the box of the elements in both boxes, or None if there are none.
 
-        Raise LayoutError if the boxes have different numbers of dims.
+        Raises LayoutError if the boxes have different numbers of dims.
         """
         if len(self.start) != len(other.start):
             raise LayoutError(
@@ -84,7 +84,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def runs_of_box(shape: tuple[int, ...], box: Box) -> tuple[Ints, Ints]:
     """Return the fewest row-major runs (starts, stops) that cover a box of a tensor of `shape`.
 
-    Raise LayoutError if the box is not inside the tensor.
+    Raises LayoutError if the box is not inside the tensor.
     """
     if not Box.whole(shape).contains(box):
         raise LayoutError(f"box {box.start} to {box.stop} is not in a tensor of shape {shape}; give a box inside of it")
@@ -146,7 +146,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Pick:
-    """A cut that leaves the whole tensor on some ranks and nothing on the others, as for an expert that is not stacked.
+    """A cut that leaves the whole tensor on some ranks and nothing on the others; used for experts that are not
+    stacked.
 
     count: number of ranks.
     holders: the ranks that hold the tensor.
@@ -191,9 +192,9 @@ class DimCut:
         return len(self.blocks[0])
 
     def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """Return the local shape of rank `index`, and one piece for each block that it has elements of.
+        """Return the local shape of rank `index`, and one piece for each block of which the rank holds elements.
 
-        Raise LayoutError if the blocks do not cover the dim.
+        Raises LayoutError if the blocks do not cover the dim.
         """
         _check_index(self, index)
         if not 0 <= self.dim < len(shape):

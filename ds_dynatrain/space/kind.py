@@ -31,7 +31,7 @@ class StateRow:
     optimizer step needs during the first batch.
     stages: the ZeRO stages that hold the kind.
     whole_in: the stages in which each rank of a ZeRO group holds the whole kind.
-    of_frozen: whether frozen tensors have the kind, too.
+    of_frozen: whether frozen tensors also have the kind.
     is_cast: whether the kind can be cast from the master of a trained tensor; copies then leave it out.
     is_offloaded: whether the kind exists only with CPU offload.
     pinned_in: the stages in which DeepSpeed pins the kind's memory when offloaded.
@@ -72,7 +72,7 @@ STATE: Mapping[str, StateRow] = {
         pinned_in=frozenset({1, 2, 3}),
     ),
 }
-"""All state kinds except moments, by name. A moment cannot have one of these names."""
+"""A map from name to row for all state kinds except moments. No moment can have one of these names."""
 
 
 def row_of(kind: str) -> StateRow:
@@ -99,7 +99,7 @@ class Kind:
     whole_tensors: bool = False
 
     def __post_init__(self) -> None:
-        """Put the kind itself first among its sources; raise LayoutError if the item size is below one byte."""
+        """Put the kind itself first among its sources. Raises LayoutError if the item size is below one byte."""
         if self.itemsize < 1:
             raise LayoutError(f"kind {self.name!r} has an item size of {self.itemsize} bytes; give 1 or more")
         others = tuple(name for name in self.sources if name != self.name)
@@ -115,7 +115,7 @@ class Kind:
 
 
 def kind_of(kinds: Sequence[Kind], name: str) -> Kind:
-    """Return the state kind with the given name; raise LayoutError if there is none."""
+    """Return the state kind with the given name. Raises LayoutError if there is none."""
     for kind in kinds:
         if kind.name == name:
             return kind
@@ -131,7 +131,7 @@ def standard_kinds(
     bytes; otherwise the weight is cast from the master.
     moments: the values that the optimizer keeps; a name alone means 4 bytes and all groups.
     gradients: the size of each further kind, such as `stale_grad=4`.
-    Raise LayoutError for a size below 1.
+    Raises LayoutError for a size below 1.
     """
     same = (WEIGHT, MASTER) if weight == master else ()
     first = Kind(WEIGHT, weight, same, MASTER), Kind(MASTER, master, same)

@@ -195,7 +195,7 @@ def _check_shares(shares: tuple[int, ...], data: int) -> None:
 
 
 def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:
-    """Return the data indexes whose ranks are all alive, as far as they form complete blocks of the expert axis.
+    """Return the data indexes whose ranks are all alive and that form complete blocks of the expert axis.
 
     The ranks at these indexes together hold the whole state. With ZeRO the result is all indexes or none.
     """

@@ -32,7 +32,7 @@ class ShardGroup:
     line: the local tensors of the first rank; it includes tensors that belong to other groups, and these may differ on
     other ranks.
     experts: whether the group holds expert tensors.
-    index_map: which coordinates this group's tensors hold; the single buffer of these pieces stands for `line`.
+    index_map: the coordinates of this group's tensors, as pieces of a single buffer that stands for `line`.
     primary: the part of `index_map` that no earlier group holds.
     """
 
@@ -59,7 +59,7 @@ class Mesh:
     _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Build the shard groups; raise LayoutError if a cut does not fit the layout or a tensor."""
+        """Build the shard groups. Raises LayoutError if a cut does not fit the layout or a tensor."""
         check_partition(self.partition, self.line.tensors, self.layout)
         shard_groups: list[ShardGroup] = []
         nothing = np.empty(0, np.int64)
@@ -113,7 +113,7 @@ class Mesh:
 
     @cached_property
     def _alike(self) -> list[int]:
-        """A class number for each tensor: tensors with the same shape and cuts share one. Large models have few
+        """A class number for each tensor, shared by tensors with the same shape and cuts. Large models have few
         classes.
         """
         known: dict[tuple[tuple[int, ...], AxisCuts], int] = {}
@@ -127,7 +127,7 @@ class Mesh:
         return firsts
 
     def _key(self, place: Place, tensor: int) -> tuple[int, Place]:
-        """Return a cache key for the shard of a tensor at a place: everything that the shard depends on."""
+        """Return a cache key for the shard of a tensor at a place. It contains everything that the shard depends on."""
         cuts, (pipe, expert, index) = self.partition[tensor], place
         return self._alike[tensor], (
             int(pipe in cuts.stages),

@@ -63,7 +63,7 @@ class EvenSharding:
     replicated: bool
 
     def holding(self, rank: int) -> Pieces:
-        """Return the pieces that a rank holds; raise LayoutError if there is no such rank."""
+        """Return the pieces that a rank holds. Raises LayoutError if there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise LayoutError(f"rank {rank} is not in a world of {self.ranks}; give 0 to {self.ranks - 1}")
         if self.replicated:
@@ -173,7 +173,8 @@ class OverlappingSharding:
     start, stop: the tensor's coordinates, sorted by start.
     buffer: index into `buffers`.
     at: number of elements in all tensors before this one, in the flat order of one group after the other.
-    first, last: the first and the last rank that hold the tensor; all ranks between them hold it, too.
+    first: the first rank that holds the tensor.
+    last: the last rank that holds the tensor. All ranks between `first` and `last` hold it as well.
     reach: buffer x ranks + last, sorted by (buffer, position in the flat order).
     opening: `at`, sorted in the same way.
     """
@@ -367,7 +368,7 @@ class GroupedSharding:
 
     @cached_property
     def _codes(self) -> dict[int, Ints]:
-        """Return, by the `id` of each buffer table of `cuts`, the index of each of its buffers in `self.buffers`."""
+        """A map from the `id` of each buffer table of `cuts` to the indices of its buffers in `self.buffers`."""
         number = {name: index for index, name in enumerate(self.buffers)}
         tables = {id(cut.buffers): cut.buffers for cut in self.cuts}
         return {key: np.array([number[name] for name in names] or [0], np.int64) for key, names in tables.items()}

@@ -72,8 +72,9 @@ class LogicalTensor:
 class CoordinateLine:
     """The coordinates of all tensors: element i (row-major) of tensor t is coordinate `bases[t] + i`.
 
-    numels, groups, experts: the elements of each tensor, its optimizer group or FROZEN, and whether it belongs to an
-    expert.
+    numels: number of elements of each tensor.
+    groups: the optimizer group of each tensor, or FROZEN.
+    experts: whether each tensor belongs to an expert.
     bases: the coordinate of each tensor's first element, followed by the length of the line.
     trainable_count: number of trainable tensors; they come first.
     """
@@ -129,7 +130,7 @@ class CoordinateLine:
         return self.groups[np.searchsorted(self.bases[:-1], coordinates, side="right") - 1]
 
     def index(self, name: str) -> int:
-        """Return the number of the tensor with the given name; raise LayoutError if there is none."""
+        """Return the number of the tensor with the given name. Raises LayoutError if there is none."""
         try:
             return self._index[name]
         except KeyError:
@@ -152,7 +153,7 @@ class BufferId(NamedTuple):
 
 
 def of_kind(buffers: Mapping[tuple[str, BufferId], Held], kind: str) -> dict[BufferId, Held]:
-    """Return the buffers of one state kind, by buffer name."""
+    """Return the buffers of one state kind, keyed by buffer name."""
     return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
 
 

@@ -25,8 +25,9 @@ class VirtualParameterSpace:
     members: the member at each rank.
     partitioner: how a layout's pipe, expert and tensor axes partition the tensors, or None if these axes always have
     size 1.
-    tensors, bases: copies of the fields of `line`. Cached results do not depend on the members, so `with_layout` shares
-    the caches.
+    tensors, bases: copies of the fields of `line`.
+
+    Cached results do not depend on the members, so `with_layout` shares the caches.
     """
 
     line: CoordinateLine
@@ -52,7 +53,7 @@ class VirtualParameterSpace:
     ) -> VirtualParameterSpace:
         """Build a space from tensors in registration order.
 
-        Raise LayoutError if `CoordinateLine` or the space itself rejects its arguments.
+        Raises LayoutError if `CoordinateLine` or the space itself rejects its arguments.
         """
         return VirtualParameterSpace(
             CoordinateLine(tuple(tensors)), rules, tuple(kinds), layout, tuple(members), partitioner
@@ -73,7 +74,7 @@ class VirtualParameterSpace:
         object.__setattr__(self, "bases", self.line.bases)
 
     def kind(self, name: str) -> Kind:
-        """Return the state kind with the given name; raise LayoutError if there is none."""
+        """Return the state kind with the given name. Raises LayoutError if there is none."""
         return kind_of(self.kinds, name)
 
     def present_kinds(self, layout: Layout | None = None, among: Collection[str] | None = None) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ class VirtualParameterSpace:
         """Return which rank holds which part of each tensor before ZeRO partitions it, or None if every rank holds
         every tensor. The result is cached.
 
-        Raise LayoutError if the space has no partitioner and an axis needs one, if an axis cannot cut a tensor, or if
+        Raises LayoutError if the space has no partitioner and an axis needs one, if an axis cannot cut a tensor, or if
         tensor-parallel ranks would have different numbers of ZeRO-3 sub-groups.
         """
         cuts = is_partitioned(layout)

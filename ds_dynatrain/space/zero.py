@@ -161,9 +161,10 @@ def subgroup_count(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> in
 
 
 def flat_order(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: int) -> tuple[Ints, Ints, int]:
-    """Return the order of the tensors in a flat group: (tensor numbers, position of each, elements before final pad).
+    """Return the order of tensors in a flat group: (tensor numbers, position of each, elements before the final
+    padding).
 
-    Empty tensors are left out, as DeepSpeed does before it numbers tensors.
+    Empty tensors are left out; DeepSpeed also drops them before it numbers tensors.
     """
     tensors = np.flatnonzero((line.groups == group) & (line.numels > 0))
     if layout.zero_stage in rules.round_robin_stages:
@@ -256,7 +257,7 @@ class Buffer(NamedTuple):
     """A buffer of a rank, and the optimizer group of its tensors (FROZEN for a buffer of weights only).
 
     numel: elements in the buffer of one rank, padding included.
-    whole: elements if a rank held the parts of all ranks.
+    whole: elements that the buffer would have if the rank held the parts of all ranks.
     """
 
     name: BufferId
@@ -318,7 +319,7 @@ class LocalSpace:
         return found
 
     def sizes(self) -> dict[tuple[str, BufferId], int]:
-        """Return the number of elements in each buffer of this rank, by (kind, buffer), padding included."""
+        """Return a map from (kind, buffer) to the number of elements in that buffer of this rank, including padding."""
         found: dict[tuple[str, BufferId], int] = {}
         buffers = buffers_of(self.line, self.rules, self.layout)
         for kind in self.kinds:

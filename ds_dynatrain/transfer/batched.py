@@ -2,8 +2,8 @@
 
 Batch j of a member contains the j-th bundle of messages to and from each of its peers; it is batch j for these peers,
 too. All members go through their batches in order, so they cannot deadlock. Work that is queued on a device has no
-timeout and does not say who is missing. Before the first batch, the members of each pair therefore tell each other over
-the host that they have arrived.
+timeout and does not say who is missing. Before the first batch, the members of each pair therefore notify each other
+over the host that they have arrived.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class DeviceLink(Protocol):
     """A library that sends messages between devices."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Queue messages that start together, after the work that this thread has queued before."""
+        """Queue messages that start together, after all work that this thread has queued earlier."""
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
         """Call `work`, which queues messages, and wait until the device has completed them all.
 
         deadline: a `time.monotonic()` value.
 
-        Raise MemberMissing, naming `members`, when the deadline passes, and TransferError if a message failed or the
+        Raises MemberMissing, naming `members`, when the deadline passes, and TransferError if a message failed or the
         link was closed. After an error the link is unusable and has no message in flight.
         """
 
@@ -70,8 +70,10 @@ class Bundles:
     """The messages that this member exchanges with one peer, grouped into batches.
 
     peer: the other member.
-    sends, receives: the messages in both directions, before grouping.
-    outgoing, incoming: the messages of each batch in both directions.
+    sends: the messages to the peer, before grouping.
+    receives: the messages from the peer, before grouping.
+    outgoing: the messages to the peer in each batch.
+    incoming: the messages from the peer in each batch.
     """
 
     peer: int
@@ -135,10 +137,12 @@ def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], .
 class BatchedMoves:
     """The execution of a member's batches, with at least one peer.
 
-    source, target: the member's buffers before and after the switch.
+    source: the member's buffers before the switch.
+    target: the member's buffers after the switch.
     transport: the transport over which members tell each other that they are ready.
     link: the library that moves the bytes.
-    lent, into: the regions from which the member sends, and those into which it receives.
+    lent: the regions from which the member sends.
+    into: the regions into which the member receives.
     """
 
     batches: Batches
@@ -156,7 +160,7 @@ class BatchedMoves:
         self.into = [each.receives.places.among(self.target) for each in self.batches.exchanges]
 
     def start(self) -> None:
-        """Tell each peer that this member is ready, and begin to receive the same message from each."""
+        """Notify each peer that this member is ready, and begin to receive the same message from each peer."""
         for each in self.batches.exchanges:
             for begin in (self.transport.send, self.transport.receive):
                 self._hellos.append(begin(torch.zeros(1, dtype=torch.uint8), each.peer, READY))

@@ -54,7 +54,8 @@ class Programs(NamedTuple):
 
     run: the number of the run that it reads.
     slice: the slice of each block that it reads.
-    first, number: the first block and the number of blocks.
+    first: the first block that it reads.
+    number: the number of blocks that it reads.
     """
 
     run: Int64s

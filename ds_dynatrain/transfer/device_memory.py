@@ -104,7 +104,7 @@ class DeviceMemory:
         """Queue a copy from an open allocation into a local uint8 tensor.
 
         address: an address in the allocation.
-        matrix: the bytes to read, relative to it.
+        matrix: the bytes to read, relative to `address`.
         place: the bytes of `into` to fill, in a matrix of the same shape.
         """
         source, target = address + matrix.begin, into.data_ptr() + place.begin

@@ -60,7 +60,7 @@ def digest(values: torch.Tensor, start: int = 0) -> int:
 
 
 def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
-    """Return the digest of values, as `digest` does, computed on the device of the values."""
+    """Return the same digest as `digest`, computed on the device of the values."""
     check_flat(values)
     if values.numel() == 0:
         return 0
@@ -92,7 +92,7 @@ class Form(NamedTuple):
 
     @staticmethod
     def all_of(buffers: Mapping[BufferId, torch.Tensor], names: Iterable[BufferId]) -> tuple[Form, ...]:
-        """Return the forms of the named buffers; raise TransferError if a buffer is missing."""
+        """Return the forms of the named buffers. Raises TransferError if a buffer is missing."""
         found = []
         for name in names:
             values = _named(buffers, name)
@@ -134,7 +134,8 @@ class Rows:
 class ReadyDigest:
     """A digest computation prepared for some buffers of one state kind.
 
-    buffers, forms: the name and the form of each buffer.
+    buffers: the name of each buffer.
+    forms: the form of each buffer.
     reach: the smallest possible size of each buffer, in elements.
     tensors: number of tensors with a digest.
     parts: the prepared computation for each device.
@@ -163,7 +164,7 @@ class ReadyDigest:
         return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(parts), nbytes)
 
     def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:
-        """Return the digest of each tensor. Raises TransferError if the buffers are not as they were prepared for."""
+        """Return the digest of each tensor. Raises TransferError if the buffers do not fit."""
         data, sums = [], np.zeros(self.tensors, dtype=np.uint64)
         for name, form, reach in zip(self.buffers, self.forms, self.reach, strict=True):
             values = _named(buffers, name)

@@ -28,7 +28,9 @@ class TransferStats:
     bytes_local: bytes copied within the member.
     bytes_in_place: bytes that did not have to move.
     staging_peak: most bytes of staging memory in use at once.
-    seconds_local, seconds_exchange, seconds_derived: duration of local copies, of exchanges with others, and of casts.
+    seconds_local: duration of the local copies.
+    seconds_exchange: duration of the exchanges with other members.
+    seconds_derived: duration of the casts.
     """
 
     bytes_sent: int
@@ -48,14 +50,15 @@ def execute(
     deadline_seconds: float,
     link: DeviceLink | None = None,
 ) -> TransferStats:
-    """Fill the target buffers of a member as its plan says.
+    """Fill a member's target buffers according to its plan.
 
     The call runs local moves, reads from other accelerators, batches between accelerators, the plan's exchanges in
     order, and finally derived moves (casts within target buffers). Exchanges are started as far ahead as the memory
     budget allows, and finished in order. The first unfinished exchange of a member is also the first one of its peer,
     so members cannot deadlock.
 
-    source, target: the buffers before and after the switch, by state kind and buffer name.
+    source: the buffers before the switch, keyed by (state kind, buffer name).
+    target: the same for the buffers after the switch.
     deadline_seconds: limit for the whole call.
     link: needed if the plan has batches.
 
@@ -123,7 +126,7 @@ def execute(
 
 
 def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
-    """Carry out exchanges in order, of which up to `at_once` are under way at a time.
+    """Carry out exchanges in order, with up to `at_once` of them under way at a time.
 
     streams: for each exchange, the stream of received messages and the stream of sent ones. Receives are started before
     sends, so that buffers are ready for the peers' data.

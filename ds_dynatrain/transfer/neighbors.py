@@ -1,4 +1,4 @@
-"""Neighbors: members on one machine that read each other's memory, as far as the kernel permits it.
+"""Neighbors: members on one machine that read each other's memory, if the kernel permits it.
 
 Linux's process_vm_readv transfers bytes with a single copy and no message. The kernel permits it to processes that may
 debug the other one: those of the same user and, where Yama restricts debugging to descendants, those that
@@ -6,8 +6,8 @@ debug the other one: those of the same user and, where Yama restricts debugging 
 
 A sender offers a message in a small packet over a Unix socket. The receiver reads the bytes from the sender's memory
 and confirms when it has read all of them. Messages are matched by tag and by a number counted from 0. Peers are not
-trusted beyond that: lengths must be as expected, and the certificate of the switch verifies the values that were read,
-as it does for a network.
+trusted further: lengths are checked, and the certificate of the switch verifies the values that were read, just as it
+verifies values received over a network.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PACKET = struct.Struct("<BxxxIQQQ")
 Key = tuple[int, int]
 """Tag and number of a message."""
 Share = Callable[[str, Any], Mapping[int, Any]]
-"""Function `share(what, record)` that sends a record (plain JSON) to all members, and returns theirs by member."""
+"""Function `share(what, record)` that sends a record (plain JSON) to all members and returns all records by member."""
 
 PEER = struct.Struct("=iII")
 """Format of C structure `ucred`: the IDs of process, user and group."""
@@ -139,8 +139,8 @@ class NeighborLine:
     member: the neighbor's member number.
     process: the ID of its process.
     outbox: packets that could not be sent yet.
-    numbers: number of messages begun so far, by direction and tag.
-    offers: address and length of each message that the neighbor offers and this member has not read yet.
+    numbers: number of messages begun so far, keyed by (direction, tag).
+    offers: a map from key to (address, length) for messages that the neighbor offers and this member has not read yet.
     sent: messages to the neighbor that it has not read yet.
     wanted: messages awaited from the neighbor.
     is_over: whether the neighbor has closed the connection.
@@ -239,7 +239,7 @@ class Neighbors:
     Build it with `meet`, and `close` it after use.
 
     lines: the connection to each neighbor.
-    lenders: the neighbors that can also read this member's accelerator memory, and the other way round.
+    lenders: the neighbors with which this member shares accelerator memory: each can read the other's.
     """
 
     lines: Mapping[int, NeighborLine]
@@ -324,7 +324,7 @@ class Neighbors:
         """Wait for packets from any neighbor, and process them.
 
         line: the connection whose message is awaited.
-        what: that message in words.
+        what: a description of that message.
         since: when the wait began.
 
         Raises MemberMissing when the deadline passes, and TransferError if the neighbor of `line` has disconnected.
@@ -413,8 +413,8 @@ def _answer(
 ) -> tuple[int, socket.socket]:
     """Accept the connection of the next neighbor with a lower number; return its process ID and the socket.
 
-    missing: the expected members, by process ID. Connections from other processes are closed. The kernel identifies the
-    connecting process, and nothing is read from the socket, so a silent process cannot block this call.
+    missing: a map from process ID to the expected member. Connections from other processes are closed. The kernel
+    identifies the connecting process, and nothing is read from the socket, so a silent process cannot block this call.
     """
     since = time.monotonic()
     while time.monotonic() < deadline:

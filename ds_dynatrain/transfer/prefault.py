@@ -25,7 +25,7 @@ def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
     A tensor of 4 MiB or more lies in an anonymous memory map at a 2 MiB boundary, with huge pages if possible. Its
     values are zeros, its storage cannot be resized, and the map is freed with the last tensor that uses it. The values
-    of a smaller tensor are undefined. Raise TransferError if `numel` is negative.
+    of a smaller tensor are undefined. Raises TransferError if `numel` is negative.
     """
     if numel < 0:
         raise TransferError(f"cannot allocate {numel} elements of {dtype}")

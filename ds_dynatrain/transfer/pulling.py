@@ -1,7 +1,7 @@
 """Pulls: moves in which the receiver reads the sender's buffers directly from the sender's accelerator memory.
 
 Both members know from the plan which buffers are read. Over the ordinary transport, the sender tells the receiver where
-the buffers are, and the receiver tells the sender when it has read them. The plan also determines the lengths of these
+the buffers are, and the receiver confirms that it has read them. The plan also determines the lengths of these
 messages.
 """
 
@@ -48,7 +48,8 @@ class Pull:
 
     peer: the other member.
     lent: regions of this member that the peer reads.
-    theirs, mine: regions of the peer that this member reads, and its own regions that it fills with them.
+    theirs: regions of the peer that this member reads.
+    mine: regions of this member that it fills with them.
     copies: the pairs of `theirs` and `mine`, grouped into pairs of matrices.
     """
 
@@ -72,9 +73,11 @@ class Pulling:
 
     memory: access to other processes' accelerator memory.
     pulls: the pulls with each peer.
-    source, target: this member's buffers before and after the switch.
+    source: this member's buffers before the switch.
+    target: this member's buffers after the switch.
     transport: the transport for the messages.
-    lent, into: the regions that other members read, and the regions that this member fills.
+    lent: the regions that other members read.
+    into: the regions that this member fills.
     """
 
     memory: DeviceMemory
@@ -106,7 +109,7 @@ class Pulling:
             self._places.append((table, self.transport.receive(table, pull.peer, WHERE)))
 
     def run(self, deadline: float) -> None:
-        """Read from all peers, tell them when it is done, and wait until they have read from this member.
+        """Read from all peers, tell them that the reading is done, and wait until they have read from this member.
 
         Raises TransferError if a peer's buffer is too short, and the errors of `Handle.wait`.
         """

@@ -32,14 +32,16 @@ class ReadyPlan:
     on_host: whether all buffers of all members are in host memory.
     local: regions that local moves read, and regions that they write.
     copies: the local moves as pairs of matrices of bytes.
-    exchanges: (peer, sent messages, received messages), without the moves in pulls and batches.
+    exchanges: (peer, sent messages, received messages), excluding the moves in `pulls` and `batches`.
     at_once: number of exchanges that may run at the same time.
     derived: regions that casts read, and regions that they write; all of them are in target buffers.
     casts: the casts as pairs of matrices of elements.
     staging: memory for packed messages, already touched.
     bytes_sent: bytes that reach other members in any way.
-    sharing, pulls: the settings for reads of accelerator memory, and this member's reads.
-    batching, batches: the settings for moves through the collectives library, and this member's batches.
+    sharing: the settings for reads of other members' accelerator memory.
+    pulls: this member's reads of such memory.
+    batching: the settings for moves through the collectives library.
+    batches: this member's batches of such moves.
     """
 
     plan: MemberPlan
@@ -69,7 +71,7 @@ class ReadyPlan:
 
         budget_bytes: most bytes of staging memory.
 
-        The other arguments are as in the fields of this class. Raises TransferError if the budget is too small.
+        The other arguments are fields of this class. Raises TransferError if the budget is too small.
         """
         if budget_bytes < MINIMUM_BUDGET_BYTES:
             raise TransferError(

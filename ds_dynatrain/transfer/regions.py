@@ -20,7 +20,7 @@ from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.transfer.series import Bytes, Matrix, rows_of
 
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
-"""Local buffers, 1-D and contiguous, by state kind and buffer name."""
+"""Local buffers, 1-D and contiguous, keyed by (state kind, buffer name)."""
 Side = Literal["source", "target"]
 Key = tuple[str, BufferId, int]
 """State kind, buffer, bytes per element."""
@@ -99,7 +99,8 @@ class Regions:
     data: the buffers as bytes (uint8).
     which, begin, length: for each move, the index of its buffer in `data`, its first byte there, and its number of
         bytes.
-    bases, sizes: the address and the length in bytes of each buffer.
+    bases: the address of each buffer.
+    sizes: the length of each buffer in bytes.
     is_on_host: whether all buffers are in host memory.
     """
 
@@ -129,7 +130,7 @@ class Regions:
         self.copy_to(_all_of(staged), _placed(found), is_queued=True)
 
     def unpack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy bytes from `staged`, packed as by `pack`, to matrices. On an accelerator the copies are only queued."""
+        """Copy bytes that `pack` has packed from `staged` to matrices. On an accelerator the copies are only queued."""
         _all_of(staged).copy_to(self, ((place, matrix) for matrix, place in _placed(found)), is_queued=True)
 
     def wait(self) -> None:

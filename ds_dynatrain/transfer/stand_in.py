@@ -23,7 +23,7 @@ TAGS = 256
 
 @dataclass(frozen=True)
 class ActingTransport:
-    """A transport for the messages of this process's own member, or of an absent one that it stands in for.
+    """A transport for the messages of this process's own member, or of an absent member for which it stands in.
 
     transport: the transport that carries the messages.
     member: the member for which messages are sent.
@@ -56,7 +56,7 @@ def execute_standing_in(
     budget_bytes: int,
     on_host: bool = True,
 ) -> None:
-    """Execute the plans of a member and of the absent members that it stands in for, as `execute` does.
+    """Execute the plans of a member and of the absent members that it stands in for.
 
     sources: the source buffers of each of these members; the member itself may be left out if it has no state.
     target: the target buffers of the member itself.

@@ -32,7 +32,8 @@ class MoveBatch:
     """The moves that one message contains: several whole moves, or a range of bytes of a single one.
 
     rows: the row numbers of the moves.
-    start, stop: the first byte and the end of the range in a single move; for several moves, 0 and their total bytes.
+    start: the first byte of the range in a single move; 0 for several moves.
+    stop: the end of the range in a single move; the total bytes of several moves.
     """
 
     rows: tuple[int, ...]
@@ -103,7 +104,7 @@ class MessageOutline:
 
     @staticmethod
     def of(places: MoveRegions, chunk: int, longest: int) -> MessageOutline:
-        """Divide moves into messages, as `messages` does, and find their bytes in local buffers.
+        """Divide moves into messages with `messages`, and find the bytes of each message in local buffers.
 
         Both members get the same messages, but a message may be packed on one member only.
         """

@@ -39,12 +39,12 @@ RELAY_BYTES = 16 << 20
 
 
 class Handle(Protocol):
-    """A send or receive that was started, for which `wait` waits."""
+    """A send or receive that has been started."""
 
     def wait(self, deadline: float) -> None:
         """Wait until the message is done; `deadline` is a `time.monotonic()` value.
 
-        Raise MemberMissing when the deadline passes, TransferError if the connection fails earlier.
+        Raises MemberMissing when the deadline passes, and TransferError if the connection fails earlier.
         """
 
 
@@ -61,13 +61,13 @@ class Transport(Protocol):
 class GroupTransport:
     """Point-to-point messages over a process group that has a gloo back-end for CPU tensors.
 
-    members: the member number of each rank of the group. Tensors on an accelerator travel through host memory. Gloo
-    closes all connections of a group when one wait times out, so after a member is missing, build a new group without
-    it.
+    members: the member number of each rank of the group.
+    stop: called repeatedly during long waits; ends the wait by raising an error. It is needed in jobs that outlive the
+    death of members: if sockets are shut down while a message is being sent, gloo loses the message and waits until the
+    deadline.
 
-    stop: called repeatedly during long waits; it ends the wait by raising an error. It is needed in jobs that outlive
-    the death of members: if sockets are shut down while a message is being sent, gloo loses the message and waits until
-    the deadline.
+    Tensors on an accelerator travel through host memory. Gloo closes all connections of a group when one wait times
+    out, so after a member was missing, build a new group without it.
     """
 
     def __init__(
@@ -84,11 +84,14 @@ class GroupTransport:
         self._rank_of = dict(zip(members, range(len(members)), strict=True))
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Start to send a tensor. One on an accelerator is copied to the host, and may be changed after the call."""
+        """Start to send a tensor.
+
+        A tensor on an accelerator is copied to the host, and may be changed after the call.
+        """
         return self._begin(self._group.send, "send to", bytes_of(tensor).to("cpu"), member, tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Start to receive into a tensor. One on an accelerator is filled during `wait`."""
+        """Start to receive into a tensor. A tensor on an accelerator is filled during `wait`."""
         data = bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
         landing = None if host is data else (data, host)
@@ -148,7 +151,7 @@ class _GroupHandle:
 
 
 def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
-    """Make a call in a daemon thread, and return its future. The thread does not keep the process alive."""
+    """Run a call in a daemon thread, and return its future. The thread does not keep the process alive."""
     ended: futures.Future[T] = futures.Future()
 
     def run() -> None:

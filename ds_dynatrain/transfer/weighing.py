@@ -63,7 +63,7 @@ class Compiled:
     """The compiled implementation of the weighted sum."""
 
     def sum(self, data: Bytes, runs: HostRuns) -> int:
-        """Return the weighted sum of runs, not yet reduced mod 2^64. Raise IndexError if a run leaves `data`."""
+        """Return the weighted sum of runs, not yet reduced mod 2^64. Raises IndexError if a run leaves `data`."""
         return weigh.runs(data, *runs, *tables(), FACTOR_SEED)
 
 

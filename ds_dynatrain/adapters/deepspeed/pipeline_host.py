@@ -163,14 +163,14 @@ class StageHost(Host):
         self.engine._forget_activations()
 
     def break_off(self) -> None:
-        """Clean up as `Host.break_off` does, and no longer force a micro-batch to end the accumulation window."""
+        """Clean up with `Host.break_off`, and stop forcing a micro-batch to end the accumulation window."""
         super().break_off()
         self.engine._force_grad_boundary = False
 
     def attach(
         self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
     ) -> None:
-        """Build a ZeRO optimizer as `Host.attach` does, and deal micro-batches out to the columns of the layout."""
+        """Build a ZeRO optimizer with `Host.attach`, and assign micro-batches to the columns of the layout."""
         super().attach(layout, world, config, buffers, scalars)
         self.engine.micro_batch_size = self.engine.train_micro_batch_size_per_gpu()
         self.engine._enter_columns(self.layout)

@@ -121,11 +121,12 @@ class AutoEPShaper(Conversion, Shaper):
         return convert(copied(self._template), self._block, size, index)
 
     def user_tensors(self) -> list[UserTensor]:
-        """Return the tensors of the user's model in place of which there are others now."""
+        """Return the tensors of the user's model that AutoEP has replaced."""
         return user_tensors(copied(self._template), self._block)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return the cuts by name: by whole experts for the stacks, and AutoTP's cuts for other tensors.
+        """Return a map from tensor name to cuts: into whole experts for the stacks, and AutoTP's cuts for other
+        tensors.
 
         Raises LayoutError if the size does not divide the experts of a layer, or if DeepSpeed refuses it. Raises
         UnsupportedError, naming the parameter, if ranks do not hold experts in order. Otherwise raises as
@@ -212,8 +213,9 @@ def replace_layers(
 
 
 class UserTensor(NamedTuple):
-    """A tensor of the model as the user built it, made of (name of a converted tensor, its elements [start, stop), and
-    their first place in the user's tensor).
+    """A tensor of the model as the user built it, and the converted tensors of which it consists.
+
+    Each part is (name of a converted tensor, its elements [start, stop), their first place in the user's tensor).
     """
 
     name: str

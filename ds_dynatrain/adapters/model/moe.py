@@ -265,7 +265,7 @@ class NativeShaper(Shaper):
         self.owners = complete(model, member, lists)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Return, as cuts by tensor name, which expert index holds each expert's tensors.
+        """Return a map from tensor name to cuts that state which expert index holds each expert's tensors.
 
         Raises LayoutError as `convert` does.
         """
