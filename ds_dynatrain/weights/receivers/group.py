@@ -122,6 +122,7 @@ class Group(Receiver):
                 found = board.decide(verdict, mine)  # the first failure is the cause of the others
                 error = failed if found == mine else TransferError(f"version {out.version} was given up: {found}")
                 self._drop()
+                out.drain()
             out.prove(error)
             if rank == 0:
                 board.post(f"proof/{out.version}", np.array(list(out.digests.values()), np.uint64))
@@ -184,7 +185,7 @@ class Group(Receiver):
         """Send what this rank owns to the receivers that need it, bucket by bucket."""
         if not out.wants_delta:
             link.previous.clear()
-        seen = 0
+        seen, before = 0, list[Callable[[], None]]()
         for _, held in groupby(out.runs(), key=lambda run: link.targets[run[0]].bucket):
             values: list[list[torch.Tensor]] = [[] for _ in range(link.receivers)]
             changes: list[list[torch.Tensor]] = [[] for _ in range(link.receivers)]
@@ -214,7 +215,10 @@ class Group(Receiver):
                     if len(part):
                         waits.append(link.connection.send(part, link.trainers + receiver, f"version {out.version}"))
                         out.nbytes += len(part)
-            for wait in waits:
+            for wait in before:  # one bucket is under way while the next one is packed
                 wait()
+            before = waits
+        for wait in before:
+            wait()
         if seen != len(link.plan):
             raise TransferError(f"this rank owns {seen} parts of the weights, and {len(link.plan)} when it connected")
