@@ -8,8 +8,12 @@
 | file | role |
 |---|---|
 | `source` | the weights of one world: full tensors bucket by bucket, or this rank's parts |
+| `outputs` `naming` `lora` | what leaves the trainer: names, shapes, order, and what each tensor is made of |
 | `buckets` | which tensors travel together, and the collective of a bucket |
-| `naming` | names, shapes and order of what leaves the trainer |
+| `local` | shards as torch's `DTensor` describes them |
+| `live` | this rank's buffers, once all ranks can read theirs |
+| `pretrained` | folders for transformers |
+| `loading` | the way back: full tensors into weights and masters |
 
 An extension package: nothing imports it but the engine's methods `save_pretrained` and `load_weights`, at their first
 call. It needs no vLLM, TRL or verl.

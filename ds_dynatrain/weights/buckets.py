@@ -19,12 +19,14 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.checkpoint.extents import placed
-from ds_dynatrain.space import WEIGHT, BufferId, CoordinateLine, Layout, Pieces, VirtualParameterSpace, interval
+from ds_dynatrain.space import BufferId, CoordinateLine, Pieces, Sharding, interval
 from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.weights.outputs import BEFORE, Output
 
 LARGE_BYTES = 32 << 20
 """Size in bytes from which a tensor outside of layers has a bucket of its own: an embedding is larger than a layer."""
+FEW_PIECES = 32
+"""Number of pieces up to which a loop over them is faster than to look for rows of equal length among them."""
 ALONE = "alone"
 PACKED = BufferId("packed", 0)
 """The buffer into which other ranks' elements are received."""
@@ -77,19 +79,24 @@ class Gathering:
 
     @staticmethod
     def of(
-        vps: VirtualParameterSpace, layout: Layout, rank: int, tensors: Iterable[int], destinations: Sequence[int]
+        line: CoordinateLine,
+        sharding: Sharding,
+        rank: int,
+        tensors: Iterable[int],
+        owned: Pieces,
+        holdings: Mapping[int, Pieces],
     ) -> Gathering:
         """Work out the gathering of a bucket, by arithmetic alone.
 
-        tensors: the numbers of the logical tensors that the bucket needs.
+        tensors: the numbers of the logical tensors that the bucket needs. owned: what this rank owns of all tensors.
+        holdings: what each destination holds of them.
         """
         numbers = np.array(sorted(set(tensors)), dtype=np.int64)
-        start, stop = interval.union(vps.bases[numbers], vps.bases[numbers + 1])
-        sharding, owned = vps.sharding(layout, WEIGHT), vps.owned(layout, rank, WEIGHT)
+        start, stop = interval.union(line.bases[numbers], line.bases[numbers + 1])
         shipments, parts, is_needed = dict[int, Shipment](), None, False
-        counts, at = np.zeros(layout.world_size, np.int64), 0
-        for destination in destinations:
-            held = vps.holding(layout, destination, WEIGHT).restrict(start, stop)
+        counts, at = np.zeros(sharding.ranks, np.int64), 0
+        for destination, holding in holdings.items():
+            held = holding.restrict(start, stop)
             _, low, high = interval.subtract(start, stop, *interval.union(held.start, held.stop))
             _, low, high, owner = sharding.owners(low, high)
             is_needed |= bool(len(low))
@@ -103,7 +110,7 @@ class Gathering:
                 np.add.at(counts, owner, high - low)
                 order = np.lexsort((low, owner))
                 parts = _joined(held, _end_to_end(low[order], high[order], 0))
-        return Gathering(vps.line, layout.world_size, shipments, counts, parts, is_needed)
+        return Gathering(line, sharding.ranks, shipments, counts, parts, is_needed)
 
     @property
     def sent(self) -> int:
@@ -192,6 +199,11 @@ def matched(
         base = int(line.bases[run.tensor])
         pieces = parts.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
         offset = pieces.start - base - run.start + run.at
+        if len(pieces) <= FEW_PIECES:
+            for piece, at in zip(pieces, offset.tolist(), strict=True):
+                count = piece.stop - piece.start
+                yield memory[piece.buffer].detach().narrow(0, piece.offset, count), flat.narrow(0, at, count)
+            continue
         target = Pieces(pieces.start, pieces.stop, np.zeros_like(offset), offset, (_TARGET,))
         for _, _, (here, there) in placed(line, (pieces, target), (dict(memory), {_TARGET: flat})):
             yield here, there

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from ds_dynatrain.space import WEIGHT, DimCut, Layout, VirtualParameterSpace, interval
+from ds_dynatrain.space import CoordinateLine, DimCut, Layout, Pieces, VirtualParameterSpace, interval
 from ds_dynatrain.weights.buckets import Memory
 from ds_dynatrain.weights.outputs import Output
 
@@ -52,15 +52,12 @@ def form_of(vps: VirtualParameterSpace, layout: Layout, output: Output) -> Local
     return LocalForm((ranks, layout.tensor), (data, Replicate() if cut is None else Shard(cut.dim)), tuple(shape))
 
 
-def shard_of(
-    vps: VirtualParameterSpace, layout: Layout, rank: int, output: Output, shape: tuple[int, ...], live: Memory
-) -> torch.Tensor:
+def shard_of(line: CoordinateLine, held: Pieces, output: Output, shape: tuple[int, ...], live: Memory) -> torch.Tensor:
     """Return this rank's shard of an output tensor that has a `LocalForm`, as a view of its weights.
 
-    shape: that of the shard. live: this rank's weights, by buffer.
+    held: what this rank holds of all tensors. shape: that of the shard. live: this rank's weights, by buffer.
     """
-    base, run = int(vps.bases[output.runs[0].tensor]), output.runs[0]
-    held = vps.holding(layout, rank, WEIGHT)
+    base, run = int(line.bases[output.runs[0].tensor]), output.runs[0]
     pieces = held.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
     first = next(iter(pieces))
     return live[first.buffer].detach().narrow(0, first.offset, pieces.numel).view(shape)

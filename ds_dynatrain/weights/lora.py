@@ -68,14 +68,20 @@ def merged(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that peft has wrapped, with their paths."""
+    """Yield the layers that peft has wrapped, with their paths; raise UnsupportedError for other ones than LoRA's."""
     for path, part in module.named_modules():
         if hasattr(part, "base_layer"):
+            if not hasattr(part, "lora_A"):
+                raise UnsupportedError(
+                    f'{path}: adapters of {type(part).__name__} cannot be merged here; give names="adapters"'
+                )
             yield path, part
 
 
 def _deltas(path: str, part: Any, name: str, known: dict[str, Output]) -> Iterator[Delta]:
-    """Yield the low-rank term of a layer, if the adapter has one there."""
+    """Yield the low-rank term of a layer, if the adapter has one there that peft has not merged."""
+    if part.merged:
+        return
     if getattr(part, "lora_variant", None) or any(getattr(part, "lora_bias", {}).values()):
         raise UnsupportedError(
             f'{path}: an adapter that is more than a low-rank term cannot be merged here; give names="adapters"'

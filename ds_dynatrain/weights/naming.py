@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -22,6 +23,9 @@ from ds_dynatrain.space import LogicalTensor
 from ds_dynatrain.space.interval import Ints, chains
 from ds_dynatrain.weights import lora
 from ds_dynatrain.weights.outputs import AFTER, BEFORE, Names, Output, TensorRun
+
+MOST_NUMBERS = 1 << 22
+"""Numbers that stand for elements in one call of transformers' conversion."""
 
 
 def outputs_of(
@@ -139,10 +143,13 @@ def in_checkpoint(model: nn.Module, outputs: Sequence[Output]) -> list[Output]:
         return list(outputs)
     if not isinstance(model, PreTrainedModel):
         return list(outputs)
-    found = []
-    for _, layer in groupby(outputs, lambda each: each.layer):
-        found += _converted(list(layer), lambda state: revert_weight_conversion(model, state))
-    return found
+    found, together = list[Output](), list[Output]()
+    for _, layer in groupby(outputs, lambda each: each.layer):  # many layers in one call, which walks over all modules
+        together += layer
+        if sum(math.prod(_thin(each.shape)) for each in together) > MOST_NUMBERS:
+            found += _converted(together, partial(revert_weight_conversion, model))
+            together = []
+    return found + _converted(together, partial(revert_weight_conversion, model))
 
 
 def _converted(
@@ -155,12 +162,9 @@ def _converted(
         each.name: torch.arange(int(base), int(base) + math.prod(shape)).view(shape)
         for each, shape, base in zip(outputs, shapes, bases[:-1], strict=True)
     }
-    made = []
+    known, made = {each.name: each for each in outputs}, list[Output]()
     for name, held in convert(dict(state)).items():
-        if state.get(name) is held:
-            made.append(next(each for each in outputs if each.name == name))
-            continue
-        made.append(_traced(name, held, outputs, bases))
+        made.append(known[name] if state.get(name) is held else _traced(name, held, outputs, bases))
     order = {number: at for at, each in enumerate(outputs) for number in each.tensors}
     return sorted(made, key=lambda each: min((order[number] for number in each.tensors), default=0))
 

@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.checkpoint.extents import placed
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.errors import WeightsError
+from ds_dynatrain.errors import ConfigError, WeightsError
 from ds_dynatrain.space import WEIGHT, BufferId, Pieces, interval, of_kind
 from ds_dynatrain.weights.buckets import PACKED, BucketMemory, Gathering, Memory, assembled, bucketed
 from ds_dynatrain.weights.live import agreed_buffers, read_buffers
@@ -59,11 +59,13 @@ def source(
 
     names: "hf" for the names of the model's Hugging Face checkpoint. A mapping, or a function, from the model's own
     parameter names to others; for a PipelineModule, whose parameters are named by the numbers of their layers.
-    full_on: where `iter_full` gives real tensors, on rank 0 or on all ranks.
+    full_on: where `iter_full` gives real tensors: on rank 0, on all ranks, or on none.
     bucket_bytes: the most bytes that are gathered at once; by default a layer is.
     poison: overwrite a tensor with NaN when the next is asked for, to find code that keeps one too long.
     """
     parts: EngineParts = engine._parts
+    if full_on not in get_args(FullOn):
+        raise ConfigError(f"full_on={full_on!r}; give one of {', '.join(map(repr, get_args(FullOn)))}")
     if parts.idle:
         raise WeightsError(
             "source: this member is idle and holds no weights; call it on the working members, where engine.idle is "
@@ -119,9 +121,12 @@ class WeightSource:
 
     @cached_property
     def _gatherings(self) -> list[Gathering]:
-        ranks = {"first": range(1), "all": range(self.world_size), "none": range(0)}[self._full_on]
+        vps, sharding = self._vps, self._vps.sharding(self.layout, WEIGHT)
+        ranks = range({"first": 1, "all": sharding.ranks, "none": 0}[self._full_on])
+        holdings = {rank: vps.holding(self.layout, rank, WEIGHT) for rank in ranks}
+        owned = vps.owned(self.layout, self.rank, WEIGHT)
         return [
-            Gathering.of(self._vps, self.layout, self.rank, (t for each in bucket for t in each.tensors), ranks)
+            Gathering.of(vps.line, sharding, self.rank, (t for each in bucket for t in each.tensors), owned, holdings)
             for bucket in self.buckets
         ]
 
@@ -199,9 +204,10 @@ class WeightSource:
                 f"source.iter_local: the ranks of {self.layout} do not hold {other!r} in equal blocks along one "
                 "dimension; take source.iter_full(), or source.runs()"
             )
+        held = self._vps.holding(self.layout, self.rank, WEIGHT)
         for output, form in pairs:
             if form is not None:
-                yield output.name, shard_of(self._vps, self.layout, self.rank, output, form.shape, live)
+                yield output.name, shard_of(self._vps.line, held, output, form.shape, live)
 
     def _live(self, what: str) -> dict[BufferId, torch.Tensor]:
         """Return this rank's flat weights, without messages; raise WeightsError if they cannot be read now."""

@@ -49,6 +49,7 @@ def at_each(find: Find, dtype: str, path: list[Layout], look: Callable[[Any, Sub
                 return found
             engine.switch(path[place + 1], at=engine.global_steps)
             batch = next(batches)
+            assert engine.last_switch.outcome == "committed", engine.last_switch.reason
     return found
 
 

@@ -29,7 +29,10 @@ TIED = partial(language_model, "llama tied")
 def poisoned(engine: Any, subject: Subject) -> list[str]:
     """Keep all tensors of a pass, and return which of them outlived it, and what has become of the weights."""
     wanted = cases.expected(engine, subject)
-    kept = dict(weights.source(engine, "module", "all", poison=True).iter_full())
+    source = weights.source(engine, "module", "all", bucket_bytes=1500, poison=True)
+    sizes = [[each.numel * 2 for each in bucket] for bucket in source.buckets]
+    assert len(sizes) > 10 and all(sum(bucket) <= 1500 or len(bucket) == 1 for bucket in sizes)
+    kept = dict(source.iter_full())
     held = [name for name, tensor in kept.items() if not tensor.isnan().all()]
     return held + cases.differing(cases.expected(engine, subject), wanted)
 

@@ -14,8 +14,10 @@ from torch import nn
 from ds_dynatrain import weights
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, mixtures
+from tests.engine.axis_walks import Subject
+from tests.engine.models import Sequences
 from tests.engine.pool import RankPool
-from tests.engine.subjects import language_model
+from tests.engine.subjects import language_model, pipelined
 from tests.engine.transitions import layout
 from tests.weights import cases
 
@@ -35,6 +37,11 @@ def saved_by_transformers(model: nn.Module, folder: Path) -> dict[str, torch.Ten
     return {name: held.bfloat16() for file in folder.glob("*.safetensors") for name, held in load_file(file).items()}
 
 
+def stacked() -> Subject:
+    """A model with stacks of experts, of which AutoEP knows nothing."""
+    return Subject(partial(mixtures.autoep_model, "mixtral"), Sequences)
+
+
 NAMED = {
     "llama tied": (partial(language_model, "llama tied"), "d2t2z3"),
     "gpt2": (partial(language_model, "gpt2"), "d2z3"),
@@ -43,6 +50,7 @@ NAMED = {
     "mixtral": (partial(mixtures.autoep, "mixtral"), "d4e2z1"),
     "qwen2 of experts": (partial(mixtures.autoep, "qwen2"), "d4e4z3"),
     "qwen3 of experts": (partial(mixtures.autoep, "qwen3"), "d2z2"),
+    "mixtral as it is": (stacked, "d3z3"),
 }
 FEW = "llama tied", "mixtral"
 
@@ -56,3 +64,15 @@ def test_as_transformers_saves(pool: RankPool, tmp_path: Path, name: str) -> Non
         name: tuple(held.shape) for name, held in wanted.items()
     }
     assert cases.differing(found, {name: held.flatten() for name, held in wanted.items()}) == []
+
+
+def moved(name: str) -> str:
+    """A name of the user's for a parameter of a pipeline."""
+    return f"decoder.{name}"
+
+
+def test_names_of_the_user(pool: RankPool) -> None:
+    own, named = (pool.run(full_case, find=pipelined, at=layout("p2d2z1"), names=names)[0] for names in ("hf", moved))
+    assert list(named) == [f"decoder.{name}" for name in own]
+    assert any(name.startswith("tied_modules.") for name in own)
+    assert cases.differing(named, {f"decoder.{name}": held.flatten() for name, held in own.items()}) == []

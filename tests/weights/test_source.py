@@ -12,17 +12,23 @@ from tests.weights import cases
 WALKS = {
     "module": "d2z1 > d4z3 > d3z2 > d2z0",
     "AutoTP": "d2t2z1 > t4z3 > d2t2z3 > d4z2 > t2z0",
-    "AutoEP": "d4e2z1 > d4e4z3 > d2z0 > d4e4z2",
-    "deepspeed.moe": "d4e2z1 > d2z0 > d4e4z2",
-    "PipelineModule": "p2d2z1 > p4z0 > d4z1 > p2z1",
+    "AutoTP, all": "d2t2z0 > d2t2z2 > d4z0 > d2t2z1 > d4z1 > d2t2z3 > d4z3 > t3z1 > d4z2",
+    "AutoEP": "d4e2z0 > d4e2z1 > d4e4z3 > d2z0 > d4e4z2 > d4e2z3 > d4z1 > d4z3 > d4e2z2",
+    "AutoEP, folded": "d2t2e2z1 > d4e2z3 > d2t2e2z0 > d4z2 > d2t2e2z2",
+    "deepspeed.moe": "d4e2z1 > d2z0 > d4e4z2 > d4e2z2 > d4z1",
+    "PipelineModule": "p2d2z1 > p4z0 > d4z1 > p2d2z0 > p2z1",
+    "PipelineModule of deepspeed.moe": "p2d2e2z1 > d4e2z1 > p2d2z0 > p2d2e2z0",
+    "PipelineModule under AutoEP": "p2d2e2z1 > d4e4z1 > p2d2z0 > p4z1",
+    "Ulysses": "d2s2z1 > s4z3 > d2z2",
 }
+"""Models by the part of the name before a comma."""
 FEW = "module", "AutoTP"
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in WALKS])
 def test_equal_to_the_oracle_before_and_after_switches(pool: RankPool, name: str) -> None:
     path = [layout(short) for short in WALKS[name].split(" > ")]
-    found = pool.run(cases.at_each_full, find=subjects.SUBJECTS[name], path=path, seconds=240)
+    found = pool.run(cases.at_each_full, find=subjects.SUBJECTS[name.partition(",")[0]], path=path, seconds=240)
     for rank, places in enumerate(found):
         for place in places or ():
             assert place["wrong"] == [], f"rank {rank}"
