@@ -20,7 +20,7 @@ import torch.distributed as td
 
 from ds_dynatrain.checkpoint.extents import WORD, Extent
 from ds_dynatrain.errors import DynatrainError, TransferError, UnsupportedError
-from ds_dynatrain.weights.receivers.blocks import digest_of_part
+from ds_dynatrain.weights.blocks import digest_of_part
 
 FAILED = -1
 """Version that a rank reports if it cannot take part in an update."""
@@ -28,7 +28,7 @@ FAILED = -1
 
 @dataclass(frozen=True)
 class Update:
-    """What one update brought.
+    """Record of one update.
 
     version: number that increases from update to update of a receiver; one that was discarded is not used again. step:
     optimizer steps of the trainer. layout: the trainer's. nbytes: bytes of weights that all ranks sent. digests: the
@@ -129,10 +129,9 @@ class Outgoing:
             yield self._numbers[name], extent, flat
 
     def drain(self) -> None:
-        """Iterate to the end over full tensors, if the others do, after an error on this rank."""
-        if not self.has_runs:
-            for _ in self.source.iter_full() if self._passing is None else self._passing:
-                pass
+        """Iterate over what is left of the full tensors, since all ranks must come to the end, also after an error."""
+        for _ in self.source.iter_full() if self._passing is None else self._passing:
+            pass
 
     def extents(self) -> Iterator[tuple[int, Extent]]:
         """Iterate over what this rank owns, as `runs` does, without the values."""

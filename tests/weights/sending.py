@@ -10,7 +10,7 @@ import torch
 
 from ds_dynatrain import weights
 from ds_dynatrain.space import Layout
-from ds_dynatrain.weights.receivers.board import Connection
+from ds_dynatrain.weights.receivers.board import LinkConnection
 from ds_dynatrain.weights.receivers.group import Group
 from ds_dynatrain.weights.update import Update, send
 from tests.engine.axis_walks import Subject
@@ -64,14 +64,14 @@ def killed_in_the_middle(address: str, rank: int) -> None:
     group = Group(address, timeout_seconds=20, bucket_bytes=200)
     source = fakes.fake_source(1)
     send(source, group)
-    sends, calls = Connection.send, 0
+    sends, calls = LinkConnection.send, 0
 
-    def dying(connection: Connection, values: torch.Tensor, to: int, what: str) -> Any:
+    def dying(connection: LinkConnection, values: torch.Tensor, to: int, what: str) -> Any:
         nonlocal calls
         calls += 1
         if source.rank == rank and calls == 2:
             os._exit(9)
         return sends(connection, values, to, what)
 
-    with patch.object(Connection, "send", dying):
+    with patch.object(LinkConnection, "send", dying):
         send(fakes.fake_source(2), group)

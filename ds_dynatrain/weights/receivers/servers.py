@@ -151,17 +151,16 @@ class Server(Receiver):
 
     def send(self, out: Outgoing) -> None:
         """Send one update; the server shows it if all tensors have passed, each as announced."""
-        tensors, error = out.full(), None
+        error: Exception | None = None
         try:
             if out.source.rank == 0:
                 with ThreadPoolExecutor(1, "weights-request") as beside:
-                    self._deliver(out, tensors, beside)
+                    self._deliver(out, out.full(), beside)
         except Exception as failed:  # reported to all ranks by `prove`
             error = failed
             self._forget()
         finally:
-            for _ in tensors:  # the other ranks iterate to the end, whatever happens here
-                pass
+            out.drain()
         out.prove(error)
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
