@@ -15,9 +15,12 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.groups.device import compute_device
 from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.checkpoint.extents import WORD
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.errors import WeightsError
+from ds_dynatrain.errors import WeightsError, WorldChanged
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.space import MASTER, WEIGHT, of_kind
+from ds_dynatrain.transfer import digest
 from ds_dynatrain.weights.buckets import matched
 from ds_dynatrain.weights.live import agreed_buffers, raise_first
 from ds_dynatrain.weights.lora import is_peft
@@ -27,6 +30,7 @@ from ds_dynatrain.weights.outputs import Output
 SEND_BYTES = 64 << 20
 """Most bytes of tensors that rank 0 sends at once; a larger tensor is sent alone."""
 CALL = "load_weights"
+AS_BEFORE = "; the weights are as before"
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -46,9 +50,18 @@ def load_weights(engine: Any, weights: Pairs | None) -> None:
     staged, problem, cause = StagedWeights(parts, buffers), "", None
     try:
         staged.take(_sent(weights) if without else weights or ())
+    except WorldChanged:
+        raise
     except Exception as error:  # also what the caller's iterator raises: the others wait for this member's report
         problem, cause = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}", error
-    raise_first(session.all("taken", problem), "; the weights are as before", cause)
+    patient = Session(parts.control, f"{session.key}/taken", parts.members, CALL, is_patient=True)
+    said = patient.all("weights", {"problem": problem, "digest": f"{staged.digest & WORD:016x}"})
+    raise_first({member: each["problem"] for member, each in said.items()}, AS_BEFORE, cause)
+    first, *others = parts.members
+    if differing := [member for member in others if said[member]["digest"] != said[first]["digest"]]:
+        raise WeightsError(
+            f"{CALL}: members {first} and {differing[0]} gave different values; give the same{AS_BEFORE}"
+        )
     parts.begin_segment()
     parts.host.settle_parameters()
     staged.write()
@@ -60,13 +73,16 @@ class StagedWeights:
     def __init__(self, engine: EngineParts, buffers: Buffers) -> None:
         self._vps, layout, rank = engine.vps, engine.layout, engine.rank
         self._live = {key: held for key, held in buffers.items() if key[0] in (WEIGHT, MASTER)}
-        by_place = {held.data_ptr(): held.detach().clone() for held in self._live.values()}  # fp32 shares them
-        self._copies = {key: by_place[held.data_ptr()] for key, held in self._live.items()}
+        places = {key: (held.data_ptr(), held.numel()) for key, held in self._live.items()}  # fp32 may share them
+        copies = {places[key]: held.detach().clone() for key, held in self._live.items()}
+        self._copies = {key: copies[place] for key, place in places.items()}
         self._holding = {kind: self._vps.holding(layout, rank, kind) for kind in {kind for kind, _ in self._live}}
         names = "adapters" if is_peft(engine.host.module) else "hf"
         outputs = outputs_of(engine.host.module, engine.host.shaper, self._vps.tensors, engine.job.has_stages, names)
         self._outputs = {each.name: each for each in outputs}
         self._ties = _ties(engine.host.module, self._outputs)
+        self.digest = 0
+        """Sum of the digests of all tensors that were taken, in the types in which they were given."""
 
     def take(self, weights: Pairs) -> None:
         """Copy all tensors; raise WeightsError for one that is unknown, missing, given twice or of another shape."""
@@ -77,7 +93,9 @@ class StagedWeights:
                 raise WeightsError(f"there is no tensor {given!r} among {len(self._outputs)}; {self._like(given)}")
             output = self._outputs[name]
             check_full(given, tensor, output.shape)
-            for here, there in self._pairs(output, tensor.detach().reshape(-1)):
+            flat = tensor.detach().reshape(-1)
+            self.digest += digest(flat, int(self._vps.bases[output.runs[0].tensor]) + output.runs[0].start)
+            for here, there in self._pairs(output, flat):
                 if name not in taken:
                     here.copy_(there)
                 elif not torch.equal(here, there.to(here)):

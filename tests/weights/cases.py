@@ -31,7 +31,7 @@ def differing(found: Named, wanted: Named) -> list[str]:
     return apart + [
         name
         for name in sorted(found.keys() & wanted.keys())
-        if not torch.equal(found[name].flatten().view(torch.uint8), wanted[name].view(torch.uint8))
+        if not torch.equal(found[name].cpu().flatten().view(torch.uint8), wanted[name].cpu().view(torch.uint8))
     ]
 
 

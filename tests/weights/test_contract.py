@@ -104,7 +104,7 @@ def sharded(engine: Any, subject: Subject) -> Any:
     wrong = []
     for meta in source.metadata:
         every: list[Any] = [None] * td.get_world_size()
-        td.all_gather_object(every, mine[meta.name].float().numpy())
+        td.all_gather_object(every, mine[meta.name].float().cpu().numpy())
         shards = [torch.from_numpy(each) for each in every]
         assert meta.mesh_shape is not None and meta.placements is not None
         for size, placement in zip(meta.mesh_shape[::-1], meta.placements[::-1], strict=True):  # the last axis first
@@ -112,7 +112,7 @@ def sharded(engine: Any, subject: Subject) -> Any:
             is_cut = isinstance(placement, Shard)
             assert is_cut or all(torch.equal(row[0], other) for row in rows for other in row)
             shards = [torch.cat(row, placement.dim) if is_cut else row[0] for row in rows]
-        wrong += [] if torch.equal(shards[0], full[meta.name].float()) else [meta.name]
+        wrong += [] if torch.equal(shards[0], full[meta.name].float().cpu()) else [meta.name]
     return wrong
 
 

@@ -110,7 +110,13 @@ def refused(engine: Any, subject: Subject) -> dict[str, tuple[str, list[str]]]:
             found[f"{title}, {is_sent}"] = str(caught.value), changed
     with pytest.raises(WeightsError) as caught:
         engine.load_weights(pairs if engine.rank else None)
-    return {**found, "none": (str(caught.value), [])}
+    found["none"] = str(caught.value), []
+    with pytest.raises(WeightsError) as caught:
+        engine.load_weights((name, held + engine.rank) for name, held in pairs)
+    return {
+        **found,
+        "differing": (str(caught.value), oracle.differences(before, oracle.gather(engine, subject.places))),
+    }
 
 
 def refused_case() -> list[Any]:
@@ -123,6 +129,8 @@ def test_nothing_is_lost_by_what_cannot_be_loaded(pool: RankPool) -> None:
         for found in places:
             said, _ = found.pop("none")
             assert "gave None and others gave weights" in said
+            said, changed = found.pop("differing")
+            assert "members 0 and 1 gave different values" in said and not changed
             for title, (reason, changed) in found.items():
                 assert not changed, title
                 assert re.search(SPOILED[title.partition(",")[0]][1], reason), (title, reason)
