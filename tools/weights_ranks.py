@@ -25,7 +25,7 @@ from workload import SIZES, Samples, config, quiet
 import ds_dynatrain
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.weights.receivers.group import Group
-from ds_dynatrain.weights.receivers.http import Requests, TorchEndpoint, free_port
+from ds_dynatrain.weights.receivers.servers import Requests, TorchEndpoint, free_port
 from ds_dynatrain.weights.receivers.vllm import VLLM
 from ds_dynatrain.weights.update import send
 

@@ -14,6 +14,8 @@
 | `live` | this rank's buffers, once all ranks can read theirs |
 | `pretrained` | folders for transformers |
 | `loading` | the way back: full tensors into weights and masters |
+| `update` | `send`: an update with its version, coverage and digests |
+| **receivers/** | plain torch ranks, folders, vLLM, SGLang, TRL, verl |
 
 An extension package: nothing imports it but the engine's methods `save_pretrained` and `load_weights`, at their first
 call. It needs no vLLM, TRL or verl.
@@ -21,6 +23,43 @@ call. It needs no vLLM, TRL or verl.
 May import `engine`; start with `source`.
 """
 
-from ds_dynatrain.weights.source import ParamMeta, WeightSource, source
+from __future__ import annotations
 
-__all__ = ["ParamMeta", "WeightSource", "source"]
+from importlib import import_module
+from typing import Any
+
+from ds_dynatrain.weights.source import ParamMeta, WeightSource, source
+from ds_dynatrain.weights.update import Receiver, Update, send
+
+__all__ = [
+    "VLLM",
+    "Folder",
+    "Group",
+    "GroupReceiver",
+    "ParamMeta",
+    "Receiver",
+    "SGLang",
+    "TRLWeights",
+    "Update",
+    "WeightSource",
+    "send",
+    "shards",
+    "source",
+]
+
+_HOMES = {
+    "Folder": "receivers.version_folders",
+    "Group": "receivers.group",
+    "GroupReceiver": "receivers.group_receiver",
+    "SGLang": "receivers.sglang",
+    "TRLWeights": "receivers.trl",
+    "VLLM": "receivers.vllm",
+    "shards": "receivers.verl",
+}
+"""Modules of the names that are imported when they are used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ds_dynatrain.weights' has no attribute {name!r}")
+    return getattr(import_module(f"ds_dynatrain.weights.{_HOMES[name]}"), name)

@@ -165,6 +165,11 @@ class WeightSource:
 
     # ---- what this rank has ------------------------------------------------------------------------------------------
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether `runs` can give all tensors, which it cannot where an adapter is added to one."""
+        return not any(each.deltas for each in self._outputs)
+
     def runs(self) -> Iterator[tuple[str, Extent, torch.Tensor]]:
         """Yield (name, extent, values) of the elements that this rank owns, in the order of `metadata`; no messages.
 

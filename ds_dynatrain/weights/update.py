@@ -20,7 +20,7 @@ import torch.distributed as td
 
 from ds_dynatrain.checkpoint.extents import WORD, Extent
 from ds_dynatrain.errors import DynatrainError, TransferError, UnsupportedError
-from ds_dynatrain.weights.receivers.blocks import digest_of_part
+from ds_dynatrain.weights.blocks import digest_of_part
 
 FAILED = -1
 """Version that a rank reports if it cannot take part in an update."""
@@ -28,7 +28,7 @@ FAILED = -1
 
 @dataclass(frozen=True)
 class Update:
-    """What one update brought.
+    """Record of one update.
 
     version: number that increases from update to update of a receiver; one that was discarded is not used again. step:
     optimizer steps of the trainer. layout: the trainer's. nbytes: bytes of weights that all ranks sent. digests: the
@@ -53,11 +53,15 @@ class Receiver:
 
     full_on: what `send` of the class reads: full tensors that are real on the first rank or on all ranks
     (`Outgoing.full`), or each rank's own parts ("none", `Outgoing.runs`). has_deltas: whether it can send changed
-    elements only.
+    elements only. always_claims: whether ranks claim a version before each update, and not only before the first one in
+    a world.
     """
 
     full_on: ClassVar[Literal["first", "all", "none"]] = "first"
     has_deltas: ClassVar[bool] = False
+    always_claims: ClassVar[bool] = True
+    world: tuple[Any, ...] | None = None
+    """Group and layout of the world in which the last update succeeded; the same on all ranks of it."""
     version = 0
     """Newest version that this rank knows of."""
 
@@ -89,6 +93,9 @@ class Outgoing:
         """Bytes of weights that this rank has sent; the receiver class counts them. After `prove`, of all ranks."""
         self.rpcs = 0
         self.digests: dict[str, int] = {}
+        self.has_runs = bool(getattr(source, "has_runs", True))
+        """Whether ranks own parts; else the first rank has each tensor as a whole, as if it owned it."""
+        self._passing: Iterator[tuple[str, torch.Tensor]] | None = None
         self._numbers = {each.name: number for number, each in enumerate(source.metadata)}
         self._sums = np.zeros((2, len(self._numbers)), np.uint64)
 
@@ -97,7 +104,8 @@ class Outgoing:
 
         A tensor is real on the ranks that the receiver's `full_on` names, and valid until the next one.
         """
-        for name, tensor in self.source.iter_full():
+        self._passing = self.source.iter_full()
+        for name, tensor in self._passing:
             if self.source.rank == 0:
                 meta = self.source.metadata[self._numbers[name]]
                 if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
@@ -109,13 +117,28 @@ class Outgoing:
 
     def runs(self) -> Iterator[tuple[int, Extent, torch.Tensor]]:
         """Iterate over what this rank owns, without messages: (tensor's number, extent, flat values on the host)."""
+        if not self.has_runs:
+            for name, tensor in self.full():
+                if self.source.rank == 0:
+                    flat = tensor.detach().reshape(-1).cpu()
+                    yield self._numbers[name], Extent(0, flat.numel(), 0, 1), flat.clone()
+            return
         for name, extent, matrix in self.source.runs():
             flat = matrix.detach().reshape(-1).cpu()
             self._note(name, extent, flat)
             yield self._numbers[name], extent, flat
 
+    def drain(self) -> None:
+        """Iterate over what is left of the full tensors, since all ranks must come to the end, also after an error."""
+        for _ in self.source.iter_full() if self._passing is None else self._passing:
+            pass
+
     def extents(self) -> Iterator[tuple[int, Extent]]:
         """Iterate over what this rank owns, as `runs` does, without the values."""
+        if not self.has_runs:
+            metadata = self.source.metadata if self.source.rank == 0 else ()
+            yield from ((number, Extent(0, math.prod(meta.shape), 0, 1)) for number, meta in enumerate(metadata))
+            return
         for name, extent, _ in self.source.runs():
             yield self._numbers[name], extent
 
@@ -178,9 +201,15 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
 
         turn, found = engine.turn(), source(engine, full_on="first" if receiver.full_on == "none" else receiver.full_on)
     with turn:
-        out = Outgoing(found, _claims(found, receiver, delta), version, delta)
-        receiver.version = out.version  # also if it fails: its number is not used again
+        world = (td.group.WORLD, found.layout)
+        if is_known := receiver.world == world and not receiver.always_claims:
+            table = [[receiver.version + 1, 0, 0]]
+        else:
+            table = _claims(found, receiver, delta)
+        out = Outgoing(found, table, version, delta)
+        receiver.version, receiver.world = out.version, None  # also if it fails: its number is not used again
         receiver.send(out)
+        receiver.world = world
     layout, tensors = str(found.layout), len(found.metadata)
     return Update(
         out.version,
@@ -191,7 +220,7 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
         time.monotonic() - begin,
         out.digests,
         out.is_delta,
-        2 + (0 if receiver.full_on == "none" else getattr(found, "collectives", 0)),
+        2 - is_known + (0 if receiver.full_on == "none" and out.has_runs else found.collectives),
         out.rpcs,
     )
 

@@ -8,8 +8,9 @@ from unittest.mock import patch
 
 import torch
 
+from ds_dynatrain import weights
 from ds_dynatrain.space import Layout
-from ds_dynatrain.weights.receivers.board import Connection
+from ds_dynatrain.weights.receivers.board import LinkConnection
 from ds_dynatrain.weights.receivers.group import Group
 from ds_dynatrain.weights.update import Update, send
 from tests.engine.axis_walks import Subject
@@ -18,15 +19,22 @@ from tests.weights import cases, fakes
 Found = list[tuple[list[Update], cases.Named]]
 
 
-def on_a_walk(find: cases.Find, path: list[Layout], addresses: list[str], dtype: str = "bf16") -> Found:
-    """Send to each address in each layout of a path; the updates, and the weights by the oracle."""
+def on_a_walk(find: cases.Find, path: list[Layout], addresses: list[str], is_merged: bool = False) -> Found:
+    """Send to each address in each layout of a path; the updates, and the weights by the oracle.
+
+    is_merged: adapters are added to the weights, which the oracle does not do; `test_lora` holds `iter_full` to peft.
+    """
     groups = [Group(address, timeout_seconds=30, bucket_bytes=3000) for address in addresses]
 
     def look(engine: Any, subject: Subject) -> tuple[list[Update], cases.Named]:
-        wanted = cases.expected(engine, subject)
+        if is_merged:
+            passing = weights.source(engine, full_on="all").iter_full()
+            wanted = {name: tensor.clone().flatten() for name, tensor in passing}
+        else:
+            wanted = cases.expected(engine, subject)
         return [send(engine, group) for group in groups], wanted
 
-    return cases.at_each(find, dtype, path, look)
+    return cases.at_each(find, "bf16", path, look)
 
 
 def with_deltas(find: cases.Find, layout: Layout, address: str, steps: int, rate: float) -> list[Update]:
@@ -56,14 +64,14 @@ def killed_in_the_middle(address: str, rank: int) -> None:
     group = Group(address, timeout_seconds=20, bucket_bytes=200)
     source = fakes.fake_source(1)
     send(source, group)
-    sends, calls = Connection.send, 0
+    sends, calls = LinkConnection.send, 0
 
-    def dying(connection: Connection, values: torch.Tensor, to: int, what: str) -> Any:
+    def dying(connection: LinkConnection, values: torch.Tensor, to: int, what: str) -> Any:
         nonlocal calls
         calls += 1
         if source.rank == rank and calls == 2:
             os._exit(9)
         return sends(connection, values, to, what)
 
-    with patch.object(Connection, "send", dying):
+    with patch.object(LinkConnection, "send", dying):
         send(fakes.fake_source(2), group)

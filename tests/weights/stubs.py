@@ -75,7 +75,7 @@ class Stub:
                 parts = urlsplit(self.path)
                 data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 stub.requests.append(parts.path)
-                status, answer = 200, None
+                status, answer = 200, dict[str, Any]()
                 try:
                     if parts.path == stub.fails_at:
                         stub.fails_at, status, answer = "", 500, {"error": "out of memory"}

@@ -9,7 +9,7 @@ import torch
 
 from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.weights.receivers.blocks import Move, check_coverage, moves_between, part_of
+from ds_dynatrain.weights.blocks import Move, check_coverage, moves_between, part_of
 from ds_dynatrain.weights.receivers.group import Group
 from ds_dynatrain.weights.update import Update, send
 from tests.engine.pool import RankPool

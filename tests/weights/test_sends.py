@@ -45,6 +45,18 @@ def test_receivers_hold_the_weights_before_and_after_switches(pool: RankPool, na
             assert update.collectives == 2
 
 
+def test_adapters_arrive_merged(pool: RankPool) -> None:
+    from tests.weights.test_lora import subject  # skips without peft
+
+    path = [layout(short) for short in ("d4z3", "d2z1")]
+    with fakes.rollouts(2, {}) as rollouts:
+        address = [rollouts.address]
+        found = pool.run(sending.on_a_walk, find=subject, path=path, addresses=address, is_merged=True, seconds=120)[0]
+        rollouts.wait(2)
+    for place, (_, wanted) in enumerate(found):
+        assert cases.differing(rollouts.whole(place), wanted) == []
+
+
 def test_deltas_at_a_small_learning_rate(pool: RankPool) -> None:
     find = partial(subjects.language_model, "llama of 4 kv")
     with fakes.rollouts(2, {}) as rollouts:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.errors import CertificateError, CheckpointDamaged, TransferError, UnsupportedError
-from ds_dynatrain.weights.receivers import folder, sglang, trl, verl, vllm
+from ds_dynatrain.weights.receivers import sglang, trl, verl, vllm
+from ds_dynatrain.weights.receivers import version_folders as folder
 from ds_dynatrain.weights.update import Receiver, Update, send
 from tests.engine import subjects
 from tests.engine.pool import RankPool

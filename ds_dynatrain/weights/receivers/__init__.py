@@ -2,10 +2,9 @@
 
 | file | receiver |
 |---|---|
-| `group` | plain torch processes; `group_receiver` is their side, `blocks` the geometry of both |
-| `folder` | a folder of safetensors for each version |
-| `http` | requests to servers, and the packed broadcast to their workers |
-| `vllm`, `sglang` | servers of vLLM and SGLang |
+| `group` | plain torch processes; `group_receiver` is their side, `board` and `deltas` are used by both |
+| `version_folders` | a folder of safetensors for each version |
+| `servers` | requests and packed broadcasts, for `vllm` and `sglang` |
 | `trl` | the object that AsyncGRPOTrainer takes as `weight_transfer` |
 | `verl` | shards for verl's delta engine |
 """

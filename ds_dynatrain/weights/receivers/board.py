@@ -1,4 +1,4 @@
-"""What trainer and receiving ranks of a group agree on: records in a store that the first receiving rank hosts.
+"""Records on which trainer and receiving ranks of a group agree, in a store that the first receiving rank hosts.
 
 Records are JSON and arrays of numbers; nothing is unpickled. Their keys:
 
@@ -64,7 +64,7 @@ def board_at(address: str, rank: int, seconds: float, token: str | None) -> Cont
     return Control(store, "board", rank, seconds, seal=None if token is None else Seal(token.encode()))
 
 
-class Connection:
+class LinkConnection:
     """One gloo group of all ranks of a link: the trainer's ranks, then the receiving ones.
 
     Raises MemberMissing with the ranks that did not come in time. trainers: how many ranks the trainer has, which come
@@ -118,7 +118,7 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetTensor:
     """A tensor that receivers get: its name, element type and full shape, and the bucket that it travels in."""
 
     name: str
@@ -127,12 +127,12 @@ class Target:
     bucket: int
 
 
-def targets_of(rows: Sequence[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> list[Target]:
+def targets_of(rows: Sequence[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> list[TargetTensor]:
     """Return tensors with their buckets: consecutive ones of one type, of `bucket_bytes` unless one alone is larger.
 
     rows: name, element type and shape of each tensor.
     """
-    found: list[Target] = []
+    found: list[TargetTensor] = []
     filled = 0
     for name, kind, shape in rows:
         dtype = named(kind)
@@ -141,7 +141,7 @@ def targets_of(rows: Sequence[tuple[str, str, Sequence[int]]], bucket_bytes: int
         if found and (dtype != found[-1].dtype or filled + nbytes > bucket_bytes):
             bucket, filled = bucket + 1, 0
         filled += nbytes
-        found.append(Target(name, dtype, tuple(shape), bucket))
+        found.append(TargetTensor(name, dtype, tuple(shape), bucket))
     return found
 
 

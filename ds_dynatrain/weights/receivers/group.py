@@ -19,15 +19,15 @@ import torch.distributed as td
 from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.errors import DynatrainError, MemberMissing, TransferError
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.weights.receivers.blocks import Move, moves_between, part_of, rows_of
-from ds_dynatrain.weights.receivers.board import Connection, Target, board_at, rows_to_post, targets_of
-from ds_dynatrain.weights.receivers.changes import bits, packed
+from ds_dynatrain.weights.blocks import Move, moves_between, part_of, rows_of
+from ds_dynatrain.weights.receivers.board import LinkConnection, TargetTensor, board_at, rows_to_post, targets_of
+from ds_dynatrain.weights.receivers.deltas import bits, packed
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
 BUCKET_BYTES = 64 << 20
 
 
-class Share(NamedTuple):
+class OwnedPart(NamedTuple):
     """A part of tensor `number` that a rank owns, and the moves from it to each receiving rank."""
 
     number: int
@@ -36,7 +36,7 @@ class Share(NamedTuple):
 
 
 @dataclass
-class Link:
+class TrainerLink:
     """The connections of one world of the trainer to the receivers, and what this rank sends over them.
 
     world: the world's group and layout. trainers, receivers: how many ranks there are of each. plan: this rank's parts,
@@ -48,9 +48,9 @@ class Link:
     world: tuple[Any, ...]
     trainers: int
     receivers: int
-    connection: Connection
-    targets: list[Target]
-    plan: list[Share]
+    connection: LinkConnection
+    targets: list[TargetTensor]
+    plan: list[OwnedPart]
     base: int = 0
     previous: list[torch.Tensor] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Group(Receiver):
         self.address, self.timeout_seconds, self.bucket_bytes = address, timeout_seconds, bucket_bytes
         self._token = token
         self._board: Control | None = None
-        self._link: Link | None = None
+        self._link: TrainerLink | None = None
 
     def close(self) -> None:
         """Close all connections; another update makes new ones."""
@@ -122,6 +122,8 @@ class Group(Receiver):
                 found = board.decide(verdict, mine)  # the first failure is the cause of the others
                 error = failed if found == mine else TransferError(f"version {out.version} was given up: {found}")
                 self._drop()
+                if not out.has_runs:
+                    out.drain()
             out.prove(error)
             if rank == 0:
                 board.post(f"proof/{out.version}", np.array(list(out.digests.values()), np.uint64))
@@ -145,7 +147,7 @@ class Group(Receiver):
 
     # ---- links -------------------------------------------------------------------------------------------------------
 
-    def _linked(self, out: Outgoing, board: Control, stop: Callable[[], None]) -> Link:
+    def _linked(self, out: Outgoing, board: Control, stop: Callable[[], None]) -> TrainerLink:
         """Offer the update on rank 0; return the link over which all ranks send it."""
         source, rank = out.source, out.source.rank
         is_old = len({row[1] for row in out.table}) == 1 and self._link is not None
@@ -164,14 +166,14 @@ class Group(Receiver):
         first = board.wait({0: "receiver/0"}, f"receivers at {self.address}")[0]
         size, cuts = int(first["size"]), first["placements"]
         targets = targets_of(rows_to_post(source.metadata), self.bucket_bytes)
-        plan = list[Share]()
+        plan = list[OwnedPart]()
         for tensor, extent in out.extents():
             name, shape = targets[tensor].name, targets[tensor].shape
             parts = (part_of(shape, cuts.get(name), receiver, size)[0] for receiver in range(size))
-            plan.append(Share(tensor, extent, [moves_between(extent, part) for part in parts]))
-        connection = Connection(board, number, rank, source.world_size, size, stop)
+            plan.append(OwnedPart(tensor, extent, [moves_between(extent, part) for part in parts]))
+        connection = LinkConnection(board, number, rank, source.world_size, size, stop)
         world = (td.group.WORLD, source.layout)
-        link = self._link = Link(number, world, source.world_size, size, connection, targets, plan)
+        link = self._link = TrainerLink(number, world, source.world_size, size, connection, targets, plan)
         for receiver in range(size):
             rows = [(share.number, *move) for share in plan for move in share.moves[receiver]]
             for values in (torch.tensor([len(rows)]), torch.tensor(rows, dtype=torch.int64).reshape(-1)):
@@ -180,11 +182,11 @@ class Group(Receiver):
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
-    def _ship(self, out: Outgoing, link: Link) -> None:
+    def _ship(self, out: Outgoing, link: TrainerLink) -> None:
         """Send what this rank owns to the receivers that need it, bucket by bucket."""
         if not out.wants_delta:
             link.previous.clear()
-        seen = 0
+        seen, before = 0, list[Callable[[], None]]()
         for _, held in groupby(out.runs(), key=lambda run: link.targets[run[0]].bucket):
             values: list[list[torch.Tensor]] = [[] for _ in range(link.receivers)]
             changes: list[list[torch.Tensor]] = [[] for _ in range(link.receivers)]
@@ -214,7 +216,10 @@ class Group(Receiver):
                     if len(part):
                         waits.append(link.connection.send(part, link.trainers + receiver, f"version {out.version}"))
                         out.nbytes += len(part)
-            for wait in waits:
+            for wait in before:  # one bucket is under way while the next one is packed
                 wait()
+            before = waits
+        for wait in before:
+            wait()
         if seen != len(link.plan):
             raise TransferError(f"this rank owns {seen} parts of the weights, and {len(link.plan)} when it connected")

@@ -1,4 +1,4 @@
-"""`GroupReceiver`: the side of `Group` in any torch process, with or without DeepSpeed.
+"""`GroupReceiver`: the side of `Group` in any torch process.
 
 New values are received beside the present ones, and take their place once all receiving ranks hold what the trainer
 says that it sent: the digests of all parts add up to those of the whole tensors. Otherwise nothing has changed.
@@ -18,9 +18,9 @@ import torch.distributed as td
 from ds_dynatrain.checkpoint.extents import WORD, Extent
 from ds_dynatrain.errors import ConfigError, DynatrainError, MemberMissing, OutcomeUnknown, TransferError
 from ds_dynatrain.report import logger
-from ds_dynatrain.weights.receivers.blocks import Move, check_coverage, digest_of_part, part_of, rows_of
-from ds_dynatrain.weights.receivers.board import Connection, Target, board_at, serve, targets_of
-from ds_dynatrain.weights.receivers.changes import COUNTS_BYTES, WHOLE, Counts, bits, check, unpacked
+from ds_dynatrain.weights.blocks import Move, check_coverage, digest_of_part, part_of, rows_of
+from ds_dynatrain.weights.receivers.board import LinkConnection, TargetTensor, board_at, serve, targets_of
+from ds_dynatrain.weights.receivers.deltas import COUNTS_BYTES, WHOLE, DeltaCounts, bits, check, unpacked
 from ds_dynatrain.weights.update import Update
 
 LOOK_SECONDS = 0.02
@@ -32,7 +32,7 @@ Row = tuple[int, Move]
 
 
 @dataclass
-class Incoming:
+class ReceiverLink:
     """One link, on a receiving rank.
 
     targets: the tensors. parts: where this rank's part lies in each. plan: by bucket and trainer's rank, the moves that
@@ -41,8 +41,8 @@ class Incoming:
 
     number: int
     trainers: int
-    connection: Connection
-    targets: list[Target]
+    connection: LinkConnection
+    targets: list[TargetTensor]
     parts: list[Extent]
     plan: dict[int, dict[int, list[Row]]]
     beside: dict[str, torch.Tensor]
@@ -81,7 +81,7 @@ class GroupReceiver:
         if rank == 0:
             self._store, self.address = serve(address)
         self._board = board_at(self.address, rank, timeout_seconds, token)
-        self._link: Incoming | None = None
+        self._link: ReceiverLink | None = None
         self._beside: dict[str, torch.Tensor] = {}
         self._seen = 0
         self._board.post(f"receiver/{rank}", {"size": world_size, "placements": self.placements})
@@ -105,7 +105,7 @@ class GroupReceiver:
                 self._give_up(offer["version"], error)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; another update raises."""
         self._drop()
         self._store = None
 
@@ -183,7 +183,7 @@ class GroupReceiver:
 
     # ---- links -------------------------------------------------------------------------------------------------------
 
-    def _join(self, number: int, stop: Any) -> Incoming:
+    def _join(self, number: int, stop: Any) -> ReceiverLink:
         """Connect to a world of the trainer, and check that its ranks together write each element once."""
         record = self._board.wait({0: f"link/{number}"}, f"link {number} of the trainer", stop=stop)[0]
         trainers, targets = int(record["trainers"]), targets_of(record["tensors"], int(record["bucket_bytes"]))
@@ -196,8 +196,8 @@ class GroupReceiver:
             old = self._beside.get(target.name)
             fits = old is not None and old.shape == shape and old.dtype == target.dtype
             beside[target.name] = old if fits else torch.empty(shape, dtype=target.dtype, device=self.device)
-        connection = Connection(self._board, number, trainers + self.rank, trainers, self.world_size, stop)
-        link = self._link = Incoming(number, trainers, connection, targets, parts, {}, beside)
+        connection = LinkConnection(self._board, number, trainers + self.rank, trainers, self.world_size, stop)
+        link = self._link = ReceiverLink(number, trainers, connection, targets, parts, {}, beside)
         moves: list[list[Move]] = [[] for _ in targets]
         for trainer in range(trainers):
             for tensor, *numbers in self._plan_of(link, trainer):
@@ -210,7 +210,7 @@ class GroupReceiver:
             check_coverage(target.name, part.numel, found)
         return link
 
-    def _plan_of(self, link: Incoming, trainer: int) -> list[list[int]]:
+    def _plan_of(self, link: ReceiverLink, trainer: int) -> list[list[int]]:
         count = torch.empty(1, dtype=torch.int64)
         link.connection.receive(count, trainer, "the plan")()
         if not 0 <= int(count) <= MOST_ROWS:
@@ -222,16 +222,16 @@ class GroupReceiver:
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
-    def _receive(self, link: Incoming, bucket: int, is_delta: bool, version: int) -> int:
+    def _receive(self, link: ReceiverLink, bucket: int, is_delta: bool, version: int) -> int:
         """Receive one bucket from all ranks of the trainer; return the bytes."""
         plan, what = link.plan[bucket], f"version {version}"
         numels = {trainer: sum(move.numel for _, move in rows) for trainer, rows in plan.items()}
-        counts = dict.fromkeys(plan, Counts(WHOLE, 0, 0))
+        counts = dict.fromkeys(plan, DeltaCounts(WHOLE, 0, 0))
         if is_delta:
             heads = {trainer: torch.empty(3, dtype=torch.int64) for trainer in plan}
             for wait in [link.connection.receive(head.view(torch.uint8), each, what) for each, head in heads.items()]:
                 wait()
-            counts = {each: check(Counts(*head.tolist()), numels[each]) for each, head in heads.items()}
+            counts = {each: check(DeltaCounts(*head.tolist()), numels[each]) for each, head in heads.items()}
         dtype = link.targets[next(iter(plan.values()))[0][0]].dtype
         sizes = {trainer: counts[trainer].nbytes(numels[trainer], dtype.itemsize) for trainer in plan}
         messages = {trainer: torch.empty(size, dtype=torch.uint8) for trainer, size in sizes.items()}
@@ -248,7 +248,7 @@ class GroupReceiver:
 
     # ---- proof -------------------------------------------------------------------------------------------------------
 
-    def _digests(self, link: Incoming) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def _digests(self, link: ReceiverLink) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Return this rank's contribution to the digest of each tensor."""
         found = []
         for target, part in zip(link.targets, link.parts, strict=True):
@@ -256,7 +256,7 @@ class GroupReceiver:
             found.append(digest_of_part(flat, part, torch.Size(target.shape).numel()) & WORD)
         return np.array(found, np.uint64)
 
-    def _judged(self, link: Incoming, proof: Any, held: Mapping[int, Any]) -> str:
+    def _judged(self, link: ReceiverLink, proof: Any, held: Mapping[int, Any]) -> str:
         """Return why a version is discarded; "" if all ranks hold what the trainer sent."""
         for number, target in enumerate(link.targets):
             parts = [int(each[number]) for each in held.values()]
@@ -270,7 +270,7 @@ class GroupReceiver:
         return ""
 
 
-def _write_whole(link: Incoming, rows: list[Row], values: torch.Tensor) -> None:
+def _write_whole(link: ReceiverLink, rows: list[Row], values: torch.Tensor) -> None:
     at = 0
     for tensor, (_, _, to, pace, length, count) in rows:
         flat = link.beside[link.targets[tensor].name].view(-1)
@@ -279,7 +279,7 @@ def _write_whole(link: Incoming, rows: list[Row], values: torch.Tensor) -> None:
 
 
 def _write_changes(
-    link: Incoming,
+    link: ReceiverLink,
     rows: list[Row],
     places: torch.Tensor,
     change: torch.Tensor,

@@ -16,7 +16,7 @@ import torch
 
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.errors import CertificateError, TransferError
-from ds_dynatrain.weights.receivers.http import (
+from ds_dynatrain.weights.receivers.servers import (
     Broadcast,
     Requests,
     Server,

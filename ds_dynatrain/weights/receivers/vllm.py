@@ -15,7 +15,7 @@ import torch
 
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.weights.receivers.http import (
+from ds_dynatrain.weights.receivers.servers import (
     Broadcast,
     Endpoint,
     Requests,
@@ -61,11 +61,11 @@ class VLLMClient(Requests):
         self.ask("POST", "/shutdown_weight_transfer_engine")
 
     def pause(self, mode: str) -> None:
-        """Pause generation."""
+        """Pause generation, in one of vLLM's modes."""
         self.ask("POST", "/pause", mode=mode)
 
     def resume(self) -> None:
-        """Continue generation."""
+        """Continue generation after a pause."""
         self.ask("POST", "/resume")
 
 

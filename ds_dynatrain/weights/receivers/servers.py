@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlencode, urlsplit
 
 import torch
@@ -147,19 +147,20 @@ def grouped(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
 class Server(Receiver):
     """Base class of receivers that are servers; `send` runs on all ranks, `_deliver` on the first one."""
 
+    always_claims: ClassVar[bool] = False
+
     def send(self, out: Outgoing) -> None:
         """Send one update; the server shows it if all tensors have passed, each as announced."""
-        tensors, error = out.full(), None
+        error: Exception | None = None
         try:
             if out.source.rank == 0:
                 with ThreadPoolExecutor(1, "weights-request") as beside:
-                    self._deliver(out, tensors, beside)
+                    self._deliver(out, out.full(), beside)
         except Exception as failed:  # reported to all ranks by `prove`
             error = failed
             self._forget()
         finally:
-            for _ in tensors:  # the other ranks iterate to the end, whatever happens here
-                pass
+            out.drain()
         out.prove(error)
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
@@ -172,15 +173,18 @@ class Server(Receiver):
 def packed(
     out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], buckets: Sequence[Sequence[Any]], device: torch.device
 ) -> Iterator[tuple[Sequence[Any], torch.Tensor]]:
-    """Yield each bucket with the bytes of its tensors, in one buffer that is valid until the next one."""
+    """Yield each bucket with the bytes of its tensors, valid until the next one: of one tensor, or of a buffer."""
     sizes = [[math.prod(meta.shape) * meta.dtype.itemsize for meta in bucket] for bucket in buckets]
-    room = torch.empty(max(map(sum, sizes), default=0), dtype=torch.uint8, device=device)
+    room = torch.empty(max((sum(each) for each in sizes if len(each) > 1), default=0), dtype=torch.uint8, device=device)
     for bucket, nbytes in zip(buckets, sizes, strict=True):
+        out.nbytes += sum(nbytes)
+        if len(bucket) == 1:
+            yield bucket, next(tensors)[1].detach().reshape(-1).view(torch.uint8).to(device)
+            continue
         at = 0
         for size in nbytes:
             room[at : at + size].copy_(next(tensors)[1].detach().reshape(-1).view(torch.uint8))
             at += size
-        out.nbytes += at
         yield bucket, room[:at]
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,28 +51,28 @@ class Folder(Receiver):
 
     def send(self, out: Outgoing) -> None:
         """Write a version beside the others, and give it its name once all tensors are in it."""
-        tensors, error, hidden = out.full(), None, self.path / f".v{out.version:08d}"
+        error: Exception | None = None
+        hidden = self.path / f".v{out.version:08d}"
         try:
             if out.source.rank == 0:
-                self._write(out, tensors, hidden)
+                self._write(out, hidden)
         except Exception as failed:  # reported to all ranks by `prove`
             error = failed
             shutil.rmtree(hidden, ignore_errors=True)
         finally:
-            for _ in tensors:  # the other ranks iterate to the end, whatever happens here
-                pass
+            out.drain()
         out.prove(error)
         if out.source.rank == 0:
             for version in _versions(self.path)[: -self.keep]:
                 shutil.rmtree(self.path / f"v{version:08d}", ignore_errors=True)
 
-    def _write(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], hidden: Path) -> None:
+    def _write(self, out: Outgoing, hidden: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
         metadata = out.source.metadata
         dtype = metadata[0].dtype
         writer = Writer(hidden, cut(metadata, dtype, self.max_shard_bytes), dtype)
-        for name, tensor in tensors:
+        for name, tensor in out.full():
             writer.put(name, tensor)
             out.nbytes += tensor.nbytes
         out.check_whole()

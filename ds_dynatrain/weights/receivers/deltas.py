@@ -19,8 +19,8 @@ LARGE = -128
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Counts(NamedTuple):
-    """What the receiver of a delta must know first: bytes of places, number of changes, and of whole values.
+class DeltaCounts(NamedTuple):
+    """Sizes that the receiver of a delta must know first: bytes of places, number of changes, and of whole values.
 
     places: `WHOLE` if all elements of the message follow, changed or not.
     """
@@ -35,7 +35,7 @@ class Counts(NamedTuple):
 
 
 WHOLE = -1
-"""In `Counts.places`: all elements follow."""
+"""In `DeltaCounts.places`: all elements follow."""
 COUNTS_BYTES = 24
 
 
@@ -44,7 +44,7 @@ def bits(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGERS[flat.element_size()])
 
 
-def packed(values: torch.Tensor, change: torch.Tensor) -> tuple[Counts, torch.Tensor]:
+def packed(values: torch.Tensor, change: torch.Tensor) -> tuple[DeltaCounts, torch.Tensor]:
     """Return a delta as bytes, or the values as they are if that is shorter.
 
     change: how much the bits of each value have changed, as integers that wrap around.
@@ -57,13 +57,13 @@ def packed(values: torch.Tensor, change: torch.Tensor) -> tuple[Counts, torch.Te
     change = change[at]
     is_large = (change <= LARGE) | (change > -LARGE - 1)
     small = change.masked_fill(is_large, LARGE).to(torch.int8)
-    counts = Counts(len(places), len(at), int(is_large.sum()))
+    counts = DeltaCounts(len(places), len(at), int(is_large.sum()))
     if counts.nbytes(len(values), values.element_size()) >= values.nbytes:
-        return Counts(WHOLE, 0, 0), values.view(torch.uint8)
+        return DeltaCounts(WHOLE, 0, 0), values.view(torch.uint8)
     return counts, torch.cat([places, small.view(torch.uint8), values[at[is_large]].view(torch.uint8)])
 
 
-def check(counts: Counts, numel: int) -> Counts:
+def check(counts: DeltaCounts, numel: int) -> DeltaCounts:
     """Return counts that a trainer announced. Raise TransferError if no delta of `numel` elements can have them."""
     changes, large = counts.changes, counts.large
     if counts.places != WHOLE and not (
@@ -74,7 +74,7 @@ def check(counts: Counts, numel: int) -> Counts:
 
 
 def unpacked(
-    data: torch.Tensor, counts: Counts, numel: int, dtype: torch.dtype
+    data: torch.Tensor, counts: DeltaCounts, numel: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the places of all changes, ascending, and the changes; which of them are large, and their values.
 
