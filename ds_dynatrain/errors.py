@@ -92,6 +92,10 @@ class CheckpointDamaged(CheckpointError):  # noqa: N818
     """
 
 
+class WeightsError(DynatrainError):
+    """Weights could not be read or loaded by `ds_dynatrain.weights`; the engine is as before the call."""
+
+
 class ElasticError(DynatrainError):
     """A setting, a message or an answer about membership cannot be used; nothing was joined."""
 

@@ -40,6 +40,7 @@ BELOW: dict[str, set[str]] = {
     "exact": {"engine", "exits"},
     "buddies": {"engine"},
     "fallback": {"engine"},
+    "weights": {"engine"},
     "": {"engine"},
     "comparison": {"", "exits"},
     "cli": {"balance", "buddies", "comparison", "exact"},

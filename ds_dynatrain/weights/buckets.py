@@ -1,0 +1,198 @@
+"""Buckets: which output tensors travel together, and the one collective that brings a bucket to the ranks that want it.
+
+A bucket is a layer of the model, and tensors outside of layers join the bucket before or after all layers. Each rank
+sends exactly the elements that it owns and that the destination does not hold. A destination reads elements that it
+holds from its own memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.checkpoint.extents import placed
+from ds_dynatrain.space import WEIGHT, BufferId, CoordinateLine, Layout, Pieces, VirtualParameterSpace, interval
+from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.weights.naming import Output
+
+PACKED = BufferId("packed", 0)
+"""The buffer into which other ranks' elements are received."""
+_TARGET = BufferId("target", 0)
+Memory = Mapping[BufferId, torch.Tensor]
+
+
+def bucketed(outputs: Sequence[Output], itemsize: int, most: int | None) -> list[list[Output]]:
+    """Cut outputs, which are in the order of their layers, into buckets.
+
+    most: bytes of a bucket; None for one bucket per layer. A tensor that is larger has a bucket of its own.
+    """
+    found: list[list[Output]] = []
+    filled = 0
+    for output in outputs:
+        nbytes = output.numel * itemsize
+        fits = found and (output.layer == found[-1][-1].layer if most is None else filled + nbytes <= most)
+        if not fits:
+            found.append([])
+            filled = 0
+        found[-1].append(output)
+        filled += nbytes
+    return found
+
+
+class Shipment(NamedTuple):
+    """Elements that this rank sends to one destination: where they lie here, and in the buffer to send."""
+
+    held: Pieces
+    packed: Pieces
+
+
+@dataclass(frozen=True, eq=False)
+class Gathering:
+    """One rank's part in the collective that makes a bucket whole on its destinations.
+
+    line: the line of all logical tensors. shipments: what this rank sends, by destination. counts: elements that it
+    receives from each rank. parts: all elements of the bucket after the collective, on a destination; else None.
+    is_needed: whether any destination lacks anything, which is the same on all ranks.
+    """
+
+    line: CoordinateLine
+    ranks: int
+    shipments: Mapping[int, Shipment]
+    counts: Ints
+    parts: Pieces | None
+    is_needed: bool
+
+    @staticmethod
+    def of(
+        vps: VirtualParameterSpace, layout: Layout, rank: int, tensors: Iterable[int], destinations: Sequence[int]
+    ) -> Gathering:
+        """Work out the gathering of a bucket, by arithmetic alone.
+
+        tensors: the numbers of the logical tensors that the bucket needs.
+        """
+        numbers = np.array(sorted(set(tensors)), dtype=np.int64)
+        start, stop = interval.union(vps.bases[numbers], vps.bases[numbers + 1])
+        sharding, owned = vps.sharding(layout, WEIGHT), vps.owned(layout, rank, WEIGHT)
+        shipments, parts, is_needed = dict[int, Shipment](), None, False
+        counts, at = np.zeros(layout.world_size, np.int64), 0
+        for destination in destinations:
+            held = vps.holding(layout, destination, WEIGHT).restrict(start, stop)
+            _, low, high = interval.subtract(start, stop, *interval.union(held.start, held.stop))
+            _, low, high, owner = sharding.owners(low, high)
+            is_needed |= bool(len(low))
+            mine = owner == rank
+            if mine.any():
+                order = np.argsort(low[mine])
+                sent = owned.restrict(low[mine][order], high[mine][order])
+                shipments[destination] = Shipment(sent, _end_to_end(sent.start, sent.stop, at))
+                at += sent.numel
+            if destination == rank:
+                np.add.at(counts, owner, high - low)
+                order = np.lexsort((low, owner))
+                parts = _joined(held, _end_to_end(low[order], high[order], 0))
+        return Gathering(vps.line, layout.world_size, shipments, counts, parts, is_needed)
+
+    @property
+    def sent(self) -> int:
+        """Number of elements that this rank sends."""
+        return sum(shipment.held.numel for shipment in self.shipments.values())
+
+    @property
+    def received(self) -> int:
+        """Number of elements that this rank receives."""
+        return int(self.counts.sum())
+
+    def run(self, live: Memory, room: BucketMemory, group: td.ProcessGroup) -> None:
+        """Send and receive. A collective of all ranks; call it only if `is_needed`.
+
+        live: this rank's weights. The elements that are received lie in `room.received` afterwards.
+        """
+        send, sizes = room.to_send[: self.sent], [0] * self.ranks
+        for destination, (held, packed) in sorted(self.shipments.items()):
+            sizes[destination] = held.numel
+            for _, _, (here, there) in placed(self.line, (held, packed), (dict(live), {PACKED: send})):
+                there.copy_(here)
+        got, itemsize = room.received[: self.received], send.element_size()
+        td.all_to_all_single(
+            got.view(torch.uint8),
+            send.view(torch.uint8),
+            [count * itemsize for count in self.counts.tolist()],
+            [size * itemsize for size in sizes],
+            group=group,
+        )
+
+
+@dataclass(frozen=True)
+class BucketMemory:
+    """Memory that the buckets of a pass use one after the other."""
+
+    to_send: torch.Tensor
+    received: torch.Tensor
+
+    @staticmethod
+    def of(gatherings: Iterable[Gathering], dtype: torch.dtype, device: torch.device) -> BucketMemory:
+        """Allocate memory for the largest of several gatherings."""
+        sizes = [(each.sent, each.received) for each in gatherings]
+        most = (max((size[side] for size in sizes), default=0) for side in (0, 1))
+        return BucketMemory(*(torch.empty(size, dtype=dtype, device=device) for size in most))
+
+
+def _end_to_end(start: Ints, stop: Ints, at: int) -> Pieces:
+    """Return runs as pieces that lie one after the other in the buffer PACKED, from offset `at`, in the given order."""
+    ends = np.cumsum(stop - start)
+    return Pieces(start, stop, np.zeros_like(start), at + ends - (stop - start), (PACKED,))
+
+
+def _joined(held: Pieces, packed: Pieces) -> Pieces:
+    """Return the pieces of both, sorted; the buffers of `held` come first."""
+    columns = packed.start, packed.stop, packed.buffer + len(held.buffers), packed.offset
+    start, stop, buffer, offset = interval.join([held.columns, columns])
+    return Pieces(start, stop, buffer, offset, (*held.buffers, PACKED)).tidy()
+
+
+def assembled(
+    line: CoordinateLine, output: Output, parts: Pieces, memory: Memory, like: torch.Tensor, copies: bool = False
+) -> torch.Tensor:
+    """Return an output tensor made of the parts of a bucket: a view where it lies in one piece, else a copy.
+
+    memory: the buffers of the parts. like: a tensor of the output's type and device. copies: whether to copy always.
+    """
+    found = None if copies else _view(line, output, parts, memory)
+    if found is not None:
+        return found
+    flat = torch.empty(output.numel, dtype=like.dtype, device=like.device)
+    for here, there in matched(line, output, parts, memory, flat):
+        there.copy_(here)
+    return flat.view(output.shape)
+
+
+def matched(
+    line: CoordinateLine, output: Output, parts: Pieces, memory: Memory, flat: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of equal blocks: in the memory of the parts, and in `flat`, the elements of the output tensor."""
+    for run in output.runs:
+        base = int(line.bases[run.tensor])
+        pieces = parts.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
+        offset = pieces.start - base - run.start + run.at
+        target = Pieces(pieces.start, pieces.stop, np.zeros_like(offset), offset, (_TARGET,))
+        for _, _, (here, there) in placed(line, (pieces, target), (dict(memory), {_TARGET: flat})):
+            yield here, there
+
+
+def _view(line: CoordinateLine, output: Output, parts: Pieces, memory: Memory) -> torch.Tensor | None:
+    """Return the output as a view of memory; None if it does not lie in one piece."""
+    if len(output.runs) != 1:
+        return None
+    run = output.runs[0]
+    base = int(line.bases[run.tensor])
+    pieces = parts.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
+    if len(pieces) != 1 or pieces.numel != math.prod(output.shape):
+        return None
+    piece = next(iter(pieces))
+    return memory[piece.buffer].detach().narrow(0, piece.offset, output.numel).view(output.shape)

@@ -1,0 +1,110 @@
+"""Geometry of an update: which part of a tensor a receiving rank holds, and which runs of it a sending rank has.
+
+A part is one block along one dimension, as `torch.chunk` cuts it, and it lies in the receiver's memory row-major. Both
+a part and what a sender holds are extents; their intersection is a few series of runs, each copied by one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ds_dynatrain.checkpoint.extents import Extent, chunks, digest_of, runs_of
+from ds_dynatrain.errors import TransferError
+from ds_dynatrain.space import interval
+from ds_dynatrain.transfer.series import series
+
+DIGEST_ELEMENTS = 1 << 18
+"""Elements that are digested at once."""
+
+
+class Move(NamedTuple):
+    """`runs` runs of `length` elements from a sender's flat values to a receiver's.
+
+    at, step: first element and distance of the runs in the sender's values. to, pace: the same in the receiver's.
+    """
+
+    at: int
+    step: int
+    to: int
+    pace: int
+    length: int
+    runs: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in all runs."""
+        return self.length * self.runs
+
+
+def part_of(shape: Sequence[int], dim: int | None, rank: int, size: int) -> tuple[Extent, tuple[int, ...]]:
+    """Return where the part of a receiving rank lies in a tensor, and the shape of the part.
+
+    dim: the dimension that is cut among `size` ranks; None if each rank holds the whole tensor.
+    """
+    if dim is None:
+        return Extent(0, math.prod(shape), 0, 1), tuple(shape)
+    width = -(-shape[dim] // size)
+    begin, end = min(rank * width, shape[dim]), min((rank + 1) * width, shape[dim])
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    part = (*shape[:dim], end - begin, *shape[dim + 1 :])
+    step = shape[dim] * inner if outer > 1 else 0
+    return Extent(begin * inner, (end - begin) * inner, step, outer), part
+
+
+def moves_between(held: Extent, part: Extent) -> list[Move]:
+    """Return the moves that bring what a sender holds of a tensor into a receiver's part of it."""
+    if not held.numel or not part.numel:
+        return []
+    (mine, mine_at), (theirs, theirs_at) = runs_of(held), runs_of(part)
+    row, run, start, stop = interval.intersect(theirs, theirs + part.length, mine, mine + held.length)
+    at, to, length = mine_at[run] + start - mine[run], theirs_at[row] + start - theirs[row], stop - start
+    found = []
+    for first, count in zip(*series(length, at, to), strict=True):
+        step, pace = (int(at[first + 1] - at[first]), int(to[first + 1] - to[first])) if count > 1 else (0, 0)
+        number, size = int(count), int(length[first])
+        if step == pace == size:
+            number, size, step, pace = 1, number * size, 0, 0
+        found.append(Move(int(at[first]), step, int(to[first]), pace, size, number))
+    return found
+
+
+def rows_of(flat: torch.Tensor, first: int, step: int, length: int, count: int) -> torch.Tensor:
+    """Return runs of a flat contiguous tensor as a view of shape (count, length)."""
+    return flat.as_strided((count, length), (step, 1), flat.storage_offset() + first)
+
+
+def check_coverage(name: str, numel: int, moves: Iterable[Move]) -> None:
+    """Raise TransferError unless the moves write each of a receiver's `numel` elements of a tensor exactly once."""
+    starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for move in moves:
+        starts.append(move.to + move.pace * np.arange(move.runs, dtype=np.int64))
+        lengths.append(np.full(move.runs, move.length, np.int64))
+    start, length = np.concatenate(starts), np.concatenate(lengths)
+    order = np.argsort(start, kind="stable")
+    start, stop = start[order], (start + length)[order]
+    expected, found = np.append(0, stop), np.append(start, numel)
+    wrong = np.flatnonzero(expected != found)
+    if len(wrong):
+        reached, follows = int(expected[wrong[0]]), int(found[wrong[0]])
+        what = (
+            f"elements [{reached}, {follows}) are sent by no rank"
+            if follows > reached
+            else (f"element {follows} is sent twice, or lies outside of the {numel} elements")
+        )
+        raise TransferError(f"{name}: {what}; the trainer's ranks do not describe the same layout: make a new source")
+
+
+def digest_of_part(values: torch.Tensor, part: Extent, numel: int) -> int:
+    """Return the contribution of a part to the digest of its tensor of `numel` elements.
+
+    values: the part's elements, flat and contiguous.
+    """
+    if not part.numel:
+        return 0
+    matrix = values.view(part.count, part.length)
+    return sum(digest_of(part, at, chunk, numel) for at, chunk in chunks(matrix, DIGEST_ELEMENTS))

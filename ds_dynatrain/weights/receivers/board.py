@@ -1,0 +1,150 @@
+"""What trainer and receiving ranks of a group agree on: records in a store that the first receiving rank hosts.
+
+Records are JSON and arrays of numbers; nothing is unpickled. Their keys:
+
+| key | written by | holds |
+|---|---|---|
+| `receiver/R` | receiving rank R, when it starts | number of receiving ranks, and the dimensions that they cut |
+| `state/R` | receiving rank R | its version and the link that it is on (0: none) |
+| `link/L` | the trainer's rank 0 | a trainer world's connections: its size, tensors, size of buckets |
+| `here/L/G` | rank G of a link | that it is about to connect |
+| `offer` | the trainer's rank 0 | the newest update: version, link, and the version that it builds on |
+| `ready/V/R` | receiving rank R | that it waits for the values of version V |
+| `proof/V` | the trainer's rank 0 | the digest of each tensor of version V |
+| `held/V/R` | receiving rank R | the digests of what it has received |
+| `verdict/V` | the first rank that decides | "" if version V becomes visible; else why it is discarded |
+| `shown/V/R` | receiving rank R | that version V is its present one |
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as td
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from ds_dynatrain.checkpoint.extents import name_of, named
+from ds_dynatrain.elastic.abort import WorldSockets
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.store import open_store
+from ds_dynatrain.errors import TransferError
+from ds_dynatrain.membership.control import Control, Seal
+
+PREFIX = "dynatrain-weights"
+
+
+def serve(address: str) -> tuple[TCPStore, str]:
+    """Return a store that listens at HOST:PORT, and its address; port 0 takes a free one."""
+    place = Address.parse(address)
+    listener = socket.create_server(
+        (place.host, place.port), family=socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    )
+    place = Address(place.host, listener.getsockname()[1])
+    store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, str(place)
+
+
+def board_at(address: str, rank: int, seconds: float, token: str | None) -> Control:
+    """Return the board of the receivers at an address. Raise TransferError if nothing answers within `seconds`."""
+    place = Address.parse(address)
+    try:
+        store = open_store(place.host, place.port, PREFIX, seconds)
+    except td.DistError as error:
+        raise TransferError(
+            f"no receivers answer at {address} within {seconds:g} s ({error}): start the rank 0 of GroupReceiver there"
+        ) from error
+    return Control(store, "board", rank, seconds, seal=None if token is None else Seal(token.encode()))
+
+
+class Connection:
+    """One gloo group of all ranks of a link: the trainer's ranks, then the receiving ones.
+
+    Raises MemberMissing with the ranks that did not come in time. trainers: how many ranks the trainer has, which come
+    first. stop: called while waiting; it may raise.
+    """
+
+    def __init__(
+        self, board: Control, link: int, rank: int, trainers: int, receivers: int, stop: Callable[[], None]
+    ) -> None:
+        size = trainers + receivers
+        board.post(f"here/{link}/{rank}", 1)
+        board.gather(f"here/{link}", range(size), f"link {link} between trainer and receivers", stop=stop)
+        self.trainers, self.seconds, self._sockets = trainers, board.timeout_seconds, WorldSockets()
+        with self._sockets.building():
+            store = PrefixStore(f"gloo/{link}", board.store)
+            self._group: Any = td.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=self.seconds))
+
+    def send(self, values: torch.Tensor, rank: int, what: str) -> Callable[[], None]:
+        """Start sending flat values on the host to a rank; return a function that waits for the end of it.
+
+        what: for messages. Both raise TransferError, which names the rank, if it fails, or takes too long.
+        """
+        with self._naming(rank, what):
+            return partial(self._finish, self._group.send([values], rank, 0), rank, what)
+
+    def receive(self, values: torch.Tensor, rank: int, what: str) -> Callable[[], None]:
+        """Start receiving flat values on the host from a rank, as `send` does."""
+        with self._naming(rank, what):
+            return partial(self._finish, self._group.recv([values], rank, 0), rank, what)
+
+    def _finish(self, work: Any, rank: int, what: str) -> None:
+        with self._naming(rank, what):
+            work.wait(timedelta(seconds=self.seconds))
+
+    @contextmanager
+    def _naming(self, rank: int, what: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            is_trainer, waited = rank < self.trainers, time.monotonic() - begin
+            peer = f"the trainer's rank {rank}" if is_trainer else f"receiving rank {rank - self.trainers}"
+            raise TransferError(
+                f"{what}: {peer} failed or went away, after {waited:.1f} of {self.seconds:g} s"
+            ) from error
+
+    def close(self) -> None:
+        """Shut the connections down; calls of the other ranks that wait for this one raise at once."""
+        with suppress(OSError):
+            self._sockets.abort()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor that receivers get: its name, element type and full shape, and the bucket that it travels in."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bucket: int
+
+
+def targets_of(rows: Sequence[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> list[Target]:
+    """Return tensors with their buckets: consecutive ones of one type, of `bucket_bytes` unless one alone is larger.
+
+    rows: name, element type and shape of each tensor.
+    """
+    found: list[Target] = []
+    filled = 0
+    for name, kind, shape in rows:
+        dtype = named(kind)
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        bucket = found[-1].bucket if found else 0
+        if found and (dtype != found[-1].dtype or filled + nbytes > bucket_bytes):
+            bucket, filled = bucket + 1, 0
+        filled += nbytes
+        found.append(Target(name, dtype, tuple(shape), bucket))
+    return found
+
+
+def rows_to_post(metadata: Sequence[Any]) -> list[tuple[str, str, list[int]]]:
+    """Return the rows of `targets_of` for the metadata of a source."""
+    return [(each.name, name_of(each.dtype), list(each.shape)) for each in metadata]

@@ -1,0 +1,230 @@
+"""`Group`: receivers that are plain torch processes; each gets from each rank of the trainer just what it needs.
+
+A link is one gloo group of a trainer's world and all receiving ranks. It lasts while both stay as they are; a switch, a
+join, a death or a receiver that starts anew leads to another one. `group_receiver` is the other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.checkpoint.extents import Extent
+from ds_dynatrain.errors import DynatrainError, MemberMissing, TransferError
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.weights.receivers.blocks import Move, moves_between, part_of, rows_of
+from ds_dynatrain.weights.receivers.board import Connection, Target, board_at, rows_to_post, targets_of
+from ds_dynatrain.weights.receivers.changes import WHOLE, bits, packed_bytes, packed_places
+from ds_dynatrain.weights.update import Outgoing, Receiver
+
+BUCKET_BYTES = 64 << 20
+
+
+class Share(NamedTuple):
+    """A part of tensor `number` that a rank owns, and the moves from it to each receiving rank."""
+
+    number: int
+    extent: Extent
+    moves: list[list[Move]]
+
+
+@dataclass
+class Link:
+    """The connections of one world of the trainer to the receivers, and what this rank sends over them.
+
+    world: the world's group and layout. trainers, receivers: how many ranks there are of each. plan: this rank's parts,
+    in the order of `Outgoing.runs`. base: the newest version that all receivers have got over this link. previous: this
+    rank's values of that version, in the order of the plan, if deltas are wanted.
+    """
+
+    number: int
+    world: tuple[Any, ...]
+    trainers: int
+    receivers: int
+    connection: Connection
+    targets: list[Target]
+    plan: list[Share]
+    base: int = 0
+    previous: list[torch.Tensor] = field(default_factory=list)
+
+
+class Group(Receiver):
+    """Plain torch processes that made a `GroupReceiver` each; make one object on each rank of the trainer.
+
+    address: HOST:PORT of the receivers' rank 0. timeout_seconds: the longest wait for an answer of a receiver.
+    bucket_bytes: most bytes of weights that travel at once. token: the receivers' token, if they have one.
+    """
+
+    full_on: ClassVar[Literal["first", "all", "none"]] = "none"
+    has_deltas: ClassVar[bool] = True
+
+    def __init__(
+        self, address: str, *, timeout_seconds: float = 60.0, bucket_bytes: int = BUCKET_BYTES, token: str | None = None
+    ) -> None:
+        self.address, self.timeout_seconds, self.bucket_bytes = address, timeout_seconds, bucket_bytes
+        self._token = token
+        self._board: Control | None = None
+        self._link: Link | None = None
+
+    def close(self) -> None:
+        """Close all connections; another update makes new ones."""
+        self._drop()
+        self._board = None
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._link.connection.close()
+        self._link = None
+
+    # ---- one update --------------------------------------------------------------------------------------------------
+
+    def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
+        """Return the next version (0 except on rank 0), the link that can be used again, and the version it has."""
+        board, link = self._connected(source.rank), self._link
+        if link is not None and link.world != (td.group.WORLD, source.layout):
+            self._drop()
+            link = None
+        number, base = (0, 0) if link is None else (link.number, link.base if is_delta else 0)
+        if source.rank:
+            return 0, number, base
+        size = board.wait({0: "receiver/0"}, f"receivers at {self.address}")[0]["size"]
+        states = board.gather("state", range(size), f"receivers at {self.address}").values()
+        if any(state["link"] != number for state in states):
+            number = base = 0
+        if any(state["version"] != base for state in states):
+            base = 0
+        return board.count("versions"), number, base
+
+    def send(self, out: Outgoing) -> None:
+        """Send one update, and return once all receivers show it. Raise TransferError on all ranks if they do not."""
+        board, rank, verdict = self._connected(out.source.rank), out.source.rank, f"verdict/{out.version}"
+        error: Exception | None = None
+
+        def stop() -> None:
+            if reason := board.read(verdict):
+                raise TransferError(f"version {out.version} was given up: {reason}")
+
+        try:
+            try:
+                link = self._linked(out, board, stop)
+                what = f"receivers at {self.address} that take version {out.version}"
+                board.gather(f"ready/{out.version}", range(link.receivers), what, stop=stop)
+                self._ship(out, link)
+            except (DynatrainError, RuntimeError) as failed:
+                mine = f"the trainer's rank {rank}: {failed}"
+                found = board.decide(verdict, mine)  # the first failure is the cause of the others
+                error = failed if found == mine else TransferError(f"version {out.version} was given up: {found}")
+                self._drop()
+            out.prove(error)
+            if rank == 0:
+                board.post(f"proof/{out.version}", np.array(list(out.digests.values()), np.uint64))
+            if reason := board.wait({0: verdict}, f"verdict of the receivers on version {out.version}")[0]:
+                raise TransferError(f"the receivers discarded version {out.version}: {reason}")
+        except BaseException as failed:
+            with suppress(td.DistError, DynatrainError):
+                board.decide(verdict, f"the trainer's rank {rank}: {failed}")
+            self._drop()
+            raise
+        link.base = out.version
+        if rank == 0:
+            with suppress(MemberMissing):  # the next update finds that it has another version
+                board.gather(f"shown/{out.version}", range(link.receivers), "receivers that show the update")
+
+    def _connected(self, rank: int) -> Control:
+        if self._board is None or self._board.member != rank or not self._board.answers(self.timeout_seconds):
+            self._drop()
+            self._board = board_at(self.address, rank, self.timeout_seconds, self._token)
+        return self._board
+
+    # ---- links -------------------------------------------------------------------------------------------------------
+
+    def _linked(self, out: Outgoing, board: Control, stop: Callable[[], None]) -> Link:
+        """Offer the update on rank 0; return the link over which all ranks send it."""
+        source, rank = out.source, out.source.rank
+        is_old = len({row[1] for row in out.table}) == 1 and self._link is not None
+        number = self._link.number if is_old and self._link is not None else out.version
+        out.is_delta = is_old and len({row[2] for row in out.table}) == 1 and out.table[0][2] > 0
+        if rank == 0:
+            if not is_old:
+                record = {"trainers": source.world_size, "bucket_bytes": self.bucket_bytes}
+                board.post(f"link/{number}", {**record, "tensors": rows_to_post(source.metadata)})
+            record = {"version": out.version, "link": number, "base": out.table[0][2] if out.is_delta else 0}
+            board.post("offer", {**record, "step": source.step, "layout": str(source.layout), "label": out.label})
+            out.rpcs = 3
+        if is_old and self._link is not None:
+            return self._link
+        self._drop()
+        first = board.wait({0: "receiver/0"}, f"receivers at {self.address}")[0]
+        size, cuts = int(first["size"]), first["placements"]
+        targets = targets_of(rows_to_post(source.metadata), self.bucket_bytes)
+        plan = list[Share]()
+        for tensor, extent in out.extents():
+            name, shape = targets[tensor].name, targets[tensor].shape
+            parts = (part_of(shape, cuts.get(name), receiver, size)[0] for receiver in range(size))
+            plan.append(Share(tensor, extent, [moves_between(extent, part) for part in parts]))
+        connection = Connection(board, number, rank, source.world_size, size, stop)
+        world = (td.group.WORLD, source.layout)
+        link = self._link = Link(number, world, source.world_size, size, connection, targets, plan)
+        for receiver in range(size):
+            rows = [(share.number, *move) for share in plan for move in share.moves[receiver]]
+            for values in (torch.tensor([len(rows)]), torch.tensor(rows, dtype=torch.int64).reshape(-1)):
+                connection.send(values, link.trainers + receiver, "the plan")()
+        return link
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def _ship(self, out: Outgoing, link: Link) -> None:
+        """Send what this rank owns to the receivers that need it, bucket by bucket."""
+        if not out.wants_delta:
+            link.previous.clear()
+        seen = 0
+        for _, held in groupby(out.runs(), key=lambda run: link.targets[run[0]].bucket):
+            values: list[list[torch.Tensor]] = [[] for _ in range(link.receivers)]
+            changes: list[list[torch.Tensor]] = [[] for _ in range(link.receivers)]
+            for number, extent, flat in held:
+                if seen >= len(link.plan) or link.plan[seen][:2] != (number, extent):
+                    raise TransferError(f"{link.targets[number].name}: this rank owned other parts when it connected")
+                changed = bits(flat) != bits(link.previous[seen]) if out.is_delta else None
+                for receiver, moves in enumerate(link.plan[seen].moves):
+                    for at, step, _, _, length, count in moves:
+                        values[receiver].append(rows_of(flat, at, step, length, count).reshape(-1))
+                        if changed is not None:
+                            changes[receiver].append(rows_of(changed, at, step, length, count).reshape(-1))
+                if out.wants_delta:
+                    if seen == len(link.previous):
+                        link.previous.append(torch.empty_like(flat))
+                    link.previous[seen].copy_(flat)
+                seen += 1
+            waits = []
+            for receiver, found in enumerate(values):
+                if not found:
+                    continue
+                for part in _message(torch.cat(found), torch.cat(changes[receiver]) if out.is_delta else None):
+                    waits.append(link.connection.send(part, link.trainers + receiver, f"version {out.version}"))
+                    out.nbytes += len(part)
+            for wait in waits:
+                wait()
+        if seen != len(link.plan):
+            raise TransferError(f"this rank owns {seen} parts of the weights, and {len(link.plan)} when it connected")
+
+
+def _message(values: torch.Tensor, changed: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the bytes to send of values: all of them, or how many changed, their places and the values there."""
+    whole = values.view(torch.uint8)
+    if changed is None:
+        return [whole]
+    places = changed.nonzero().view(-1)
+    nbytes = packed_bytes(len(places), len(values)) + len(places) * values.element_size()
+    if nbytes >= len(whole):
+        return [torch.tensor([WHOLE]).view(torch.uint8), whole]
+    count = torch.tensor([len(places)]).view(torch.uint8)
+    if not len(places):
+        return [count]
+    return [count, torch.cat([packed_places(places, len(values)), values[places].view(torch.uint8)])]

@@ -1,0 +1,299 @@
+"""`GroupReceiver`: the side of `Group` in any torch process, with or without DeepSpeed.
+
+New values are received beside the present ones, and take their place once all receiving ranks hold what the trainer
+says that it sent: the digests of all parts add up to those of the whole tensors. Otherwise nothing has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.checkpoint.extents import WORD, Extent
+from ds_dynatrain.errors import ConfigError, DynatrainError, MemberMissing, OutcomeUnknown, TransferError
+from ds_dynatrain.report import logger
+from ds_dynatrain.weights.receivers.blocks import Move, check_coverage, digest_of_part, part_of, rows_of
+from ds_dynatrain.weights.receivers.board import Connection, Target, board_at, serve, targets_of
+from ds_dynatrain.weights.receivers.changes import WHOLE, packed_bytes, unpacked_places
+from ds_dynatrain.weights.update import Update
+
+LOOK_SECONDS = 0.02
+"""Time between two looks for a new update."""
+MOST_ROWS = 1 << 26
+"""Most rows that a plan may have."""
+Row = tuple[int, Move]
+"""A move into tensor number `Row[0]`."""
+
+
+@dataclass
+class Incoming:
+    """One link, on a receiving rank.
+
+    targets: the tensors. parts: where this rank's part lies in each. plan: by bucket and trainer's rank, the moves that
+    make up one message, in order. beside: memory for the parts of the next version.
+    """
+
+    number: int
+    trainers: int
+    connection: Connection
+    targets: list[Target]
+    parts: list[Extent]
+    plan: dict[int, dict[int, list[Row]]]
+    beside: dict[str, torch.Tensor]
+
+
+class GroupReceiver:
+    """A rank that takes weights from a trainer, whatever the trainer's layout, size and number of lives.
+
+    address: HOST:PORT; rank 0 listens there, and reachable by the trainer's ranks (port 0: a free one, see `address`).
+    rank, world_size: this rank's place among the receiving ones. placements: the dimension of each tensor, by its
+    Hugging Face name, that the ranks cut, as `torch.chunk` does; the same on all ranks. They all hold any other tensor
+    as a whole. device: where the weights lie. timeout_seconds: the longest wait for another rank during an update.
+    token: a secret that trainer and receivers share; records without it are refused.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        rank: int = 0,
+        world_size: int = 1,
+        placements: Mapping[str, int] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        timeout_seconds: float = 60.0,
+        token: str | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} of {world_size} receiving ranks: give a rank from 0 to {world_size - 1}")
+        self.rank, self.world_size, self.placements = rank, world_size, dict(placements or {})
+        self.device, self.timeout_seconds = torch.device(device), timeout_seconds
+        self.weights: dict[str, torch.Tensor] = {}
+        """This rank's parts of the present version, by name. Another dict, with other tensors, after each update."""
+        self.version = 0
+        """The present version; 0 before the first."""
+        self.address, self._store = address, None
+        if rank == 0:
+            self._store, self.address = serve(address)
+        self._board = board_at(self.address, rank, timeout_seconds, token)
+        self._link: Incoming | None = None
+        self._beside: dict[str, torch.Tensor] = {}
+        self._seen = 0
+        self._board.post(f"receiver/{rank}", {"size": world_size, "placements": self.placements})
+        self._report()
+
+    def update(self, timeout_seconds: float | None = None) -> Update:
+        """Wait for the trainer's next version, take it, and return its record. All receiving ranks call this.
+
+        An update that fails half-way is logged and changes nothing; the wait goes on, also for another trainer's world.
+        Raises MemberMissing if no version arrived within `timeout_seconds` (the receiver's by default).
+        """
+        begin, patience = time.monotonic(), self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        while True:
+            offer = self._next_offer(begin, patience)
+            self._seen = offer["version"]
+            try:
+                return self._take(offer)
+            except (DynatrainError, RuntimeError) as error:
+                if isinstance(error, OutcomeUnknown):
+                    raise
+                self._give_up(offer["version"], error)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._drop()
+        self._store = None
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._link.connection.close()
+        self._link = None
+
+    # ---- one update --------------------------------------------------------------------------------------------------
+
+    def _next_offer(self, begin: float, patience: float) -> dict[str, Any]:
+        """Return the newest offer once there is one that this rank has not seen."""
+        while True:
+            offer: dict[str, Any] | None = self._board.read("offer")
+            if offer is not None and offer["version"] > self._seen:
+                return offer
+            if time.monotonic() - begin > patience:
+                raise MemberMissing(f"a version after {self._seen} for the receivers at {self.address}", [0], patience)
+            time.sleep(LOOK_SECONDS)
+
+    def _take(self, offer: dict[str, Any]) -> Update:
+        """Receive, prove and show one version. Raise TransferError, RuntimeError or DistError if it fails."""
+        begin, version, board = time.monotonic(), int(offer["version"]), self._board
+        verdict, base = f"verdict/{version}", int(offer["base"])
+
+        def stop() -> None:
+            if reason := board.read(verdict):
+                raise TransferError(reason)
+            if board.value("offer")["version"] != version:
+                raise TransferError("the trainer has begun another update")
+
+        link = self._link
+        if link is None or link.number != offer["link"]:
+            self._drop()
+            link = self._join(int(offer["link"]), stop)
+            self._report()
+        if base and base != self.version:
+            raise TransferError(f"it builds on version {base}, and this rank has {self.version}")
+        board.post(f"ready/{version}/{self.rank}", 1)
+        if base:
+            for name, values in link.beside.items():
+                values.copy_(self.weights[name])
+        nbytes = sum(self._receive(link, bucket, bool(base), version) for bucket in sorted(link.plan))
+        board.post(f"held/{version}/{self.rank}", self._digests(link))
+        proof = board.wait({0: f"proof/{version}"}, f"digests of version {version} from the trainer", stop=stop)[0]
+        if self.rank == 0:
+            held = board.gather(f"held/{version}", range(self.world_size), f"digests of version {version}", stop=stop)
+            board.decide(verdict, self._judged(link, proof, held))
+        if reason := board.wait({0: verdict}, f"verdict on version {version}")[0]:
+            raise TransferError(reason)
+        before = self.weights or {name: torch.empty_like(values) for name, values in link.beside.items()}
+        self.weights, link.beside, self._beside = link.beside, before, before
+        self.version = version
+        self._report()
+        board.post(f"shown/{version}/{self.rank}", 1)
+        digests = dict(zip((target.name for target in link.targets), proof.tolist(), strict=True))
+        seconds = time.monotonic() - begin
+        return Update(version, offer["step"], offer["layout"], len(digests), nbytes, seconds, digests, bool(base))
+
+    def _give_up(self, version: int, error: Exception) -> None:
+        """Discard a version on all ranks. Raise OutcomeUnknown if the others may show it."""
+        try:
+            reason = self._board.decide(f"verdict/{version}", f"receiving rank {self.rank}: {error}")
+            self._drop()
+            self._report()
+        except td.DistError as lost:
+            raise OutcomeUnknown(f"version {version}", self.timeout_seconds, str(lost)) from error
+        if not reason:
+            raise OutcomeUnknown(f"version {version}", self.timeout_seconds, str(error)) from error
+        logger.warning("version %d is discarded, version %d stays: %s", version, self.version, reason)
+
+    def _report(self) -> None:
+        number = self._link.number if self._link else 0
+        self._board.post(f"state/{self.rank}", {"version": self.version, "link": number})
+
+    # ---- links -------------------------------------------------------------------------------------------------------
+
+    def _join(self, number: int, stop: Any) -> Incoming:
+        """Connect to a world of the trainer, and check that its ranks together write each element once."""
+        record = self._board.wait({0: f"link/{number}"}, f"link {number} of the trainer", stop=stop)[0]
+        trainers, targets = int(record["trainers"]), targets_of(record["tensors"], int(record["bucket_bytes"]))
+        if unknown := sorted(self.placements.keys() - {target.name for target in targets}):
+            raise TransferError(f"placements name {unknown[:3]}, which the trainer does not have: use its names")
+        parts, beside = list[Extent](), dict[str, Any]()
+        for target in targets:
+            part, shape = part_of(target.shape, self.placements.get(target.name), self.rank, self.world_size)
+            parts.append(part)
+            old = self._beside.get(target.name)
+            fits = old is not None and old.shape == shape and old.dtype == target.dtype
+            beside[target.name] = old if fits else torch.empty(shape, dtype=target.dtype, device=self.device)
+        connection = Connection(self._board, number, trainers + self.rank, trainers, self.world_size, stop)
+        link = self._link = Incoming(number, trainers, connection, targets, parts, {}, beside)
+        moves: list[list[Move]] = [[] for _ in targets]
+        for trainer in range(trainers):
+            for tensor, *numbers in self._plan_of(link, trainer):
+                if not 0 <= tensor < len(targets):
+                    raise TransferError(f"the trainer's rank {trainer} names tensor {tensor} of {len(targets)}")
+                move = Move(*numbers)
+                link.plan.setdefault(targets[tensor].bucket, {}).setdefault(trainer, []).append((tensor, move))
+                moves[tensor].append(move)
+        for target, part, found in zip(targets, parts, moves, strict=True):
+            check_coverage(target.name, part.numel, found)
+        return link
+
+    def _plan_of(self, link: Incoming, trainer: int) -> list[list[int]]:
+        count = torch.empty(1, dtype=torch.int64)
+        link.connection.receive(count, trainer, "the plan")()
+        if not 0 <= int(count) <= MOST_ROWS:
+            raise TransferError(f"the trainer's rank {trainer} announces a plan of {int(count)} rows")
+        rows = torch.empty(int(count), 7, dtype=torch.int64)
+        link.connection.receive(rows, trainer, "the plan")()
+        found: list[list[int]] = rows.tolist()
+        return found
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def _receive(self, link: Incoming, bucket: int, is_delta: bool, version: int) -> int:
+        """Receive one bucket from all ranks of the trainer; return the bytes."""
+        plan, what, nbytes = link.plan[bucket], f"version {version}", 0
+        counts = {trainer: torch.tensor([WHOLE]) for trainer in plan}
+        if is_delta:
+            for wait in [link.connection.receive(counts[each].view(torch.uint8), each, what) for each in plan]:
+                wait()
+            nbytes = 8 * len(plan)
+        dtype, messages = link.targets[next(iter(plan.values()))[0][0]].dtype, {}
+        for trainer, rows in plan.items():
+            numel, count = sum(move.numel for _, move in rows), int(counts[trainer])
+            if not WHOLE <= count <= numel:
+                raise TransferError(f"the trainer's rank {trainer} announces {count} changes of {numel} elements")
+            size = numel * dtype.itemsize if count == WHOLE else count * dtype.itemsize
+            size += packed_bytes(count, numel) if count > 0 else 0
+            messages[trainer] = torch.empty(size, dtype=torch.uint8)
+        waits = {each: link.connection.receive(data, each, what) for each, data in messages.items() if len(data)}
+        for trainer, wait in waits.items():
+            wait()
+            data, rows, count = messages[trainer], plan[trainer], int(counts[trainer])
+            nbytes += len(data)
+            if count == WHOLE:
+                _write_whole(link, rows, data.view(dtype))
+            elif count:
+                places, values = data.split([len(data) - count * dtype.itemsize, count * dtype.itemsize])
+                found = unpacked_places(places, sum(move.numel for _, move in rows))
+                _write_changes(link, rows, found, values.clone().view(dtype))
+        return nbytes
+
+    # ---- proof -------------------------------------------------------------------------------------------------------
+
+    def _digests(self, link: Incoming) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Return this rank's contribution to the digest of each tensor."""
+        found = []
+        for target, part in zip(link.targets, link.parts, strict=True):
+            flat = link.beside[target.name].view(-1)
+            found.append(digest_of_part(flat, part, torch.Size(target.shape).numel()) & WORD)
+        return np.array(found, np.uint64)
+
+    def _judged(self, link: Incoming, proof: Any, held: Mapping[int, Any]) -> str:
+        """Return why a version is discarded; "" if all ranks hold what the trainer sent."""
+        for number, target in enumerate(link.targets):
+            parts = [int(each[number]) for each in held.values()]
+            is_cut = target.name in self.placements
+            for found in [sum(parts) & WORD] if is_cut else parts:
+                if found != int(proof[number]):
+                    where = "all ranks together" if is_cut else f"rank {parts.index(found)}"
+                    return (
+                        f"{target.name}: {where} received digest {found:#x}, the trainer sent {int(proof[number]):#x}"
+                    )
+        return ""
+
+
+def _write_whole(link: Incoming, rows: list[Row], values: torch.Tensor) -> None:
+    at = 0
+    for tensor, (_, _, to, pace, length, count) in rows:
+        flat = link.beside[link.targets[tensor].name].view(-1)
+        rows_of(flat, to, pace, length, count).copy_(values[at : at + length * count].view(count, length))
+        at += length * count
+
+
+def _write_changes(link: Incoming, rows: list[Row], places: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values at ascending places of a message that consists of `rows`."""
+    sizes = torch.tensor([move.numel for _, move in rows])
+    ends = sizes.cumsum(0)
+    row = torch.searchsorted(ends, places, right=True)
+    tensors, moves = torch.tensor([tensor for tensor, _ in rows]), torch.tensor([move for _, move in rows])
+    _, _, to, pace, length, _ = moves[row].unbind(1)
+    inside = places - (ends - sizes)[row]
+    target = to + inside.div(length, rounding_mode="floor") * pace + inside % length
+    for tensor, count in zip(*torch.unique_consecutive(tensors[row], return_counts=True), strict=True):
+        flat = link.beside[link.targets[int(tensor)].name].view(-1)
+        here, target = target.split([int(count), len(target) - int(count)])
+        new, values = values.split([int(count), len(values) - int(count)])
+        flat[here.to(flat.device)] = new.to(flat.device)

@@ -1,0 +1,59 @@
+"""`shards`: what a rank has of each parameter, as verl's delta engine takes it from `get_per_tensor_param_shard`.
+
+verl compares these shards with those of the step before, and gathers the changed elements over `gather_group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.errors import UnsupportedError
+
+
+@dataclass
+class ShardSpec:
+    """The fields of verl's class of that name that are used here.
+
+    full_shape: of the whole tensor. place: the first element of the shard in it, row-major. gather_group: all
+    ranks of the world. contributes: whether this rank has one.
+    """
+
+    full_shape: tuple[int, ...]
+    place: int | None = None
+    gather_group: Any = None
+    contributes: bool = True
+
+
+def shards(source: Any, spec: Callable[..., Any] = ShardSpec) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    """Yield (name, flat local shard, spec) for each parameter in the order of the metadata, the same on every rank.
+
+    source: from `weights.source(engine)`, made anew after a switch, as are verl's snapshots. spec: verl's `ShardSpec`.
+    Each element is on one rank alone. Raises UnsupportedError where a rank has several runs of a tensor, which one flat
+    offset cannot tell: send whole tensors by `source.iter_full` instead.
+    """
+    group = td.group.WORLD
+    owned = groupby(source.runs(), key=lambda run: run[0])
+    name, runs = next(owned, ("", iter(())))
+    for meta in source.metadata:
+        if name != meta.name:
+            yield (
+                meta.name,
+                torch.empty(0, dtype=meta.dtype),
+                spec(meta.shape, place=0, gather_group=group, contributes=False),
+            )
+            continue
+        found = list(runs)
+        (_, extent, values), *others = found
+        if others or extent.count > 1:
+            raise UnsupportedError(
+                f"{name}: this rank has {len(found)} parts of it, the first {extent}; verl's `place` is one offset: "
+                "use iter_full, or a layout without tensor parallelism"
+            )
+        yield name, values.detach().reshape(-1), spec(meta.shape, place=extent.start, gather_group=group)
+        name, runs = next(owned, ("", iter(())))

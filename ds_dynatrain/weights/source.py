@@ -1,0 +1,202 @@
+"""The source of a trainer's weights: full tensors bucket by bucket, or the parts that this rank has.
+
+`WeightSource` has the methods of vLLM's class of that name, without importing vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from ds_dynatrain.checkpoint import Extent
+from ds_dynatrain.checkpoint.extents import placed
+from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.errors import CensusError, DynatrainError, WeightsError
+from ds_dynatrain.membership.session import Session
+from ds_dynatrain.reshard.census import check_census
+from ds_dynatrain.space import WEIGHT, BufferId, Pieces, interval, of_kind
+from ds_dynatrain.weights.buckets import PACKED, BucketMemory, Gathering, Memory, assembled, bucketed
+from ds_dynatrain.weights.naming import Names, Output, outputs_of
+
+FullOn = Literal["first", "all", "none"]
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """An output tensor: its name, element type and full shape, and how `iter_local` cuts it.
+
+    owners: the ranks that take part in `iter_full`. mesh_shape, placements: a device mesh over these ranks, and for
+    each of its axes torch's `Replicate()` or `Shard(dim)`; None where `iter_local` cannot give the tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = None
+    mesh_shape: tuple[int, ...] | None = None
+    placements: tuple[Any, ...] | None = None
+
+
+def source(
+    engine: Any,
+    names: Names = "hf",
+    full_on: FullOn = "first",
+    bucket_bytes: int | None = None,
+    *,
+    poison: bool = False,
+) -> WeightSource:
+    """Return the weights of an engine's present world; call it on every working member, and again after a switch.
+
+    names: "hf" for the names of the model's Hugging Face checkpoint. A mapping, or a function, from the model's own
+    parameter names to others; for a PipelineModule, whose parameters are named by the numbers of their layers.
+    full_on: where `iter_full` gives real tensors, on rank 0 or on all ranks.
+    bucket_bytes: the most bytes that are gathered at once; by default a layer is.
+    poison: overwrite a tensor with NaN when the next is asked for, to find code that keeps one too long.
+    """
+    parts: EngineParts = engine._parts
+    if parts.idle:
+        raise WeightsError(
+            "source: this member is idle and holds no weights; call it on the working members, where engine.idle is "
+            "false"
+        )
+    return WeightSource(parts, names, full_on, bucket_bytes, poison)
+
+
+class WeightSource:
+    """The weights of one world of an engine. Made by `source`.
+
+    step: optimizer steps done when the source was made; iterating gives the weights of the moment. layout, rank,
+    world_size: the world that it was made in. collectives: how many the last `iter_full` has used so far.
+    """
+
+    def __init__(
+        self, engine: EngineParts, names: Names, full_on: FullOn, bucket_bytes: int | None, poison: bool
+    ) -> None:
+        self._engine, self._full_on, self._poison = engine, full_on, poison
+        self._bucket_bytes = bucket_bytes
+        self._vps, self._generation = engine.vps, engine.generation
+        self.step, self.layout, self.rank = engine.global_steps, engine.layout, engine.rank
+        self.world_size, self.collectives = engine.layout.world_size, 0
+        self._dtype = engine.host.model_map.dtype
+        order = () if engine.job.has_stages else (name for name, _ in engine.host.module.named_parameters())
+        self._outputs = outputs_of(self._vps.tensors, order, names)
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        """Descriptions of all output tensors, in the order of iteration; the same on every rank, without messages."""
+        owners = tuple(range(self.world_size))
+        return [ParamMeta(each.name, self._dtype, each.shape, owners) for each in self._outputs]
+
+    def owned_names(self, rank: int) -> list[str]:
+        """Return the names of the tensors that a rank takes part in sending: all of them on every rank."""
+        return [each.name for each in self.metadata if rank in (each.owners or ())]
+
+    @cached_property
+    def buckets(self) -> list[list[Output]]:
+        """The output tensors in the groups that `iter_full` gathers at once."""
+        return bucketed(self._outputs, self._dtype.itemsize, self._bucket_bytes)
+
+    @cached_property
+    def _gatherings(self) -> list[Gathering]:
+        ranks = {"first": range(1), "all": range(self.world_size), "none": range(0)}[self._full_on]
+        return [
+            Gathering.of(self._vps, self.layout, self.rank, (t for each in bucket for t in each.tensors), ranks)
+            for bucket in self.buckets
+        ]
+
+    # ---- full tensors ------------------------------------------------------------------------------------------------
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, full tensor) in the order of `metadata`. All ranks iterate together, to the end.
+
+        A tensor may be changed or freed when the next one is asked for, and must not be written to. Where the tensor is
+        not wanted (`full_on`) it is on the meta device. Raise WeightsError, on all ranks alike, if the world is another
+        by now, a global batch is open, or the weights are not where the layout says.
+        """
+        self.collectives = 0
+        engine, live = self._engine, self._agreed("source.iter_full")
+        like = next(iter(live.values()))
+        room = BucketMemory.of(self._gatherings, self._dtype, like.device)
+        for bucket, gathering in zip(self.buckets, self._gatherings, strict=True):
+            if gathering.is_needed and engine.world is not None:
+                self._check_world("source.iter_full")
+                with engine.turn():
+                    gathering.run(live, room, engine.world.default)
+                self.collectives += 1
+            memory = {**live, PACKED: room.received}
+            for output in bucket:
+                tensor = self._full(output, gathering.parts, memory, like)
+                yield output.name, tensor
+                if self._poison:
+                    tensor.fill_(torch.nan)
+
+    def _full(self, output: Output, parts: Pieces | None, memory: Memory, like: torch.Tensor) -> torch.Tensor:
+        if parts is None:
+            return torch.empty(output.shape, dtype=self._dtype, device="meta")
+        return assembled(self._vps.line, output, parts, memory, like, self._poison)
+
+    # ---- what this rank has ------------------------------------------------------------------------------------------
+
+    def runs(self) -> Iterator[tuple[str, Extent, torch.Tensor]]:
+        """Yield (name, extent, values) of the elements that this rank owns, in the order of `metadata`; no messages.
+
+        Each element of an output tensor is owned by exactly one rank. The values are views of the weights, one row per
+        run of the extent, and must not be written to.
+        """
+        live, line = self._local("source.runs"), self._vps.line
+        owned = self._vps.owned(self.layout, self.rank, WEIGHT)
+        for output in self._outputs:
+            for run in output.runs:
+                base = int(line.bases[run.tensor])
+                pieces = owned.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
+                for _, extent, (values,) in placed(line, (pieces,), (dict(live),)):
+                    start = extent.start - run.start + run.at
+                    yield output.name, Extent(start, extent.length, extent.step, extent.count), values
+
+    # ---- before iterating --------------------------------------------------------------------------------------------
+
+    def _agreed(self, what: str) -> dict[BufferId, torch.Tensor]:
+        """Return this rank's weights once all ranks can iterate; raise WeightsError, on all alike, if one cannot."""
+        engine = self._engine
+        self._check_world(what)
+        problem, live = "", dict[BufferId, torch.Tensor]()
+        try:
+            live = self._local(what)
+        except DynatrainError as error:
+            problem = str(error)
+        key = f"weights/{engine.switcher.place_in_training()}"
+        said = Session(engine.control, key, engine.members, what).all("ready", problem)
+        if problems := [f"member {member}: {each}" for member, each in said.items() if each]:
+            raise WeightsError(problems[0])
+        engine.agree()
+        return live
+
+    def _local(self, what: str) -> dict[BufferId, torch.Tensor]:
+        """Return this rank's flat weights; raise WeightsError if they cannot be read now."""
+        engine = self._engine
+        self._check_world(what)
+        if problem := engine.switcher.in_the_way(of_reading=True):
+            raise WeightsError(f"{what}: {problem}; call it after engine.step()")
+        with engine.turn():
+            buffers, _ = engine.host.state_buffers()
+            try:
+                check_census(engine.host, self._vps, self.rank, buffers, what)
+            except CensusError as error:
+                raise WeightsError(str(error)) from error
+        return of_kind(buffers, WEIGHT)
+
+    def _check_world(self, what: str) -> None:
+        """Raise WeightsError if the engine is in another world than the one that the source was made in."""
+        engine = self._engine
+        if engine.idle or engine.generation != self._generation or engine.vps.line is not self._vps.line:
+            now = "no world" if engine.idle else f"generation {engine.generation}, {engine.layout}"
+            raise WeightsError(
+                f"{what}: the source was made in generation {self._generation}, {self.layout}, and the engine is in "
+                f"{now}; call ds_dynatrain.weights.source(engine) again"
+            )

@@ -1,0 +1,213 @@
+"""`send`: one update of a receiver's weights, with a version, a proof of coverage and the digests of what was sent.
+
+All ranks of the trainer's world call `send`. They agree on a version by one small collective, the receiver class moves
+the weights, and a second collective adds up how many elements of each tensor were sent, and their digests. Only then
+does a receiver make the new weights visible. A rank that fails reports so in that collective, and all ranks raise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.checkpoint.extents import WORD, Extent
+from ds_dynatrain.errors import DynatrainError, TransferError, UnsupportedError
+from ds_dynatrain.weights.receivers.blocks import digest_of_part
+
+FAILED = -1
+"""Version that a rank reports if it cannot take part in an update."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update brought.
+
+    version: number that increases from update to update of a receiver; one that was discarded is not used again. step:
+    optimizer steps of the trainer. layout: the trainer's. nbytes: bytes of weights that all ranks sent. digests: the
+    digest of each whole tensor (see `transfer.digests`), the sum of those of its parts. is_delta: whether only changed
+    elements were sent. collectives: collectives of the trainer's world. rpcs: requests of this rank to the receivers.
+    """
+
+    version: int
+    step: int
+    layout: str
+    tensors: int
+    nbytes: int
+    seconds: float
+    digests: Mapping[str, int] = field(repr=False)
+    is_delta: bool = False
+    collectives: int = 0
+    rpcs: int = 0
+
+
+class Receiver:
+    """Base class of receivers; one object on each rank of the trainer lives as long as the rollouts do.
+
+    full_on: what `send` of the class reads: full tensors that are real on the first rank or on all ranks
+    (`Outgoing.full`), or each rank's own parts ("none", `Outgoing.runs`). has_deltas: whether it can send changed
+    elements only.
+    """
+
+    full_on: ClassVar[Literal["first", "all", "none"]] = "first"
+    has_deltas: ClassVar[bool] = False
+    version = 0
+    """Newest version that this rank knows of."""
+
+    def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
+        """Return the version that this rank proposes, and two numbers of the class's own, for all ranks to see.
+
+        Called on each rank before an update; must not run collectives. The highest proposal becomes the version.
+        """
+        return self.version + 1, 0, 0
+
+    def send(self, out: Outgoing) -> None:
+        """Move the weights; call `out.prove` on all ranks before the receiver makes them visible."""
+        raise NotImplementedError(f"{type(self).__name__} has no `send`")
+
+
+class Outgoing:
+    """One update under way, on one rank. Iterating `full` or `runs` notes what passes; `prove` compares all ranks."""
+
+    def __init__(self, source: Any, table: list[list[int]], label: str | None, is_delta: bool) -> None:
+        self.source = source
+        self.version = max(row[0] for row in table)
+        self.table = table
+        """The claims of all ranks, by rank."""
+        self.label = str(self.version) if label is None else label
+        self.wants_delta = is_delta
+        """Whether the next update may be a delta to this one; this one is if `is_delta` is set by the class."""
+        self.is_delta = False
+        self.nbytes = 0
+        """Bytes of weights that this rank has sent; the receiver class counts them. After `prove`, of all ranks."""
+        self.rpcs = 0
+        self.digests: dict[str, int] = {}
+        self._numbers = {each.name: number for number, each in enumerate(source.metadata)}
+        self._sums = np.zeros((2, len(self._numbers)), np.uint64)
+
+    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over all tensors in the order of the metadata; all ranks must do so in lockstep, to the end.
+
+        A tensor is real on the ranks that the receiver's `full_on` names, and valid until the next one.
+        """
+        for name, tensor in self.source.iter_full():
+            if self.source.rank == 0:
+                meta = self.source.metadata[self._numbers[name]]
+                if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+                    found = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                    raise TransferError(f"{name}: the source gave {found}, and announced {meta.dtype} of {meta.shape}")
+                flat = tensor.detach().reshape(-1)
+                self._note(name, Extent(0, flat.numel(), 0, 1), flat)
+            yield name, tensor
+
+    def runs(self) -> Iterator[tuple[int, Extent, torch.Tensor]]:
+        """Iterate over what this rank owns, without messages: (tensor's number, extent, flat values on the host)."""
+        for name, extent, matrix in self.source.runs():
+            flat = matrix.detach().reshape(-1).cpu()
+            self._note(name, extent, flat)
+            yield self._numbers[name], extent, flat
+
+    def extents(self) -> Iterator[tuple[int, Extent]]:
+        """Iterate over what this rank owns, as `runs` does, without the values."""
+        for name, extent, _ in self.source.runs():
+            yield self._numbers[name], extent
+
+    def _note(self, name: str, extent: Extent, flat: torch.Tensor) -> None:
+        number = self._numbers[name]
+        numel = math.prod(self.source.metadata[number].shape)
+        added = digest_of_part(flat, extent, numel) & WORD
+        self._sums[:, number] += np.array([added, extent.numel], np.uint64)
+
+    def prove(self, error: Exception | None = None) -> None:
+        """Add up what all ranks have sent, and raise on all of them if anything is missing. A collective.
+
+        error: why this rank could not send its part.
+        """
+        own = [int(error is not None), self.nbytes]
+        sums = torch.from_numpy(np.append(self._sums.view(np.int64).reshape(-1), np.array(own, np.int64)))
+        td.all_reduce(sums)
+        failed, self.nbytes = sums[-2:].tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise TransferError(
+                f"{failed} of {self.source.world_size} ranks could not send version {self.version}: see their errors; "
+                "the receivers keep the version before"
+            )
+        self._judge(sums[:-2].numpy().view(np.uint64).reshape(2, -1))
+
+    def check_whole(self) -> None:
+        """Raise TransferError unless all elements have passed here, on the rank that iterated over full tensors."""
+        self._judge(self._sums)
+
+    def _judge(self, sums: Any) -> None:
+        """Keep the digests. Raise TransferError unless each element of each tensor was counted once."""
+        digests, counts = sums.tolist()
+        for meta, count in zip(self.source.metadata, counts, strict=True):
+            if count != math.prod(meta.shape):
+                raise TransferError(
+                    f"{meta.name}: all ranks together sent {count} of {math.prod(meta.shape)} elements (shape "
+                    f"{meta.shape}); make a new source and send again"
+                )
+        self.digests = dict(zip(self._numbers, digests, strict=True))
+
+
+def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str | None = None) -> Update:
+    """Bring the present weights of an engine to a receiver. Call it on every working rank, with the same arguments.
+
+    engine: the engine, or a source of it (`source(engine, ...)`) that was made since the last switch. delta: send the
+    elements whose bits have changed since the last update, if the receiver has that one; else all of them. version: a
+    label for receivers that show one; the number of the version by default.
+
+    Raises TransferError, on all ranks, if an update did not arrive as a whole; the receiver keeps the weights before
+    it. An error of the trainer's own world, such as WorldChanged, is raised as it is.
+    """
+    if delta and not receiver.has_deltas:
+        raise UnsupportedError(f"{type(receiver).__name__} takes whole tensors only: call send without delta=True")
+    begin, found = time.monotonic(), engine
+    turn: AbstractContextManager[None] = nullcontext()
+    if not hasattr(engine, "iter_full"):
+        from ds_dynatrain.weights.source import source
+
+        turn, found = engine.turn(), source(engine, full_on="first" if receiver.full_on == "none" else receiver.full_on)
+    with turn:
+        out = Outgoing(found, _claims(found, receiver, delta), version, delta)
+        receiver.version = out.version  # also if it fails: its number is not used again
+        receiver.send(out)
+    layout, tensors = str(found.layout), len(found.metadata)
+    return Update(
+        out.version,
+        found.step,
+        layout,
+        tensors,
+        out.nbytes,
+        time.monotonic() - begin,
+        out.digests,
+        out.is_delta,
+        2 + (0 if receiver.full_on == "none" else getattr(found, "collectives", 0)),
+        out.rpcs,
+    )
+
+
+def _claims(source: Any, receiver: Receiver, delta: bool) -> list[list[int]]:
+    """Return the claims of all ranks; raise on all ranks if one of them cannot take part."""
+    error: Exception | None = None
+    try:
+        mine = receiver.claim(source, delta)
+    except (DynatrainError, RuntimeError, OSError) as failed:
+        error, mine = failed, (FAILED, 0, 0)
+    table = torch.empty(source.world_size, 3, dtype=torch.int64)
+    td.all_gather_into_tensor(table, torch.tensor([mine], dtype=torch.int64))
+    if error is not None:
+        raise error
+    rows: list[list[int]] = table.tolist()
+    if failing := [rank for rank, row in enumerate(rows) if row[0] == FAILED]:
+        raise TransferError(f"ranks {failing} cannot reach the receiver: see their errors; nothing was sent")
+    return rows
