@@ -48,6 +48,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.buddies.extension.Protection",
         "ds_dynatrain.balance.balancer.Balancer",
     ),
+    "Weights": (
+        "ds_dynatrain.weights.source.source",
+        "ds_dynatrain.weights.source.WeightSource",
+        "ds_dynatrain.weights.source.ParamMeta",
+    ),
     "Loaders": (
         "ds_dynatrain.data.loader.Loader",
         "ds_dynatrain.data.loader.TrainLoader",

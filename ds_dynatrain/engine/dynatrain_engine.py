@@ -514,6 +514,35 @@ class DynatrainEngine(HostEngine):
         """
         return self._parts.checkpoints.load(path, tag, trust_pickle)
 
+    @in_turn
+    def save_pretrained(
+        self, path: Folder, *, max_shard_bytes: int = 5_000_000_000, dtype: torch.dtype | None = None
+    ) -> Path:
+        """Write the weights into a folder that Hugging Face's `from_pretrained` reads, from any layout; return it.
+
+        Call it on every working member, after `engine.step()`; rank 0 writes, and needs memory for one layer and one
+        tensor. Names are those of the model's checkpoint, with an adapter of peft added to the weights that it is
+        beside. max_shard_bytes: of tensors in one file. dtype: the type to which weights are converted.
+
+        Raises WeightsError, on all members alike, if the folder could not be written; files of an earlier call stay.
+        """
+        save = named("ds_dynatrain.weights.pretrained:save_pretrained")
+        return cast("Path", save(self, path, max_shard_bytes, dtype))
+
+    @in_turn
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        """Replace the weights, and the masters with them, by full tensors under the names of `save_pretrained`.
+
+        Call it on every working member, after `engine.step()`. weights: pairs of name and tensor, each name once, the
+        same on all members; or None on all members but rank 0, which then sends them. For a model of peft: its
+        adapter alone, under the names of peft's checkpoints. Moments, steps and schedule stay as they are.
+
+        Nothing is replaced before every member has everything. Takes memory for one more copy of this member's weights
+        and masters meanwhile. Raises WeightsError, on all members alike and with the weights as they were, for an
+        unknown name, another shape, a missing tensor, or an error of `weights`.
+        """
+        named("ds_dynatrain.weights.loading:load_weights")(self, weights)
+
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
 """Buckets: which output tensors travel together, and the one collective that brings a bucket to the ranks that want it.
 
-A bucket is a layer of the model, and tensors outside of layers join the bucket before or after all layers. Each rank
-sends exactly the elements that it owns and that the destination does not hold. A destination reads elements that it
-holds from its own memory.
+A bucket is a layer of the model, together with small tensors beside it. Each rank sends exactly the elements that it
+owns and that the destination does not hold; a destination reads what it holds from its own memory.
+
+A bucket takes memory of its bytes and of its largest tensor. It takes its bytes alone where the parts of a tensor
+arrive in their order, as those of an embedding do in ZeRO-3.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ import torch.distributed as td
 from ds_dynatrain.checkpoint.extents import placed
 from ds_dynatrain.space import WEIGHT, BufferId, CoordinateLine, Layout, Pieces, VirtualParameterSpace, interval
 from ds_dynatrain.space.interval import Ints
-from ds_dynatrain.weights.naming import Output
+from ds_dynatrain.weights.outputs import BEFORE, Output
 
+LARGE_BYTES = 32 << 20
+"""Size in bytes from which a tensor outside of layers has a bucket of its own: an embedding is larger than a layer."""
+ALONE = "alone"
 PACKED = BufferId("packed", 0)
 """The buffer into which other ranks' elements are received."""
 _TARGET = BufferId("target", 0)
@@ -30,18 +35,20 @@ Memory = Mapping[BufferId, torch.Tensor]
 def bucketed(outputs: Sequence[Output], itemsize: int, most: int | None) -> list[list[Output]]:
     """Cut outputs, which are in the order of their layers, into buckets.
 
-    most: bytes of a bucket; None for one bucket per layer. A tensor that is larger has a bucket of its own.
+    most: bytes of a bucket, where a larger tensor has one of its own. None for one bucket per layer, where a large
+    tensor outside of layers has one of its own, and small ones go with the layer beside them.
     """
     found: list[list[Output]] = []
-    filled = 0
+    filled, beside = 0, ALONE
     for output in outputs:
         nbytes = output.numel * itemsize
-        fits = found and (output.layer == found[-1][-1].layer if most is None else filled + nbytes <= most)
-        if not fits:
+        is_alone = most is None and output.is_outside and nbytes > LARGE_BYTES
+        joins = beside != ALONE and (output.is_outside or beside in (BEFORE, output.layer))
+        if not (joins and not is_alone if most is None else found and filled + nbytes <= most):
             found.append([])
             filled = 0
         found[-1].append(output)
-        filled += nbytes
+        filled, beside = filled + nbytes, ALONE if is_alone else output.layer
     return found
 
 
@@ -169,7 +176,12 @@ def assembled(
     flat = torch.empty(output.numel, dtype=like.dtype, device=like.device)
     for here, there in matched(line, output, parts, memory, flat):
         there.copy_(here)
-    return flat.view(output.shape)
+    whole = flat.view(output.shape)
+    for delta in output.deltas:  # as peft merges
+        up, down = (assembled(line, each, parts, memory, like).float() for each in (delta.up, delta.down))
+        added = (up @ down).T if delta.is_transposed else up @ down
+        whole += (added * delta.scaling).to(whole.dtype)
+    return whole
 
 
 def matched(
@@ -187,7 +199,7 @@ def matched(
 
 def _view(line: CoordinateLine, output: Output, parts: Pieces, memory: Memory) -> torch.Tensor | None:
     """Return the output as a view of memory; None if it does not lie in one piece."""
-    if len(output.runs) != 1:
+    if len(output.runs) != 1 or output.deltas:
         return None
     run = output.runs[0]
     base = int(line.bases[run.tensor])

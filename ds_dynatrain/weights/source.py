@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +16,13 @@ import torch
 from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.checkpoint.extents import placed
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.errors import CensusError, DynatrainError, WeightsError
-from ds_dynatrain.membership.session import Session
-from ds_dynatrain.reshard.census import check_census
+from ds_dynatrain.errors import WeightsError
 from ds_dynatrain.space import WEIGHT, BufferId, Pieces, interval, of_kind
 from ds_dynatrain.weights.buckets import PACKED, BucketMemory, Gathering, Memory, assembled, bucketed
-from ds_dynatrain.weights.naming import Names, Output, outputs_of
+from ds_dynatrain.weights.live import agreed_buffers, read_buffers
+from ds_dynatrain.weights.local import LocalForm, form_of, shard_of
+from ds_dynatrain.weights.naming import outputs_of
+from ds_dynatrain.weights.outputs import Names, Output
 
 FullOn = Literal["first", "all", "none"]
 
@@ -39,6 +41,10 @@ class ParamMeta:
     owners: tuple[int, ...] | None = None
     mesh_shape: tuple[int, ...] | None = None
     placements: tuple[Any, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 def source(
@@ -70,7 +76,8 @@ class WeightSource:
     """The weights of one world of an engine. Made by `source`.
 
     step: optimizer steps done when the source was made; iterating gives the weights of the moment. layout, rank,
-    world_size: the world that it was made in. collectives: how many the last `iter_full` has used so far.
+    world_size: the world that it was made in. dtype: the type of all tensors. collectives: how many the last
+    `iter_full` has used so far.
     """
 
     def __init__(
@@ -81,9 +88,9 @@ class WeightSource:
         self._vps, self._generation = engine.vps, engine.generation
         self.step, self.layout, self.rank = engine.global_steps, engine.layout, engine.rank
         self.world_size, self.collectives = engine.layout.world_size, 0
-        self._dtype = engine.host.model_map.dtype
-        order = () if engine.job.has_stages else (name for name, _ in engine.host.module.named_parameters())
-        self._outputs = outputs_of(self._vps.tensors, order, names)
+        self.dtype = engine.host.model_map.dtype
+        host = engine.host
+        self._outputs = outputs_of(host.module, host.shaper, self._vps.tensors, engine.job.has_stages, names)
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 
@@ -91,7 +98,15 @@ class WeightSource:
     def metadata(self) -> list[ParamMeta]:
         """Descriptions of all output tensors, in the order of iteration; the same on every rank, without messages."""
         owners = tuple(range(self.world_size))
-        return [ParamMeta(each.name, self._dtype, each.shape, owners) for each in self._outputs]
+        found = []
+        for output, form in zip(self._outputs, self._forms, strict=True):
+            cut = (None, None) if form is None else (form.mesh_shape, form.placements)
+            found.append(ParamMeta(output.name, self.dtype, output.shape, owners, *cut))
+        return found
+
+    @cached_property
+    def _forms(self) -> list[LocalForm | None]:
+        return [form_of(self._vps, self.layout, each) for each in self._outputs]
 
     def owned_names(self, rank: int) -> list[str]:
         """Return the names of the tensors that a rank takes part in sending: all of them on every rank."""
@@ -100,7 +115,7 @@ class WeightSource:
     @cached_property
     def buckets(self) -> list[list[Output]]:
         """The output tensors in the groups that `iter_full` gathers at once."""
-        return bucketed(self._outputs, self._dtype.itemsize, self._bucket_bytes)
+        return bucketed(self._outputs, self.dtype.itemsize, self._bucket_bytes)
 
     @cached_property
     def _gatherings(self) -> list[Gathering]:
@@ -119,10 +134,12 @@ class WeightSource:
         not wanted (`full_on`) it is on the meta device. Raise WeightsError, on all ranks alike, if the world is another
         by now, a global batch is open, or the weights are not where the layout says.
         """
-        self.collectives = 0
-        engine, live = self._engine, self._agreed("source.iter_full")
+        self._check_world("source.iter_full")
+        engine, self.collectives = self._engine, 0
+        _, buffers = agreed_buffers(engine, "source.iter_full", engine.switcher.in_the_way(of_reading=True))
+        live = of_kind(buffers, WEIGHT)
         like = next(iter(live.values()))
-        room = BucketMemory.of(self._gatherings, self._dtype, like.device)
+        room = BucketMemory.of(self._gatherings, self.dtype, like.device)
         for bucket, gathering in zip(self.buckets, self._gatherings, strict=True):
             if gathering.is_needed and engine.world is not None:
                 self._check_world("source.iter_full")
@@ -138,7 +155,7 @@ class WeightSource:
 
     def _full(self, output: Output, parts: Pieces | None, memory: Memory, like: torch.Tensor) -> torch.Tensor:
         if parts is None:
-            return torch.empty(output.shape, dtype=self._dtype, device="meta")
+            return torch.empty(output.shape, dtype=self.dtype, device="meta")
         return assembled(self._vps.line, output, parts, memory, like, self._poison)
 
     # ---- what this rank has ------------------------------------------------------------------------------------------
@@ -149,8 +166,13 @@ class WeightSource:
         Each element of an output tensor is owned by exactly one rank. The values are views of the weights, one row per
         run of the extent, and must not be written to.
         """
-        live, line = self._local("source.runs"), self._vps.line
+        live, line = self._live("source.runs"), self._vps.line
         owned = self._vps.owned(self.layout, self.rank, WEIGHT)
+        if merged := next((each.name for each in self._outputs if each.deltas), None):
+            raise WeightsError(
+                f"source.runs: {merged!r} has an adapter added to it, which no rank holds; take source.iter_full(), or "
+                'the adapter alone by source(engine, names="adapters")'
+            )
         for output in self._outputs:
             for run in output.runs:
                 base = int(line.bases[run.tensor])
@@ -159,37 +181,28 @@ class WeightSource:
                     start = extent.start - run.start + run.at
                     yield output.name, Extent(start, extent.length, extent.step, extent.count), values
 
-    # ---- before iterating --------------------------------------------------------------------------------------------
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, this rank's shard) in the order of `metadata`, which has mesh and placements; no messages.
 
-    def _agreed(self, what: str) -> dict[BufferId, torch.Tensor]:
-        """Return this rank's weights once all ranks can iterate; raise WeightsError, on all alike, if one cannot."""
-        engine = self._engine
-        self._check_world(what)
-        problem, live = "", dict[BufferId, torch.Tensor]()
-        try:
-            live = self._local(what)
-        except DynatrainError as error:
-            problem = str(error)
-        key = f"weights/{engine.switcher.place_in_training()}"
-        said = Session(engine.control, key, engine.members, what).all("ready", problem)
-        if problems := [f"member {member}: {each}" for member, each in said.items() if each]:
-            raise WeightsError(problems[0])
-        engine.agree()
-        return live
+        Shards are views of the weights and must not be written to. Raise WeightsError, before the first one, if a
+        tensor has no shards that `DTensor` can describe.
+        """
+        live = self._live("source.iter_local")
+        pairs = list(zip(self._outputs, self._forms, strict=True))
+        if other := next((output.name for output, form in pairs if form is None), None):
+            raise WeightsError(
+                f"source.iter_local: the ranks of {self.layout} do not hold {other!r} in equal blocks along one "
+                "dimension; take source.iter_full(), or source.runs()"
+            )
+        for output, form in pairs:
+            if form is not None:
+                yield output.name, shard_of(self._vps, self.layout, self.rank, output, form.shape, live)
 
-    def _local(self, what: str) -> dict[BufferId, torch.Tensor]:
-        """Return this rank's flat weights; raise WeightsError if they cannot be read now."""
-        engine = self._engine
+    def _live(self, what: str) -> dict[BufferId, torch.Tensor]:
+        """Return this rank's flat weights, without messages; raise WeightsError if they cannot be read now."""
         self._check_world(what)
-        if problem := engine.switcher.in_the_way(of_reading=True):
-            raise WeightsError(f"{what}: {problem}; call it after engine.step()")
-        with engine.turn():
-            buffers, _ = engine.host.state_buffers()
-            try:
-                check_census(engine.host, self._vps, self.rank, buffers, what)
-            except CensusError as error:
-                raise WeightsError(str(error)) from error
-        return of_kind(buffers, WEIGHT)
+        engine = self._engine
+        return of_kind(read_buffers(engine, what, engine.switcher.in_the_way(of_reading=True)), WEIGHT)
 
     def _check_world(self, what: str) -> None:
         """Raise WeightsError if the engine is in another world than the one that the source was made in."""

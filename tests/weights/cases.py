@@ -76,7 +76,7 @@ def counted_collectives() -> Iterator[list[str]]:
 def full_and_runs(engine: Any, subject: Subject) -> dict[str, Any]:
     """Compare `iter_full` and all ranks' `runs` with the oracle; return what is wrong, and the numbers of the pass."""
     wanted = expected(engine, subject)
-    source = weights.source(engine)
+    source = weights.source(engine, "module")
     with counted_collectives() as collectives:
         full = {name: tensor.clone() for name, tensor in source.iter_full()}
     metas = source.metadata
@@ -95,7 +95,7 @@ def full_and_runs(engine: Any, subject: Subject) -> dict[str, Any]:
     wrong = [f"{name} is not tiled once" for name, count in times.items() if not (count == 1).all()]
     wrong += differing(tiled, wanted) + (differing(full, wanted) if engine.rank == 0 else [])
     assert len(collectives) == source.collectives
-    layers = len({each.layer for bucket in source.buckets for each in bucket if "all layers" not in each.layer})
+    layers = len({each.layer for bucket in source.buckets for each in bucket if not each.is_outside})
     return {"wrong": wrong, "collectives": len(collectives), "layers": layers}
 
 

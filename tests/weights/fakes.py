@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,19 +15,11 @@ import torch.distributed as td
 from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.errors import MemberMissing
 from ds_dynatrain.weights.receivers.group_receiver import GroupReceiver
+from ds_dynatrain.weights.source import ParamMeta
 from ds_dynatrain.weights.update import Update
 
 SHAPES = {"words": (23, 6), "block.up": (10, 7), "block.down": (7, 10), "norm": (7,), "scale": (), "none": (0, 4)}
 CUTS = {"words": 0, "block.up": 0, "block.down": 1}
-
-
-@dataclass(frozen=True)
-class Meta:
-    """A row of the metadata."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 def values(step: int, dtype: torch.dtype = torch.float32, scale: float = 0.1) -> dict[str, torch.Tensor]:
@@ -52,7 +44,7 @@ class FakeSource:
     ) -> None:
         self.weights, self.step, self.rank, self.world_size, self.cut = weights, step, rank, world_size, cut
         self.layout = f"{world_size} ranks, cut at {cut}"
-        self.metadata = [Meta(name, each.dtype, tuple(each.shape)) for name, each in weights.items()]
+        self.metadata = [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in weights.items()]
         self.collectives = 0
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,7 +70,10 @@ def fake_source(step: int, **more: Any) -> FakeSource:
 
 @dataclass
 class Rollouts:
-    """Receiving ranks in threads, which take every update; `updates` has the records of rank 0, `seen` its weights."""
+    """Receiving ranks in threads, which take every update; `updates` has the records of rank 0.
+
+    keeps: whether `weights` has a copy of each version.
+    """
 
     size: int = 1
     placements: Mapping[str, int] = field(default_factory=lambda: CUTS)
@@ -88,7 +83,7 @@ class Rollouts:
     weights: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
     """Copies of the weights, by rank and update."""
     stopped: bool = False
-    watch: Callable[[GroupReceiver], None] = lambda receiver: None
+    keeps: bool = True
 
     @property
     def address(self) -> str:
@@ -117,15 +112,18 @@ class Rollouts:
                 record = receiver.update(timeout_seconds=0.2)
             except MemberMissing:
                 continue
-            self.weights[rank].append({name: held.clone() for name, held in receiver.weights.items()})
+            kept = {name: held.clone() for name, held in receiver.weights.items()} if self.keeps else {}
+            self.weights[rank].append(kept)
             if rank == 0:
                 self.updates.append(record)
 
 
 @contextmanager
-def rollouts(size: int = 1, placements: Mapping[str, int] = CUTS, seconds: float = 20.0) -> Iterator[Rollouts]:
+def rollouts(
+    size: int = 1, placements: Mapping[str, int] = CUTS, seconds: float = 20.0, keeps: bool = True
+) -> Iterator[Rollouts]:
     """Receivers that run in threads inside the block."""
-    made = Rollouts(size, placements, seconds)
+    made = Rollouts(size, placements, seconds, keeps=keeps)
     for rank in range(size):
         address = "127.0.0.1:0" if rank == 0 else made.address
         made.receivers.append(GroupReceiver(address, rank, size, placements, timeout_seconds=seconds))

@@ -38,7 +38,7 @@ def to_sglang(url: str) -> Receiver:
 
 
 def to_folder(path: str) -> Receiver:
-    return folder.Folder(path, shard_bytes=600)
+    return folder.Folder(path, max_shard_bytes=600)
 
 
 def updates(make: Make, at: str, steps: list[int], version: str | None = None) -> list[Any]:

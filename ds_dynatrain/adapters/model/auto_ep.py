@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as td
@@ -119,6 +119,10 @@ class AutoEPShaper(Conversion, Shaper):
         """Return a copy of the template, converted."""
         return convert(copied(self._template), self._block, size, index)
 
+    def user_tensors(self) -> list[UserTensor]:
+        """Return the tensors of the user's model in place of which there are others now."""
+        return user_tensors(copied(self._template), self._block)
+
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Return cuts by whole experts for the stacks, and AutoTP's for other tensors.
 
@@ -199,6 +203,63 @@ def replace_layers(
             if buffer.is_meta:  # its own count of tokens, which begins at zero
                 setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=compute_device()))
     return replaced
+
+
+class UserTensor(NamedTuple):
+    """A tensor of the model as the user built it, made of (name of a converted tensor, its elements [start, stop), and
+    their first place in the user's tensor).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, int, int, int], ...]
+
+
+def user_tensors(module: nn.Module, block: Mapping[str, Any]) -> list[UserTensor]:
+    """Return the tensors of a model on the meta device that AutoEP replaces.
+
+    Raises UnsupportedError for experts that it transposes.
+    """
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+
+    found = []
+    for spec in AutoEP(module, parse_autoep_config({**block, "autoep_size": 1})).ep_parser():
+        path, layer = spec.moe_module_name, module.get_submodule(spec.moe_module_name)
+        renamed = {"router.gate": spec.router_name, "shared_experts": spec.shared_experts_name}
+        renamed["shared_experts_gate"] = spec.shared_experts_gate_name
+        for new, old in renamed.items():
+            for name, held in layer.get_submodule(old).named_parameters() if old and hasattr(layer, old) else ():
+                whole = (f"{path}.{new}.{name}", 0, held.numel(), 0)
+                found.append(UserTensor(f"{path}.{old}.{name}", tuple(held.shape), (whole,)))
+        found += _user_experts(f"{path}.{spec.experts_name}", layer.get_submodule(spec.experts_name), path, spec)
+    return found
+
+
+def _user_experts(name: str, held: nn.Module, path: str, spec: Any) -> Iterator[UserTensor]:
+    """Yield the user's tensors of a layer's experts: one for each of them, or stacks."""
+    up, down = (spec.ffn_hidden_size, spec.hidden_size), (spec.hidden_size, spec.ffn_hidden_size)
+    size = spec.ffn_hidden_size * spec.hidden_size
+    stacks = {spec.expert_w1_name: ("w1", up), spec.expert_w2_name: ("w2", down), spec.expert_w3_name: ("w3", up)}
+    stacks.pop(None, None)
+    for own, (stack, shape) in stacks.items():
+        new = f"{path}.experts.{stack}"
+        if spec.expert_storage == "module_list":
+            for expert in range(spec.num_experts):
+                part = (new, expert * size, (expert + 1) * size, 0)
+                yield UserTensor(f"{name}.{expert}.{own}.weight", shape, (part,))
+            continue
+        fused = stack == "w1" and spec.expert_w3_name is None
+        stacked = (spec.num_experts, shape[0] * (1 + fused), shape[1])
+        if tuple(getattr(held, own).shape) != stacked:
+            raise UnsupportedError(f"AutoEP transposes {name}.{own}; give names= for the model's converted tensors")
+        beside = [new, f"{path}.experts.w3"] if fused else [new]
+        parts = [
+            (each, expert * size, (expert + 1) * size, (expert * len(beside) + place) * size)
+            for expert in range(spec.num_experts)
+            for place, each in enumerate(beside)
+        ]
+        yield UserTensor(f"{name}.{own}", stacked, tuple(parts))
 
 
 def enter(engine: Any, layout: Layout) -> None:

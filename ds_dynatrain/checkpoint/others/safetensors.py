@@ -7,8 +7,9 @@ maps tensors to files. The writer makes a single file, tensor by tensor, and nee
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -162,19 +163,26 @@ def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, p
                 f"{saved.path}: {tensor.name!r} is {types[tensor.name]}, which is not written to safetensors; give "
                 "dtype= (--dtype) float32, bfloat16 or float16"
             )
-    said: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for tensor in tensors:
-        begin, at = at, at + tensor.numel * types[tensor.name].itemsize
-        name = WRITTEN[types[tensor.name]]
-        said[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [begin, at]}
-    header = json.dumps(said).encode()
-    header += b" " * (-len(header) % 8)
+    begin = header((tensor.name, types[tensor.name], tensor.shape) for tensor in tensors)
     with appearing(path) as part, part.open("xb") as file, Reader(saved.path, saved.manifest) as reader:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(begin)
         for tensor in tensors:
             file.write(proven(reader, tensor, WEIGHT, types[tensor.name]).view(-1).view(torch.uint8).numpy().data)
             progress(tensor.numel * types[tensor.name].itemsize)
         file.flush()
         os.fsync(file.fileno())
-    return 8 + len(header) + at
+    return len(begin) + sum(tensor.numel * types[tensor.name].itemsize for tensor in tensors)
+
+
+def header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """Return the first bytes of a safetensors file with these tensors (name, type, shape), in the order of their
+    values.
+    """
+    said: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in tensors:
+        begin, at = at, at + math.prod(shape) * dtype.itemsize
+        said[name] = {"dtype": WRITTEN[dtype], "shape": list(shape), "data_offsets": [begin, at]}
+    text = json.dumps(said).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,41 +1,90 @@
-"""Deltas: the elements of a message whose bits have changed, each as two bytes for its place, and its value."""
+"""Deltas: the elements of a message whose bits have changed, in about one byte for the place and one for the change.
+
+Between two updates of a small learning rate an element changes by few units in the last place, if at all. Its bits,
+read as an integer, change by a small number then, which is exact to add. Larger changes travel as whole values.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from ds_dynatrain.errors import TransferError
 
-PAGE = 1 << 16
-"""Elements among which two bytes tell a place."""
+SKIP = 255
+"""Byte that stands for 255 unchanged elements; any other byte for so many, and the changed one that follows."""
+LARGE = -128
+"""Byte in place of a change that needs a whole value."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Counts(NamedTuple):
+    """What the receiver of a delta must know first: bytes of places, number of changes, and of whole values.
+
+    places: `WHOLE` if all elements of the message follow, changed or not.
+    """
+
+    places: int
+    changes: int
+    large: int
+
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        """Return the size of the delta of a message of `numel` elements."""
+        return numel * itemsize if self.places == WHOLE else self.places + self.changes + self.large * itemsize
+
+
 WHOLE = -1
-"""Number of changed elements that stands for all elements of a message."""
+"""In `Counts.places`: all elements follow."""
+COUNTS_BYTES = 24
 
 
 def bits(flat: torch.Tensor) -> torch.Tensor:
-    """Return a view of flat values as integers of the same size, to compare them bit by bit."""
-    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    """Return a view of flat values as integers of the same size."""
+    return flat.view(_INTEGERS[flat.element_size()])
 
 
-def packed_places(places: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return ascending places among `numel` elements as bytes: how many lie in each page, then two bytes for each."""
-    counts = torch.bincount(places // PAGE, minlength=-(-numel // PAGE)).to(torch.int32)
-    return torch.cat([counts.view(torch.uint8), (places % PAGE).to(torch.int32).to(torch.int16).view(torch.uint8)])
+def packed(values: torch.Tensor, change: torch.Tensor) -> tuple[Counts, torch.Tensor]:
+    """Return a delta as bytes, or the values as they are if that is shorter.
+
+    change: how much the bits of each value have changed, as integers that wrap around.
+    """
+    at = change.nonzero().view(-1)
+    skipped = at.diff(prepend=torch.tensor([-1])) - 1
+    ends = (skipped // SKIP + 1).cumsum(0)
+    places = torch.full((int(ends[-1]) if len(at) else 0,), SKIP, dtype=torch.uint8)
+    places[ends - 1] = (skipped % SKIP).to(torch.uint8)
+    change = change[at]
+    is_large = (change <= LARGE) | (change > -LARGE - 1)
+    small = change.masked_fill(is_large, LARGE).to(torch.int8)
+    counts = Counts(len(places), len(at), int(is_large.sum()))
+    if counts.nbytes(len(values), values.element_size()) >= values.nbytes:
+        return Counts(WHOLE, 0, 0), values.view(torch.uint8)
+    return counts, torch.cat([places, small.view(torch.uint8), values[at[is_large]].view(torch.uint8)])
 
 
-def packed_bytes(count: int, numel: int) -> int:
-    """Return the size of what `packed_places` makes of `count` places."""
-    return 4 * -(-numel // PAGE) + 2 * count
+def check(counts: Counts, numel: int) -> Counts:
+    """Return counts that a trainer announced. Raise TransferError if no delta of `numel` elements can have them."""
+    changes, large = counts.changes, counts.large
+    if counts.places != WHOLE and not (
+        0 <= large <= changes <= min(counts.places, numel) and counts.places <= 2 * numel
+    ):
+        raise TransferError(f"{counts} cannot describe changes of {numel} elements")
+    return counts
 
 
-def unpacked_places(data: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return the places that `packed_places` made the bytes of. Raise TransferError if they cannot be its result."""
-    counts, places = data.split([4 * -(-numel // PAGE), len(data) - 4 * -(-numel // PAGE)])
-    each = counts.clone().view(torch.int32).long()
-    inside = places.clone().view(torch.int16).long() & (PAGE - 1)
-    if (each < 0).any() or int(each.sum()) != len(inside):
-        raise TransferError(f"{len(inside)} changes were announced, and {int(each.sum())} are listed")
-    found: torch.Tensor = torch.arange(len(each)).repeat_interleave(each) * PAGE + inside
-    if len(found) and (int(found[-1]) >= numel or (found.diff() <= 0).any()):
-        raise TransferError(f"changes of {numel} elements are out of order, or lie behind the last")
-    return found
+def unpacked(
+    data: torch.Tensor, counts: Counts, numel: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the places of all changes, ascending, and the changes; which of them are large, and their values.
+
+    Raises TransferError if the bytes are not what `packed` returns.
+    """
+    places, small, large = data.split([counts.places, counts.changes, len(data) - counts.places - counts.changes])
+    ends = (places != SKIP).nonzero().view(-1)
+    at = places.long().cumsum(0)[ends] + torch.arange(len(ends))
+    change = small.view(torch.int8)
+    is_large = change == LARGE
+    if len(at) != counts.changes or (len(at) and int(at[-1]) >= numel) or int(is_large.sum()) != counts.large:
+        raise TransferError(f"a delta of {numel} elements has {len(at)} places, and not what {counts} announced")
+    return at, change, is_large, large.clone().view(dtype)

@@ -21,7 +21,7 @@ from ds_dynatrain.errors import DynatrainError, MemberMissing, TransferError
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.weights.receivers.blocks import Move, moves_between, part_of, rows_of
 from ds_dynatrain.weights.receivers.board import Connection, Target, board_at, rows_to_post, targets_of
-from ds_dynatrain.weights.receivers.changes import WHOLE, bits, packed_bytes, packed_places
+from ds_dynatrain.weights.receivers.changes import bits, packed
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
 BUCKET_BYTES = 64 << 20
@@ -191,12 +191,12 @@ class Group(Receiver):
             for number, extent, flat in held:
                 if seen >= len(link.plan) or link.plan[seen][:2] != (number, extent):
                     raise TransferError(f"{link.targets[number].name}: this rank owned other parts when it connected")
-                changed = bits(flat) != bits(link.previous[seen]) if out.is_delta else None
+                change = bits(flat) - bits(link.previous[seen]) if out.is_delta else None
                 for receiver, moves in enumerate(link.plan[seen].moves):
                     for at, step, _, _, length, count in moves:
                         values[receiver].append(rows_of(flat, at, step, length, count).reshape(-1))
-                        if changed is not None:
-                            changes[receiver].append(rows_of(changed, at, step, length, count).reshape(-1))
+                        if change is not None:
+                            changes[receiver].append(rows_of(change, at, step, length, count).reshape(-1))
                 if out.wants_delta:
                     if seen == len(link.previous):
                         link.previous.append(torch.empty_like(flat))
@@ -206,25 +206,15 @@ class Group(Receiver):
             for receiver, found in enumerate(values):
                 if not found:
                     continue
-                for part in _message(torch.cat(found), torch.cat(changes[receiver]) if out.is_delta else None):
-                    waits.append(link.connection.send(part, link.trainers + receiver, f"version {out.version}"))
-                    out.nbytes += len(part)
+                parts = [torch.cat(found).view(torch.uint8)]
+                if out.is_delta:
+                    counts, delta = packed(torch.cat(found), torch.cat(changes[receiver]))
+                    parts = [torch.tensor(counts).view(torch.uint8), delta]
+                for part in parts:
+                    if len(part):
+                        waits.append(link.connection.send(part, link.trainers + receiver, f"version {out.version}"))
+                        out.nbytes += len(part)
             for wait in waits:
                 wait()
         if seen != len(link.plan):
             raise TransferError(f"this rank owns {seen} parts of the weights, and {len(link.plan)} when it connected")
-
-
-def _message(values: torch.Tensor, changed: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the bytes to send of values: all of them, or how many changed, their places and the values there."""
-    whole = values.view(torch.uint8)
-    if changed is None:
-        return [whole]
-    places = changed.nonzero().view(-1)
-    nbytes = packed_bytes(len(places), len(values)) + len(places) * values.element_size()
-    if nbytes >= len(whole):
-        return [torch.tensor([WHOLE]).view(torch.uint8), whole]
-    count = torch.tensor([len(places)]).view(torch.uint8)
-    if not len(places):
-        return [count]
-    return [count, torch.cat([packed_places(places, len(values)), values[places].view(torch.uint8)])]

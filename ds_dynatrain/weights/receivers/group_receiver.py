@@ -20,7 +20,7 @@ from ds_dynatrain.errors import ConfigError, DynatrainError, MemberMissing, Outc
 from ds_dynatrain.report import logger
 from ds_dynatrain.weights.receivers.blocks import Move, check_coverage, digest_of_part, part_of, rows_of
 from ds_dynatrain.weights.receivers.board import Connection, Target, board_at, serve, targets_of
-from ds_dynatrain.weights.receivers.changes import WHOLE, packed_bytes, unpacked_places
+from ds_dynatrain.weights.receivers.changes import COUNTS_BYTES, WHOLE, Counts, bits, check, unpacked
 from ds_dynatrain.weights.update import Update
 
 LOOK_SECONDS = 0.02
@@ -224,32 +224,27 @@ class GroupReceiver:
 
     def _receive(self, link: Incoming, bucket: int, is_delta: bool, version: int) -> int:
         """Receive one bucket from all ranks of the trainer; return the bytes."""
-        plan, what, nbytes = link.plan[bucket], f"version {version}", 0
-        counts = {trainer: torch.tensor([WHOLE]) for trainer in plan}
+        plan, what = link.plan[bucket], f"version {version}"
+        numels = {trainer: sum(move.numel for _, move in rows) for trainer, rows in plan.items()}
+        counts = dict.fromkeys(plan, Counts(WHOLE, 0, 0))
         if is_delta:
-            for wait in [link.connection.receive(counts[each].view(torch.uint8), each, what) for each in plan]:
+            heads = {trainer: torch.empty(3, dtype=torch.int64) for trainer in plan}
+            for wait in [link.connection.receive(head.view(torch.uint8), each, what) for each, head in heads.items()]:
                 wait()
-            nbytes = 8 * len(plan)
-        dtype, messages = link.targets[next(iter(plan.values()))[0][0]].dtype, {}
-        for trainer, rows in plan.items():
-            numel, count = sum(move.numel for _, move in rows), int(counts[trainer])
-            if not WHOLE <= count <= numel:
-                raise TransferError(f"the trainer's rank {trainer} announces {count} changes of {numel} elements")
-            size = numel * dtype.itemsize if count == WHOLE else count * dtype.itemsize
-            size += packed_bytes(count, numel) if count > 0 else 0
-            messages[trainer] = torch.empty(size, dtype=torch.uint8)
+            counts = {each: check(Counts(*head.tolist()), numels[each]) for each, head in heads.items()}
+        dtype = link.targets[next(iter(plan.values()))[0][0]].dtype
+        sizes = {trainer: counts[trainer].nbytes(numels[trainer], dtype.itemsize) for trainer in plan}
+        messages = {trainer: torch.empty(size, dtype=torch.uint8) for trainer, size in sizes.items()}
         waits = {each: link.connection.receive(data, each, what) for each, data in messages.items() if len(data)}
         for trainer, wait in waits.items():
             wait()
-            data, rows, count = messages[trainer], plan[trainer], int(counts[trainer])
-            nbytes += len(data)
-            if count == WHOLE:
-                _write_whole(link, rows, data.view(dtype))
-            elif count:
-                places, values = data.split([len(data) - count * dtype.itemsize, count * dtype.itemsize])
-                found = unpacked_places(places, sum(move.numel for _, move in rows))
-                _write_changes(link, rows, found, values.clone().view(dtype))
-        return nbytes
+            if counts[trainer].places == WHOLE:
+                _write_whole(link, plan[trainer], messages[trainer].view(dtype))
+            else:
+                _write_changes(
+                    link, plan[trainer], *unpacked(messages[trainer], counts[trainer], numels[trainer], dtype)
+                )
+        return sum(sizes.values()) + (COUNTS_BYTES * len(plan) if is_delta else 0)
 
     # ---- proof -------------------------------------------------------------------------------------------------------
 
@@ -283,8 +278,18 @@ def _write_whole(link: Incoming, rows: list[Row], values: torch.Tensor) -> None:
         at += length * count
 
 
-def _write_changes(link: Incoming, rows: list[Row], places: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values at ascending places of a message that consists of `rows`."""
+def _write_changes(
+    link: Incoming,
+    rows: list[Row],
+    places: torch.Tensor,
+    change: torch.Tensor,
+    is_large: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Add changes to the bits of elements at ascending places of a message that consists of `rows`.
+
+    is_large, values: the changes in whose place there is a whole value, and these values.
+    """
     sizes = torch.tensor([move.numel for _, move in rows])
     ends = sizes.cumsum(0)
     row = torch.searchsorted(ends, places, right=True)
@@ -292,8 +297,11 @@ def _write_changes(link: Incoming, rows: list[Row], places: torch.Tensor, values
     _, _, to, pace, length, _ = moves[row].unbind(1)
     inside = places - (ends - sizes)[row]
     target = to + inside.div(length, rounding_mode="floor") * pace + inside % length
-    for tensor, count in zip(*torch.unique_consecutive(tensors[row], return_counts=True), strict=True):
-        flat = link.beside[link.targets[int(tensor)].name].view(-1)
-        here, target = target.split([int(count), len(target) - int(count)])
-        new, values = values.split([int(count), len(values) - int(count)])
-        flat[here.to(flat.device)] = new.to(flat.device)
+    numbers, counts = torch.unique_consecutive(tensors[row], return_counts=True)
+    parts = zip(*(each.split(counts.tolist()) for each in (target, change, is_large)), strict=True)
+    for number, (where, added, large) in zip(numbers.tolist(), parts, strict=True):
+        flat = link.beside[link.targets[number].name].view(-1)
+        here, held = where.to(flat.device), bits(flat)
+        held[here] += added.to(flat.device, held.dtype)
+        new, values = values.split([int(large.sum()), len(values) - int(large.sum())])
+        flat[here[large.to(flat.device)]] = new.to(flat.device)

@@ -28,7 +28,7 @@ from ds_dynatrain.weights.receivers.http import (
 )
 from ds_dynatrain.weights.update import Outgoing
 
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 32 << 20
 BUFFERS = 2
 """Buffers of a worker. It must know the number, and has the trainer's one beside them."""
 
@@ -72,7 +72,8 @@ class VLLMClient(Requests):
 class VLLM(Server):
     """A vLLM server as a receiver; make one object on each rank of the trainer.
 
-    client: the server's URL, or an object with the methods of `VLLMClient`. master: HOST or HOST:PORT of the trainer's
+    client: the server's URL, or an object with the methods of `VLLMClient`. workers: how many
+    workers there are; the server is asked by default. master: HOST or HOST:PORT of the trainer's
     rank 0, as the workers reach it; by default this machine's address and a free port. endpoint: makes the trainer's
     end of the group; by default `nccl_of_vllm` on a GPU, which needs vLLM installed here, and torch's gloo on a CPU.
     pause: how generation is paused meanwhile ("keep", "wait" or "abort"); None if it is paused by other means.
@@ -82,6 +83,7 @@ class VLLM(Server):
         self,
         client: Any,
         *,
+        workers: int | None = None,
         master: str | None = None,
         endpoint: Endpoint | None = None,
         pause: str | None = "keep",
@@ -91,6 +93,7 @@ class VLLM(Server):
     ) -> None:
         self.client = VLLMClient(client, timeout_seconds) if isinstance(client, str) else client
         self.device, self.bucket_bytes, self._pause, self._master = torch.device(device), bucket_bytes, pause, master
+        self._workers = workers
         self._endpoint = endpoint or (
             (lambda info: TorchEndpoint(info, self.device, timeout_seconds))
             if self.device.type == "cpu"
@@ -131,7 +134,7 @@ class VLLM(Server):
             "master_address": host,
             "master_port": int(port or free_port()),
             "rank_offset": 1,
-            "world_size": self.client.get_world_size() + 1,
+            "world_size": (self._workers or self.client.get_world_size()) + 1,
             "packed": True,
             "packed_buffer_size_bytes": self.bucket_bytes,
             "packed_num_buffers": BUFFERS,

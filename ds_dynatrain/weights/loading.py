@@ -1,0 +1,170 @@
+"""`engine.load_weights`: the way back, from full tensors into weights and masters, in any layout.
+
+Each member fills copies of its own buffers, so that an error on any of them leaves the weights as they were. Once all
+members have everything, the copies are written over the buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.adapters.groups.device import compute_device
+from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.errors import WeightsError
+from ds_dynatrain.space import MASTER, WEIGHT, of_kind
+from ds_dynatrain.weights.buckets import matched
+from ds_dynatrain.weights.live import agreed_buffers, raise_first
+from ds_dynatrain.weights.lora import is_peft
+from ds_dynatrain.weights.naming import outputs_of
+from ds_dynatrain.weights.outputs import Output
+
+SEND_BYTES = 64 << 20
+"""Most bytes of tensors that rank 0 sends at once; a larger tensor is sent alone."""
+CALL = "load_weights"
+Pairs = Iterable[tuple[str, torch.Tensor]]
+
+
+def load_weights(engine: Any, weights: Pairs | None) -> None:
+    """Replace weights and masters; see `DynatrainEngine.load_weights`."""
+    parts: EngineParts = engine._parts
+    if parts.idle:
+        raise WeightsError(f"{CALL}: this member is idle and holds no weights; call it where engine.idle is false")
+    session, buffers = agreed_buffers(parts, CALL, parts.switcher.in_the_way())
+    given = session.all("given", weights is not None)
+    without = [member for member in parts.members if not given[member]]
+    if without not in ([], list(parts.members[1:])):
+        raise WeightsError(
+            f"{CALL}: member {without[0]} gave None and others gave weights; give the same on all members, or None on "
+            "all but rank 0"
+        )
+    staged, problem, cause = StagedWeights(parts, buffers), "", None
+    try:
+        staged.take(_sent(weights) if without else weights or ())
+    except Exception as error:  # also what the caller's iterator raises: the others wait for this member's report
+        problem, cause = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}", error
+    raise_first(session.all("taken", problem), "; the weights are as before", cause)
+    parts.begin_segment()
+    parts.host.settle_parameters()
+    staged.write()
+
+
+class StagedWeights:
+    """Copies of this member's weights and masters, into which new values are written."""
+
+    def __init__(self, engine: EngineParts, buffers: Buffers) -> None:
+        self._vps, layout, rank = engine.vps, engine.layout, engine.rank
+        self._live = {key: held for key, held in buffers.items() if key[0] in (WEIGHT, MASTER)}
+        by_place = {held.data_ptr(): held.detach().clone() for held in self._live.values()}  # fp32 shares them
+        self._copies = {key: by_place[held.data_ptr()] for key, held in self._live.items()}
+        self._holding = {kind: self._vps.holding(layout, rank, kind) for kind in {kind for kind, _ in self._live}}
+        names = "adapters" if is_peft(engine.host.module) else "hf"
+        outputs = outputs_of(engine.host.module, engine.host.shaper, self._vps.tensors, engine.job.has_stages, names)
+        self._outputs = {each.name: each for each in outputs}
+        self._ties = _ties(engine.host.module, self._outputs)
+
+    def take(self, weights: Pairs) -> None:
+        """Copy all tensors; raise WeightsError for one that is unknown, missing, given twice or of another shape."""
+        taken = dict[str, str]()
+        for given, tensor in weights:
+            name = self._ties.get(given, given)
+            if name not in self._outputs:
+                raise WeightsError(f"there is no tensor {given!r} among {len(self._outputs)}; {self._like(given)}")
+            output = self._outputs[name]
+            check_full(given, tensor, output.shape)
+            for here, there in self._pairs(output, tensor.detach().reshape(-1)):
+                if name not in taken:
+                    here.copy_(there)
+                elif not torch.equal(here, there.to(here)):
+                    raise WeightsError(f"{taken[name]!r} and {given!r} are one tensor, and have two values; give one")
+            taken[name] = given
+        if missing := [name for name in self._outputs if name not in taken]:
+            raise WeightsError(f"{len(missing)} of {len(self._outputs)} tensors are missing, such as {missing[0]!r}")
+
+    def _pairs(self, output: Output, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pairs of equal blocks: in the copies, and in the values of an output tensor."""
+        for kind, pieces in self._holding.items():
+            yield from matched(self._vps.line, output, pieces, of_kind(self._copies, kind), flat)
+
+    def _like(self, name: str) -> str:
+        """Return advice on names, with one that looks like a wrong name."""
+        near = get_close_matches(name, self._outputs, 1, 0) or ["none"]
+        return f"give names such as {near[0]!r}, as save_pretrained writes them"
+
+    def write(self) -> None:
+        """Write the copies over this member's buffers."""
+        with torch.no_grad():
+            for key, held in self._live.items():
+                held.copy_(self._copies[key])
+
+
+def check_full(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise WeightsError unless a tensor has real floating-point values of a shape."""
+    if tuple(tensor.shape) != shape or tensor.is_meta or not tensor.is_floating_point():
+        there = "on the meta device" if tensor.is_meta else f"{tensor.dtype} of {tuple(tensor.shape)}"
+        raise WeightsError(f"{name!r} is {there}, and {shape} floating-point values are expected; give the full tensor")
+
+
+def _ties(module: Any, outputs: Mapping[str, Output]) -> dict[str, str]:
+    """Return the output names of tied parameters by their further names, which a state dict may have, too."""
+    first = {id(held): name for name, held in module.named_parameters()}
+    every = {name: first[id(held)] for name, held in module.named_parameters(remove_duplicate=False)}
+    return {
+        name: other
+        for one, two in every.items()
+        for name, other in ((one, two), (two, one))
+        if name not in outputs and other in outputs
+    }
+
+
+def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that rank 0 has, on all ranks; a collective of them.
+
+    An error of rank 0's iterator is raised on all ranks, as WeightsError on the others.
+    """
+    group, device = td.group.WORLD, compute_device()
+    batches = _batches(weights) if weights is not None else None
+    while True:
+        said: list[Any] = [None]
+        batch: list[tuple[str, torch.Tensor]] = []
+        error: Exception | None = None
+        if batches is not None:
+            try:
+                batch = next(batches, [])
+                said = [[(name, held.dtype, tuple(held.shape)) for name, held in batch]]
+            except Exception as found:  # the others wait for the next batch
+                said, error = [f"{type(found).__name__}: {found}"], found
+        td.broadcast_object_list(said, group=group, group_src=0, device=device)
+        if isinstance(said[0], str):
+            raise error or WeightsError(f"rank 0: {said[0]}")
+        if not said[0]:
+            return
+        sizes = [_nbytes(dtype, shape) for _, dtype, shape in said[0]]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        for part, (_, held) in zip(flat.split(sizes), batch, strict=False):
+            part.copy_(held.detach().contiguous().reshape(-1).view(torch.uint8))
+        td.broadcast(flat, group=group, group_src=0)
+        for part, (name, dtype, shape) in zip(flat.split(sizes), said[0], strict=True):
+            yield name, part.clone().view(dtype).view(shape)
+
+
+def _batches(weights: Pairs) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield the tensors in batches. A tensor may be overwritten when the next one is asked for, so it is copied."""
+    batch: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in weights:
+        if batch and sum(held.nbytes for _, held in batch) + tensor.nbytes > SEND_BYTES:
+            yield batch
+            batch = []
+        check_full(name, tensor, tuple(tensor.shape))
+        batch.append((name, tensor.detach().clone()))
+    if batch:
+        yield batch
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,72 @@
+"""Output tensors: what leaves the trainer under one name, and which elements of logical tensors it is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+BEFORE, AFTER = "before all layers", "after all layers"
+Names = str | Mapping[str, str] | Callable[[str], str]
+"""How outputs are named: "hf", "adapters", "module", or a name for each parameter as a mapping or a function."""
+
+
+@dataclass(frozen=True)
+class TensorRun:
+    """Elements [start, stop) of logical tensor number `tensor`, which lie from element `at` in an output tensor."""
+
+    tensor: int
+    start: int
+    stop: int
+    at: int = 0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A low-rank term of an output tensor: scaling x up x down, transposed if `is_transposed`."""
+
+    down: Output
+    up: Output
+    scaling: float
+    is_transposed: bool
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output tensor.
+
+    layer: the name of the layer that it belongs to; outputs of one layer follow one another. runs: what it is made of.
+    deltas: terms that are added to these elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    runs: tuple[TensorRun, ...]
+    layer: str
+    deltas: tuple[Delta, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the output belongs to no layer."""
+        return self.layer in (BEFORE, AFTER)
+
+    @property
+    def tensors(self) -> Iterator[int]:
+        """Numbers of the logical tensors that the output needs."""
+        for run in self.runs:
+            yield run.tensor
+        for delta in self.deltas:
+            yield from delta.down.tensors
+            yield from delta.up.tensors
+
+    def runs_of(self, start: int, stop: int, at: int = 0) -> Iterator[TensorRun]:
+        """Yield the runs of the output's elements [start, stop), as elements from `at` of another output."""
+        for run in self.runs:
+            low, high = max(start, run.at), min(stop, run.at + run.stop - run.start)
+            if low < high:
+                first = run.start + low - run.at
+                yield TensorRun(run.tensor, first, first + high - low, at + low - start)

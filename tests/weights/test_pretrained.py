@@ -1,0 +1,99 @@
+"""Folders that `save_pretrained` writes in any layout: transformers loads them, bit by bit the trainer's weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ds_dynatrain.errors import WeightsError
+from ds_dynatrain.space import Layout
+from tests.engine import axis_walks, mixtures
+from tests.engine.language_models import transformers
+from tests.engine.pool import RankPool
+from tests.engine.subjects import language_model
+from tests.engine.transitions import layout
+from tests.weights import cases
+
+TIED, MIXTURE = partial(language_model, "llama tied"), partial(mixtures.autoep, "mixtral")
+
+
+def saving(engine: Any, subject: axis_walks.Subject, folder: Path, **how: Any) -> cases.Named:
+    """Save, and return the weights as the oracle has them."""
+    assert engine.save_pretrained(folder / str(engine.layout), **how) == folder / str(engine.layout)
+    return cases.expected(engine, subject)
+
+
+def saving_case(find: cases.Find, path: list[Layout], folder: Path, **how: Any) -> list[cases.Named]:
+    """Save in each layout of a path."""
+    return cases.at_each(find, "bf16", path, partial(saving, folder=folder, **how))
+
+
+def loaded(folder: Path) -> Any:
+    """The model in a folder; nothing of it may be missing or too much."""
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(said.values()), said
+    return model
+
+
+@pytest.mark.parametrize("path", ["d2z3 > d2t2z1", pytest.param("t2z0 > d2t2z3 > d4z2", marks=pytest.mark.full)])
+def test_transformers_loads_it(pool: RankPool, tmp_path: Path, path: str) -> None:
+    layouts = [layout(short) for short in path.split(" > ")]
+    states = pool.run(saving_case, find=TIED, path=layouts, folder=tmp_path, max_shard_bytes=4000, seconds=120)[0]
+    for at, wanted in zip(layouts, states, strict=True):
+        folder = tmp_path / str(at)
+        assert (folder / "model.safetensors.index.json").is_file()
+        assert len(list(folder.glob("*.safetensors"))) > 3 and not list(folder.glob("*.part"))
+        model = loaded(folder)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert cases.differing(dict(model.named_parameters()), wanted) == []
+
+
+def test_experts_and_one_file(pool: RankPool, tmp_path: Path) -> None:
+    states = pool.run(saving_case, find=MIXTURE, path=[layout("d4e4z3")], folder=tmp_path, seconds=120)[0]
+    (folder,) = tmp_path.iterdir()
+    found = dict(loaded(folder).named_parameters())
+    assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]
+    for name, held in states[0].items():
+        path, _, last = name.rpartition(".")
+        if last in ("w1", "w3"):
+            half = found[f"{path}.gate_up_proj"].chunk(2, 1)[last == "w3"]
+            assert torch.equal(half.flatten(), held), name
+        else:
+            theirs = {"w2": f"{path}.down_proj"}.get(last, name.replace("router.gate", "gate"))
+            assert torch.equal(found[theirs].flatten(), held), name
+
+
+def test_another_type(pool: RankPool, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"folder": tmp_path, "dtype": torch.float32}
+    wanted = pool.run(saving_case, find=TIED, path=[layout("d3z3")], seconds=120, **how)[0][0]
+    (folder,) = tmp_path.iterdir()
+    found = load_file(folder / "model.safetensors")
+    assert cases.differing(found, {name: held.float() for name, held in wanted.items()}) == []
+
+
+def failing(engine: Any, subject: axis_walks.Subject, folder: Path) -> list[str]:
+    """Save into a place where no folder can be."""
+    said = []
+    for how in ({}, {"dtype": torch.int8}):
+        with pytest.raises(WeightsError) as caught:
+            engine.save_pretrained(folder / "file" / "below", **how)
+        said.append(str(caught.value))
+    return said
+
+
+def failing_case(folder: Path) -> list[Any]:
+    """Save where it must fail, and train on."""
+    return cases.at_each(TIED, "bf16", [layout("d2z3"), layout("d2z1")], partial(failing, folder=folder))
+
+
+def test_what_fails_is_said_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for said in pool.run(failing_case, folder=tmp_path)[:2]:
+        for disk, dtype in said:
+            assert "Not a directory" in disk and "nothing of" in disk
+            assert "int8 is not written" in dtype
