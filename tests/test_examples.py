@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -57,3 +58,33 @@ def test_nodes_come_go_and_die(tmp_path: Path) -> None:
     assert 0 < float(costs[2][0]) < 60_000, run.stdout
     again = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert again.returncode != 0 and "is not empty" in again.stderr
+
+
+def launched(script: str, *arguments: str) -> str:
+    """What four processes print."""
+    quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    run = subprocess.run(
+        [*command, str(EXAMPLES / "rl" / script), *arguments],
+        env={**os.environ, **quiet},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.mark.timeout(450)
+@pytest.mark.usefixtures("shared_memory")
+def test_rollouts_of_a_shared_pool_give_the_rewards_of_one_that_keeps_its_size(tmp_path: Path) -> None:
+    for how in ("--keep", "--trainers=1"):
+        printed = launched("train.py", how, "--rollouts=4", f"--out={tmp_path}")
+    assert "7 switches" in printed and (tmp_path / "rl.png").stat().st_size > 0
+    keep, pool = (
+        [json.loads(row)["reward"] for row in (tmp_path / name / "rewards.jsonl").read_text().splitlines()]
+        for name in ("keep", "pool")
+    )
+    assert len(keep) == 4 and keep == pool and keep[-1] > keep[0]
+    spans = [json.loads(row) for row in (tmp_path / "pool" / "member-3.jsonl").read_text().splitlines()]
+    assert sum(span["what"] == "generate" for span in spans) >= 4, "an idle member takes part in every rollout"

@@ -11,7 +11,7 @@ import pytest
 from tests.docs.pages import FENCE, README, ROOT, text_of
 
 DOCS = ROOT / "docs"
-MOST_LINES, MOST_LINES_OF_DEVELOPERS, MOST_LINES_OF_FIGURES = 200, 150, 500
+MOST_LINES, MOST_LINES_OF_DEVELOPERS, MOST_LINES_OF_FIGURES = 150, 150, 540
 WRITTEN = {"support.md": 270}
 """Pages that tools write -> the most lines that they may have. Figures have a limit for all of them together, and the
 reference has none."""
