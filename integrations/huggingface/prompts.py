@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.extension import Extension
 from ds_dynatrain.integrations.huggingface.settings import arguments_in
@@ -35,18 +36,25 @@ Row = Mapping[str, Any]
 
 
 class EqualShares(Extension):
-    """Extension that refuses layouts in which ranks would answer different numbers of prompts."""
+    """Extension that refuses layouts in which ranks would answer different numbers of prompts.
 
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
+    samples: the completions of a global batch.
+    evaluated: the completions that a rank makes at a time for evaluation; 0 if there is no evaluation.
+    copies: the completions of one prompt in evaluation.
+    """
+
+    def __init__(self, samples: int, evaluated: int, copies: int) -> None:
+        self._samples, self._evaluated, self._copies = samples, evaluated, copies
 
     def check_layout(self, layout: Any, batch: Any, has_stages: bool) -> None:
-        """Raise SwitchRefused unless each data rank has the same number of samples."""
-        if self._samples % layout.data:
-            fits = [size for size in range(1, self._samples + 1) if self._samples % size == 0]
+        """Raise SwitchRefused unless rewards can be gathered and grouped by prompt."""
+        fits = [size for size in range(1, self._samples + 1) if self._samples % size == 0]
+        fits = [size for size in fits if size * self._evaluated % self._copies == 0]
+        if layout.data not in fits:
+            evaluated = f", and {self._evaluated} of evaluation with {self._copies} to a prompt" * bool(self._evaluated)
             raise SwitchRefused(
-                f"{layout}: data={layout.data} does not divide train_batch_size {self._samples}, and rewards are "
-                f"gathered from equal numbers of completions; take data= one of {', '.join(map(str, fits))}"
+                f"{layout}: data={layout.data} does not divide train_batch_size {self._samples}{evaluated}: rewards "
+                f"are gathered from equal numbers of completions; take data= one of {', '.join(map(str, fits))}"
             )
 
 
@@ -93,10 +101,19 @@ class PromptMixin(Below):
 
     def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
         """Make an engine that refuses worlds with unequal shares."""
-        make = partial(deepspeed.initialize, extensions=[EqualShares(self._settings.global_batch)])
+        args, self._completions = self.args, PromptMixin._completions
+        evaluated = args.per_device_eval_batch_size if args.do_eval and args.eval_strategy != "no" else 0
+        copies = args.num_generations_eval or args.num_generations
+        shares = EqualShares(self._settings.global_batch, evaluated, copies)
+        make = partial(deepspeed.initialize, extensions=[shares])
         with replaced(deepspeed, "initialize", make):
             made: tuple[Any, Any] = super()._prepare_for_training(*arguments, **named)
         return made
+
+    def finish(self) -> None:
+        """Check the data set. Called after the trainer's constructor."""
+        super().finish()
+        refuse_images(self.train_dataset[0])
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
@@ -110,7 +127,8 @@ class PromptMixin(Below):
         """Return the data set's rows in the order of an epoch's completions, as given by TRL's sampler."""
         if epoch not in self._orders:
             sampler: Any = self._get_train_sampler(self.train_dataset)
-            self._orders = {each: list(sampler) for each in range(epoch + 1)}
+            for _ in range(epoch + 1):  # TRL's sampler draws the next epoch each time
+                self._orders = {epoch: list(sampler)}
         return self._orders[epoch]
 
     def _prompts(self, window: Window) -> list[Row]:
@@ -135,6 +153,7 @@ class PromptMixin(Below):
         known, held = self._completions
         if known != number:
             self.model.train()
+            self._last_loaded_step = -1  # every rank brings the weights to vLLM, or none
             held = self._answers(inputs)
         self._completions = (-1, 0) if held is None else number, held
         self._due = parts(held, [one.samples for one in inputs])
@@ -192,10 +211,29 @@ def _rows(value: Any, begin: int, end: int) -> Any:
 
 
 def refuse_generations(args: Any) -> None:
-    """Raise UnsupportedError, naming the setting, for generation settings that cannot follow the world."""
+    """Raise UnsupportedError, with a way out, for settings that cannot follow the world."""
     if args.steps_per_generation != args.gradient_accumulation_steps:
         raise UnsupportedError(
             f"steps_per_generation={args.steps_per_generation} beside gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}: here a generation batch is one global batch in every world; leave "
             "steps_per_generation and generation_batch_size out, and take num_iterations to train completions again"
+        )
+    if getattr(args, "use_adaptive_entropy", False):
+        raise UnsupportedError(
+            "use_adaptive_entropy: each rank keeps its own coefficient, which a rank that joins would not have; set "
+            "entropy_coef to a constant"
+        )
+    if args.use_vllm and worker_place() is not None:
+        raise UnsupportedError(
+            "use_vllm where nodes come and go: TRL connects to vLLM from the first process of the start; take "
+            "rollout_func, or a launch of a fixed number of processes"
+        )
+
+
+def refuse_images(row: Row) -> None:
+    """Raise UnsupportedError if a row of the data set has images."""
+    if named := sorted({"image", "images"}.intersection(row)):
+        raise UnsupportedError(
+            f"prompts with {named[0]!r}: rows of pixels are not divided into micro-batches here; train on text, or "
+            "with TRL's own trainer"
         )

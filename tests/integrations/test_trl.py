@@ -153,6 +153,7 @@ def grpo(folder: Path, block: Any, schedule: Any = None, resume: Any = None, **m
         model=trainers.model() if path is None else GPT2LMHeadModel.from_pretrained(path),
         args=args,
         train_dataset=prompts(),
+        eval_dataset=prompts(12),
         processing_class=tokenizer(),
         reward_funcs=reward,
         callbacks=[] if schedule is None else [trainers.SwitchCallback(schedule)],
@@ -174,6 +175,7 @@ def test_answers_to_prompts_train_as_stock_does(four: RankPool, alone: RankPool,
         schedule=SCHEDULE,
         gradient_accumulation_steps=2,
         loss_type=loss,
+        **EVALUATED,
         seconds=180,
     )
     assert norms(answers) == pytest.approx(norms([stock[0]]), rel=2e-4) and len(norms(answers)) == 6
@@ -205,6 +207,9 @@ def test_answers_to_prompts_go_on_from_a_checkpoint(four: RankPool, tmp_path: Pa
     assert norms(again) == pytest.approx(norms(whole), rel=2e-4) and len(norms(again)) == 6
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 3}
+
+
 def refused(folder: Path, given: Any) -> str:
     """Return the words with which a job of GRPOTrainer is refused."""
     with pytest.raises(DynatrainError) as caught:
@@ -218,6 +223,8 @@ def refused(folder: Path, given: Any) -> str:
         ({"config": {"train_batch_size": 14}}, "no multiple of num_generations 3"),
         ({"steps_per_generation": 4}, "steps_per_generation=4 beside gradient_accumulation_steps=2"),
         ({"config": {"train_batch_size": 9}}, "data=2 does not divide train_batch_size 9"),
+        ({**EVALUATED, "num_generations_eval": 4}, "take data= one of 4, 12"),
+        ({"use_adaptive_entropy": True}, "set entropy_coef to a constant"),
     ],
 )
 def test_answers_to_prompts_are_refused(four: RankPool, tmp_path: Path, given: Any, words: str) -> None:
