@@ -22,10 +22,10 @@ NAMES = {
     *("layout", "members", "member", "rank", "generation", "idle", "is_newcomer", "is_discarded", "on_change"),
     *("loader", "micro_batch", "epochs", "job_epoch", "mean", "batch", "global_batch_size", "slot_is_borrowed"),
     *("data", "data_rank", "sequence", "sequence_rank"),
-    *("save", "load", "resumed", "buddies", "exact"),
+    *("save", "load", "save_pretrained", "load_weights", "resumed", "buddies", "exact"),
     *("update_param_groups", "register_for_checkpointing", "new_group", "turn", "close"),
 }
-MOST = 40
+MOST = 42
 
 
 def public(names: Any) -> set[str]:

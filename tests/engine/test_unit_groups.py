@@ -36,7 +36,7 @@ def test_ranks_by_layout_and_by_node() -> None:
 def test_an_extension_has_a_group_of_all() -> None:
     """Before those of the script, which are numbered as without it."""
     groups = OwnGroups(["buddies"])
-    assert groups.add(None) == "own0" and len(groups) == 1
+    assert groups.add(None) == "own0" and len(groups.rules) == 1
     assert [*kinds(groups, 4).items()] == [("buddies", (0, 1, 2, 3)), ("own0", (0, 1, 2, 3))]
     assert kinds(groups, 9) == {}, "an idle member"
 
