@@ -17,8 +17,6 @@ WRITTEN = {"support.md": 270}
 reference has none."""
 PAGES = sorted(page for page in DOCS.rglob("*.md") if page.parent.name not in ("figures", "reference"))
 MOST_WORDS = 25
-WIDE = frozenset("compare.md configuration.md monitor.md monitoring.md troubleshoot.md".split())
-"""Pages with longer cells. None may be added: shorten the cell, or write a paragraph."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -36,8 +34,6 @@ def test_the_figures_are_short() -> None:
 @pytest.mark.parametrize("page", [README, *sorted(DOCS.rglob("*.md"))], ids=lambda page: str(page.relative_to(ROOT)))
 def test_cells_are_short(page: Path) -> None:
     """A link counts as its text, and a word between blanks as one word."""
-    if page != README and str(page.relative_to(DOCS)) in WIDE:
-        pytest.skip("the page still has longer cells")
     rows = [line for line in FENCE.sub("", text_of(page)).splitlines() if line.startswith("|")]
     cells = [re.sub(r"\]\([^)]*\)", "]", cell) for row in rows for cell in re.split(r"(?<!\\)\|", row)]
     assert [cell for cell in cells if len(cell.split()) > MOST_WORDS] == []
