@@ -125,8 +125,8 @@ class ElasticConfig(Block):
     """How long training waits with fewer than torchrun's MIN nodes, after saving a fallback checkpoint. After this time
     all processes end with code 87."""
     collective_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] = 600.0
-    """The longest time in one collective. After this time members form a new world and repeat the batch. If it happens
-    again within ten steps, the job ends."""
+    """The longest time in one collective; then members form a new world and repeat the batch. A second time within ten
+    steps ends the job."""
 
 
 NAME, TABLE = "<name>", "<table>"
