@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,15 @@ import pytest
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.errors import CertificateError, CheckpointDamaged, TransferError, UnsupportedError
+from ds_dynatrain.errors import (
+    CertificateError,
+    CheckpointDamaged,
+    ConfigError,
+    TransferError,
+    UnsupportedError,
+    WeightsError,
+    WorldChanged,
+)
 from ds_dynatrain.weights.receivers import sglang, trl, verl, vllm
 from ds_dynatrain.weights.receivers import version_folders as folder
 from ds_dynatrain.weights.update import Receiver, Update, send
@@ -115,6 +124,41 @@ def test_a_folder_for_each_version(pool: RankPool, tmp_path: Path) -> None:
     shard.write_bytes(data)
     with pytest.raises(CheckpointDamaged, match="digest"):
         folder.read(found)
+
+
+def refused(make: Make, at: str) -> Any:
+    """An update whose source refuses on all ranks, as in an open global batch, and then a good one."""
+    receiver, source = make(at), fakes.fake_source(1)
+
+    def refuse() -> Any:
+        raise WeightsError("a global batch is open")
+        yield
+
+    source.iter_full = refuse  # type: ignore[method-assign]
+    with pytest.raises(WeightsError, match="a global batch is open"):
+        send(source, receiver)
+    td.barrier()
+    return send(fakes.fake_source(2), receiver).version
+
+
+def test_a_source_that_refuses_reaches_all_ranks_and_no_server(pool: RankPool, tmp_path: Path) -> None:
+    with stubs.SGLangStub().serving() as stub:
+        assert pool.run(refused, make=to_sglang, at=stub.url) == [2] * 4
+        assert stub.requests.count("/begin_weight_update") == 1
+        assert equal(stub.weights, fakes.values(2))
+    pool.run(refused, make=to_folder, at=str(tmp_path))
+    found = folder.newest(tmp_path)
+    assert found is not None and equal(folder.read(found), fakes.values(2))
+
+
+def test_a_discarded_batch_sends_nothing(tmp_path: Path) -> None:
+    with pytest.raises(WorldChanged, match="send: the world was aborted"):
+        send(SimpleNamespace(is_discarded=True, turn=nullcontext), to_folder(str(tmp_path)))
+
+
+def test_a_folder_keeps_the_newest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep=0"):
+        folder.Folder(tmp_path, keep=0)
 
 
 def test_deltas_are_refused_where_there_are_none(tmp_path: Path) -> None:

@@ -122,9 +122,10 @@ class Group(Receiver):
                 found = board.decide(verdict, mine)  # the first failure is the cause of the others
                 error = failed if found == mine else TransferError(f"version {out.version} was given up: {found}")
                 self._drop()
-                if not out.has_runs:
-                    out.drain()
-            out.prove(error)
+            if out.has_runs:
+                out.prove(error)
+            else:
+                out.settle(error)
             if rank == 0:
                 board.post(f"proof/{out.version}", np.array(list(out.digests.values()), np.uint64))
             if reason := board.wait({0: verdict}, f"verdict of the receivers on version {out.version}")[0]:

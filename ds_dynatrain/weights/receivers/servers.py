@@ -153,15 +153,14 @@ class Server(Receiver):
         """Send one update; the server shows it if all tensors have passed, each as announced."""
         error: Exception | None = None
         try:
+            out.begin()
             if out.source.rank == 0:
                 with ThreadPoolExecutor(1, "weights-request") as beside:
                     self._deliver(out, out.full(), beside)
-        except Exception as failed:  # reported to all ranks by `prove`
+        except Exception as failed:  # reported to all ranks by `settle`
             error = failed
             self._forget()
-        finally:
-            out.drain()
-        out.prove(error)
+        out.settle(error)
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         raise NotImplementedError
