@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as td
 
+from ds_dynatrain.elastic.address import DEFAULT_PORT
 from ds_dynatrain.errors import (
     CertificateError,
     CheckpointDamaged,
@@ -22,7 +23,7 @@ from ds_dynatrain.errors import (
     WeightsError,
     WorldChanged,
 )
-from ds_dynatrain.weights.receivers import sglang, trl, verl, vllm
+from ds_dynatrain.weights.receivers import servers, sglang, trl, verl, vllm
 from ds_dynatrain.weights.receivers import version_folders as folder
 from ds_dynatrain.weights.update import Receiver, Update, send
 from tests.engine import subjects
@@ -32,6 +33,7 @@ from tests.weights import cases, fakes, stubs
 from tests.weights.test_group import equal
 
 Make = Callable[[str], Receiver]
+NEW_GROUP = ["/shutdown_weight_transfer_engine", "/get_world_size", "/init_weight_transfer_engine"]
 PHASES = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
@@ -72,9 +74,9 @@ def on_a_walk(make: Make, at: str, find: cases.Find, path: list[Any]) -> list[tu
 def test_vllm_in_four_phases(pool: RankPool) -> None:
     with stubs.VLLMStub().serving() as stub:
         records = pool.run(updates, make=to_vllm, at=stub.url, steps=[1, 2])[0]
-        assert stub.requests == ["/get_world_size", "/init_weight_transfer_engine", *PHASES, *PHASES]
+        assert stub.requests == [*NEW_GROUP, *PHASES, *PHASES]
         assert equal(stub.weights, fakes.values(2)) and stub.versions == ["1", "2"]
-        assert [each.rpcs for each in records] == [5, 3]
+        assert [each.rpcs for each in records] == [6, 3]
         stub.requests.clear()
         pool.run(updates, make=to_vllm_paused, at=stub.url, steps=[3], version="step 3")
         assert [stub.requests[0], stub.requests[-1]] == ["/pause", "/resume"] and not stub.paused
@@ -92,6 +94,24 @@ def test_vllm_that_fails_is_not_told_to_finish(pool: RankPool) -> None:
         assert equal(stub.weights, fakes.values(2))
 
 
+def test_vllm_that_has_received_nothing_is_resumed(pool: RankPool) -> None:
+    with stubs.VLLMStub().serving() as stub:
+        stub.fails_at = "/get_world_size"
+        failed, record = pool.run(updates, make=to_vllm_paused, at=stub.url, steps=[1, 2])[0]
+        assert "out of memory" in failed and record.version == 2
+        assert stub.requests[:4] == ["/pause", *NEW_GROUP[:2], "/resume"] and not stub.paused
+
+
+@pytest.mark.parametrize(
+    ("master", "host", "port"),
+    [("node", "node", None), ("node:5000", "node", 5000), ("[::1]:5000", "::1", 5000), ("[::1]", "::1", None)],
+)
+def test_workers_meet_the_trainer_at(master: str, host: str, port: int | None) -> None:
+    place = servers.meeting_place(master, lambda: "unused")
+    assert place["master_address"] == host and place["master_port"] != DEFAULT_PORT
+    assert port in (None, place["master_port"])
+
+
 def test_vllm_goes_on_after_switches(pool: RankPool) -> None:
     path = [layout(short) for short in ("d4z3", "d2z1", "d3z2")]
     with stubs.VLLMStub().serving() as stub:
@@ -106,7 +126,7 @@ def test_sglang_in_a_session(pool: RankPool) -> None:
         records = pool.run(updates, make=to_sglang, at=stub.url, steps=[1, 2])[0]
         assert equal(stub.weights, fakes.values(2)) and stub.versions == ["1", "2"]
         buckets = stub.requests.count("/update_weights_from_distributed") // 2
-        assert [each.rpcs for each in records] == [buckets + 4, buckets + 3]
+        assert [each.rpcs for each in records] == [buckets + 5, buckets + 3]
         stub.other_replica = {"per_gpu_checksum": "?", "checksums": {}}
         assert "replicas of" in pool.run(updates, make=to_sglang, at=stub.url, steps=[3])[0][0]
 
