@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.checkpoint.extents import WORD, Extent
-from ds_dynatrain.errors import DynatrainError, TransferError, UnsupportedError
+from ds_dynatrain.errors import DynatrainError, TransferError, UnsupportedError, WorldChanged
 from ds_dynatrain.weights.blocks import digest_of_part
 
 FAILED = -1
@@ -99,12 +100,20 @@ class Outgoing:
         self._numbers = {each.name: number for number, each in enumerate(source.metadata)}
         self._sums = np.zeros((2, len(self._numbers)), np.uint64)
 
+    def begin(self) -> None:
+        """Get the first full tensor, before the receiver hears of the update: only then do all ranks know that the
+        weights can be read. Called on all ranks.
+        """
+        self._passing = passing = self.source.iter_full()
+        self._passing = chain(list(islice(passing, 1)), passing)
+
     def full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all tensors in the order of the metadata; all ranks must do so in lockstep, to the end.
 
         A tensor is real on the ranks that the receiver's `full_on` names, and valid until the next one.
         """
-        self._passing = self.source.iter_full()
+        if self._passing is None:
+            self._passing = self.source.iter_full()
         for name, tensor in self._passing:
             if self.source.rank == 0:
                 meta = self.source.metadata[self._numbers[name]]
@@ -132,6 +141,14 @@ class Outgoing:
         """Iterate over what is left of the full tensors, since all ranks must come to the end, also after an error."""
         for _ in self.source.iter_full() if self._passing is None else self._passing:
             pass
+
+    def settle(self, error: Exception | None) -> None:
+        """Call `drain`, and `prove` also if that fails. A collective."""
+        try:
+            self.drain()
+        except Exception as failed:  # reported to all ranks by `prove`
+            error = error or failed
+        self.prove(error)
 
     def extents(self) -> Iterator[tuple[int, Extent]]:
         """Iterate over what this rank owns, as `runs` does, without the values."""
@@ -161,8 +178,7 @@ class Outgoing:
             raise error
         if failed:
             raise TransferError(
-                f"{failed} of {self.source.world_size} ranks could not send version {self.version}: see their errors; "
-                "the receivers keep the version before"
+                f"{failed} of {self.source.world_size} ranks could not send version {self.version}: see their errors"
             )
         self._judge(sums[:-2].numpy().view(np.uint64).reshape(2, -1))
 
@@ -189,16 +205,20 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
     elements whose bits have changed since the last update, if the receiver has that one; else all of them. version: a
     label for receivers that show one; the number of the version by default.
 
-    Raises TransferError, on all ranks, if an update did not arrive as a whole; the receiver keeps the weights before
-    it. An error of the trainer's own world, such as WorldChanged, is raised as it is.
+    Raises TransferError, on all ranks, if an update did not arrive as a whole. `Group` and `Folder` keep the weights
+    before it; a vLLM or SGLang server overwrites them while it receives, and needs another update. Raises WorldChanged
+    in a discarded global batch; such an error of the trainer's own world is raised as it is.
     """
     if delta and not receiver.has_deltas:
         raise UnsupportedError(f"{type(receiver).__name__} takes whole tensors only: call send without delta=True")
     begin, found = time.monotonic(), engine
     turn: AbstractContextManager[None] = nullcontext()
     if not hasattr(engine, "iter_full"):
+        from ds_dynatrain.engine.discarded import DISCARDED
         from ds_dynatrain.weights.source import source
 
+        if engine.is_discarded:  # newcomers do not go through the batch, so they would not answer
+            raise WorldChanged(f"send: {'; '.join(DISCARDED)}")
         turn, found = engine.turn(), source(engine, full_on="first" if receiver.full_on == "none" else receiver.full_on)
     with turn:
         world = (td.group.WORLD, found.layout)

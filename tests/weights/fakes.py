@@ -105,9 +105,18 @@ class Rollouts:
             assert time.monotonic() < end, f"{count} updates expected, {[len(each) for each in self.weights]} arrived"
             time.sleep(0.01)
 
+    def start_anew(self, rank: int) -> None:
+        """Put another receiver, which knows nothing, in the place of a rank between two updates."""
+        before = self.receivers[rank]
+        self.receivers[rank] = GroupReceiver(
+            self.address, rank, self.size, self.placements, timeout_seconds=self.seconds
+        )
+        time.sleep(0.5)  # until the other one is asked no more
+        before.close()
+
     def _run(self, rank: int) -> None:
-        receiver = self.receivers[rank]
         while not self.stopped:
+            receiver = self.receivers[rank]
             try:
                 record = receiver.update(timeout_seconds=0.2)
             except MemberMissing:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as td
 
 from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.errors import TransferError
@@ -62,6 +64,41 @@ def test_another_object_sends_everything_first(pool: RankPool) -> None:
         rollouts.wait(4)
         assert [each.version for each in rollouts.updates] == [1, 2, 3, 4]
         assert equal(rollouts.whole(), fakes.values(3))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A trainer of one rank, in the test's own process."""
+    td.init_process_group("gloo", store=td.HashStore(), rank=0, world_size=1)
+    yield
+    td.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_receiving_rank_that_starts_anew_takes_the_next_version() -> None:
+    with fakes.rollouts(2) as rollouts:
+        group = Group(rollouts.address, timeout_seconds=20)
+        for step in (1, 2):
+            assert send(fakes.fake_source(step), group).version == step
+            rollouts.wait(step)
+            rollouts.start_anew(1)
+        assert send(fakes.fake_source(3), group).version == 3
+        rollouts.wait(3)
+        assert [each.version for each in rollouts.updates] == [1, 2, 3]
+        assert equal(rollouts.whole(), fakes.values(3))
+
+
+@pytest.mark.usefixtures("alone")
+def test_tensors_may_change_from_update_to_update() -> None:
+    first, second = {"a": torch.arange(6.0), "b": torch.ones(2, 3)}, {"b": torch.ones(4, 3), "c": torch.arange(5.0)}
+    sent = [first, first, second, {name: 2 * held for name, held in second.items()}, second, first]
+    with fakes.rollouts(2, {}) as rollouts:
+        group = Group(rollouts.address, timeout_seconds=20)
+        for number, weights in enumerate(sent):
+            send(fakes.FakeSource(weights), group)
+            rollouts.wait(number + 1)
+            assert equal(rollouts.whole(), weights), number
+        assert [each.version for each in rollouts.updates] == [1, 2, 3, 4, 5, 6]
 
 
 def incomplete(address: str, twice: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,17 @@ import pytest
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.errors import CertificateError, CheckpointDamaged, TransferError, UnsupportedError
-from ds_dynatrain.weights.receivers import sglang, trl, verl, vllm
+from ds_dynatrain.elastic.address import DEFAULT_PORT
+from ds_dynatrain.errors import (
+    CertificateError,
+    CheckpointDamaged,
+    ConfigError,
+    TransferError,
+    UnsupportedError,
+    WeightsError,
+    WorldChanged,
+)
+from ds_dynatrain.weights.receivers import servers, sglang, trl, verl, vllm
 from ds_dynatrain.weights.receivers import version_folders as folder
 from ds_dynatrain.weights.update import Receiver, Update, send
 from tests.engine import subjects
@@ -23,6 +33,7 @@ from tests.weights import cases, fakes, stubs
 from tests.weights.test_group import equal
 
 Make = Callable[[str], Receiver]
+NEW_GROUP = ["/shutdown_weight_transfer_engine", "/get_world_size", "/init_weight_transfer_engine"]
 PHASES = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
@@ -63,9 +74,9 @@ def on_a_walk(make: Make, at: str, find: cases.Find, path: list[Any]) -> list[tu
 def test_vllm_in_four_phases(pool: RankPool) -> None:
     with stubs.VLLMStub().serving() as stub:
         records = pool.run(updates, make=to_vllm, at=stub.url, steps=[1, 2])[0]
-        assert stub.requests == ["/get_world_size", "/init_weight_transfer_engine", *PHASES, *PHASES]
+        assert stub.requests == [*NEW_GROUP, *PHASES, *PHASES]
         assert equal(stub.weights, fakes.values(2)) and stub.versions == ["1", "2"]
-        assert [each.rpcs for each in records] == [5, 3]
+        assert [each.rpcs for each in records] == [6, 3]
         stub.requests.clear()
         pool.run(updates, make=to_vllm_paused, at=stub.url, steps=[3], version="step 3")
         assert [stub.requests[0], stub.requests[-1]] == ["/pause", "/resume"] and not stub.paused
@@ -83,6 +94,24 @@ def test_vllm_that_fails_is_not_told_to_finish(pool: RankPool) -> None:
         assert equal(stub.weights, fakes.values(2))
 
 
+def test_vllm_that_has_received_nothing_is_resumed(pool: RankPool) -> None:
+    with stubs.VLLMStub().serving() as stub:
+        stub.fails_at = "/get_world_size"
+        failed, record = pool.run(updates, make=to_vllm_paused, at=stub.url, steps=[1, 2])[0]
+        assert "out of memory" in failed and record.version == 2
+        assert stub.requests[:4] == ["/pause", *NEW_GROUP[:2], "/resume"] and not stub.paused
+
+
+@pytest.mark.parametrize(
+    ("master", "host", "port"),
+    [("node", "node", None), ("node:5000", "node", 5000), ("[::1]:5000", "::1", 5000), ("[::1]", "::1", None)],
+)
+def test_workers_meet_the_trainer_at(master: str, host: str, port: int | None) -> None:
+    place = servers.meeting_place(master, lambda: "unused")
+    assert place["master_address"] == host and place["master_port"] != DEFAULT_PORT
+    assert port in (None, place["master_port"])
+
+
 def test_vllm_goes_on_after_switches(pool: RankPool) -> None:
     path = [layout(short) for short in ("d4z3", "d2z1", "d3z2")]
     with stubs.VLLMStub().serving() as stub:
@@ -97,7 +126,7 @@ def test_sglang_in_a_session(pool: RankPool) -> None:
         records = pool.run(updates, make=to_sglang, at=stub.url, steps=[1, 2])[0]
         assert equal(stub.weights, fakes.values(2)) and stub.versions == ["1", "2"]
         buckets = stub.requests.count("/update_weights_from_distributed") // 2
-        assert [each.rpcs for each in records] == [buckets + 4, buckets + 3]
+        assert [each.rpcs for each in records] == [buckets + 5, buckets + 3]
         stub.other_replica = {"per_gpu_checksum": "?", "checksums": {}}
         assert "replicas of" in pool.run(updates, make=to_sglang, at=stub.url, steps=[3])[0][0]
 
@@ -115,6 +144,41 @@ def test_a_folder_for_each_version(pool: RankPool, tmp_path: Path) -> None:
     shard.write_bytes(data)
     with pytest.raises(CheckpointDamaged, match="digest"):
         folder.read(found)
+
+
+def refused(make: Make, at: str) -> Any:
+    """An update whose source refuses on all ranks, as in an open global batch, and then a good one."""
+    receiver, source = make(at), fakes.fake_source(1)
+
+    def refuse() -> Any:
+        raise WeightsError("a global batch is open")
+        yield
+
+    source.iter_full = refuse  # type: ignore[method-assign]
+    with pytest.raises(WeightsError, match="a global batch is open"):
+        send(source, receiver)
+    td.barrier()
+    return send(fakes.fake_source(2), receiver).version
+
+
+def test_a_source_that_refuses_reaches_all_ranks_and_no_server(pool: RankPool, tmp_path: Path) -> None:
+    with stubs.SGLangStub().serving() as stub:
+        assert pool.run(refused, make=to_sglang, at=stub.url) == [2] * 4
+        assert stub.requests.count("/begin_weight_update") == 1
+        assert equal(stub.weights, fakes.values(2))
+    pool.run(refused, make=to_folder, at=str(tmp_path))
+    found = folder.newest(tmp_path)
+    assert found is not None and equal(folder.read(found), fakes.values(2))
+
+
+def test_a_discarded_batch_sends_nothing(tmp_path: Path) -> None:
+    with pytest.raises(WorldChanged, match="send: the world was aborted"):
+        send(SimpleNamespace(is_discarded=True, turn=nullcontext), to_folder(str(tmp_path)))
+
+
+def test_a_folder_keeps_the_newest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep=0"):
+        folder.Folder(tmp_path, keep=0)
 
 
 def test_deltas_are_refused_where_there_are_none(tmp_path: Path) -> None:

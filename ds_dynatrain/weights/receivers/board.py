@@ -1,6 +1,7 @@
 """Records on which trainer and receiving ranks of a group agree, in a store that the first receiving rank hosts.
 
-Records are JSON and arrays of numbers; nothing is unpickled. Their keys:
+Records are JSON and arrays of numbers; nothing is unpickled. The first receiving rank removes those of earlier links
+and versions, except for verdicts. Their keys:
 
 | key | written by | holds |
 |---|---|---|

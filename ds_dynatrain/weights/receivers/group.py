@@ -39,9 +39,9 @@ class OwnedPart(NamedTuple):
 class TrainerLink:
     """The connections of one world of the trainer to the receivers, and what this rank sends over them.
 
-    world: the world's group and layout. trainers, receivers: how many ranks there are of each. plan: this rank's parts,
-    in the order of `Outgoing.runs`. base: the version that all receivers have and `previous` has, or 0. previous: this
-    rank's values of that version, in the order of the plan, if deltas are wanted.
+    world: the world's group and layout, and the tensors that it sends. trainers, receivers: how many ranks there are of
+    each. plan: this rank's parts, in the order of `Outgoing.runs`. base: the version that all receivers have and
+    `previous` has, or 0. previous: this rank's values of that version, in the order of the plan, if deltas are wanted.
     """
 
     number: int
@@ -88,7 +88,7 @@ class Group(Receiver):
     def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
         """Return the next version (0 except on rank 0), the link that can be used again, and the version it has."""
         board, link = self._connected(source.rank), self._link
-        if link is not None and link.world != (td.group.WORLD, source.layout):
+        if link is not None and link.world != _world_of(source):
             self._drop()
             link = None
         number, base = (0, 0) if link is None else (link.number, link.base if is_delta else 0)
@@ -122,9 +122,10 @@ class Group(Receiver):
                 found = board.decide(verdict, mine)  # the first failure is the cause of the others
                 error = failed if found == mine else TransferError(f"version {out.version} was given up: {found}")
                 self._drop()
-                if not out.has_runs:
-                    out.drain()
-            out.prove(error)
+            if out.has_runs:
+                out.prove(error)
+            else:
+                out.settle(error)
             if rank == 0:
                 board.post(f"proof/{out.version}", np.array(list(out.digests.values()), np.uint64))
             if reason := board.wait({0: verdict}, f"verdict of the receivers on version {out.version}")[0]:
@@ -150,18 +151,19 @@ class Group(Receiver):
     def _linked(self, out: Outgoing, board: Control, stop: Callable[[], None]) -> TrainerLink:
         """Offer the update on rank 0; return the link over which all ranks send it."""
         source, rank = out.source, out.source.rank
-        is_old = len({row[1] for row in out.table}) == 1 and self._link is not None
-        number = self._link.number if is_old and self._link is not None else out.version
-        out.is_delta = is_old and len({row[2] for row in out.table}) == 1 and out.table[0][2] > 0
+        links = {row[1] for row in out.table}
+        old = self._link if len(links) == 1 and links != {0} else None
+        number = out.version if old is None else old.number
+        out.is_delta = old is not None and len({row[2] for row in out.table}) == 1 and out.table[0][2] > 0
         if rank == 0:
-            if not is_old:
+            if old is None:
                 record = {"trainers": source.world_size, "bucket_bytes": self.bucket_bytes}
                 board.post(f"link/{number}", {**record, "tensors": rows_to_post(source.metadata)})
             record = {"version": out.version, "link": number, "base": out.table[0][2] if out.is_delta else 0}
             board.post("offer", {**record, "step": source.step, "layout": str(source.layout), "label": out.label})
             out.rpcs = 3
-        if is_old and self._link is not None:
-            return self._link
+        if old is not None:
+            return old
         self._drop()
         first = board.wait({0: "receiver/0"}, f"receivers at {self.address}")[0]
         size, cuts = int(first["size"]), first["placements"]
@@ -172,8 +174,7 @@ class Group(Receiver):
             parts = (part_of(shape, cuts.get(name), receiver, size)[0] for receiver in range(size))
             plan.append(OwnedPart(tensor, extent, [moves_between(extent, part) for part in parts]))
         connection = LinkConnection(board, number, rank, source.world_size, size, stop)
-        world = (td.group.WORLD, source.layout)
-        link = self._link = TrainerLink(number, world, source.world_size, size, connection, targets, plan)
+        link = self._link = TrainerLink(number, _world_of(source), source.world_size, size, connection, targets, plan)
         for receiver in range(size):
             rows = [(share.number, *move) for share in plan for move in share.moves[receiver]]
             for values in (torch.tensor([len(rows)]), torch.tensor(rows, dtype=torch.int64).reshape(-1)):
@@ -223,3 +224,7 @@ class Group(Receiver):
             wait()
         if seen != len(link.plan):
             raise TransferError(f"this rank owns {seen} parts of the weights, and {len(link.plan)} when it connected")
+
+
+def _world_of(source: Any) -> tuple[Any, ...]:
+    return td.group.WORLD, source.layout, rows_to_post(source.metadata)

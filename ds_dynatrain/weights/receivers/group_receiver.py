@@ -83,9 +83,18 @@ class GroupReceiver:
         self._board = board_at(self.address, rank, timeout_seconds, token)
         self._link: ReceiverLink | None = None
         self._beside: dict[str, torch.Tensor] = {}
-        self._seen = 0
+        self._seen = self._discard_present_offer()
         self._board.post(f"receiver/{rank}", {"size": world_size, "placements": self.placements})
         self._report()
+
+    def _discard_present_offer(self) -> int:
+        """Return the version on offer, 0 if there is none; it was meant for the process before in this rank's place."""
+        offer = self._board.read("offer")
+        if offer is None:
+            return 0
+        version = int(offer["version"])
+        self._board.decide(f"verdict/{version}", f"receiving rank {self.rank} started anew")
+        return version
 
     def update(self, timeout_seconds: float | None = None) -> Update:
         """Wait for the trainer's next version, take it, and return its record. All receiving ranks call this.
@@ -96,7 +105,8 @@ class GroupReceiver:
         begin, patience = time.monotonic(), self.timeout_seconds if timeout_seconds is None else timeout_seconds
         while True:
             offer = self._next_offer(begin, patience)
-            self._seen = offer["version"]
+            self._clean(int(offer["version"]))
+            self._seen = int(offer["version"])
             try:
                 return self._take(offer)
             except (DynatrainError, RuntimeError) as error:
@@ -110,9 +120,13 @@ class GroupReceiver:
         self._store = None
 
     def _drop(self) -> None:
-        if self._link is not None:
-            self._link.connection.close()
-        self._link = None
+        link, self._link = self._link, None
+        if link is None:
+            return
+        link.connection.close()
+        if self.rank == 0:
+            ranks = range(link.trainers + self.world_size)
+            self._board.remove([f"link/{link.number}", *(f"here/{link.number}/{rank}" for rank in ranks)])
 
     # ---- one update --------------------------------------------------------------------------------------------------
 
@@ -156,7 +170,7 @@ class GroupReceiver:
             board.decide(verdict, self._judged(link, proof, held))
         if reason := board.wait({0: verdict}, f"verdict on version {version}")[0]:
             raise TransferError(reason)
-        before = self.weights or {name: torch.empty_like(values) for name, values in link.beside.items()}
+        before = {name: self._room(self.weights, name, each.shape, each.dtype) for name, each in link.beside.items()}
         self.weights, link.beside, self._beside = link.beside, before, before
         self.version = version
         self._report()
@@ -177,6 +191,14 @@ class GroupReceiver:
             raise OutcomeUnknown(f"version {version}", self.timeout_seconds, str(error)) from error
         logger.warning("version %d is discarded, version %d stays: %s", version, self.version, reason)
 
+    def _clean(self, version: int) -> None:
+        """Remove on rank 0 what was said of earlier versions than the one before `version`, except for verdicts."""
+        if self.rank == 0:
+            kinds, ranks = ("ready", "held", "shown"), range(self.world_size)
+            for old in range(max(1, self._seen - 1), version - 1):
+                keys = [f"{kind}/{old}/{rank}" for kind in kinds for rank in ranks]
+                self._board.remove([f"proof/{old}", *keys])
+
     def _report(self) -> None:
         number = self._link.number if self._link else 0
         self._board.post(f"state/{self.rank}", {"version": self.version, "link": number})
@@ -193,9 +215,7 @@ class GroupReceiver:
         for target in targets:
             part, shape = part_of(target.shape, self.placements.get(target.name), self.rank, self.world_size)
             parts.append(part)
-            old = self._beside.get(target.name)
-            fits = old is not None and old.shape == shape and old.dtype == target.dtype
-            beside[target.name] = old if fits else torch.empty(shape, dtype=target.dtype, device=self.device)
+            beside[target.name] = self._room(self._beside, target.name, shape, target.dtype)
         connection = LinkConnection(self._board, number, trainers + self.rank, trainers, self.world_size, stop)
         link = self._link = ReceiverLink(number, trainers, connection, targets, parts, {}, beside)
         moves: list[list[Move]] = [[] for _ in targets]
@@ -209,6 +229,14 @@ class GroupReceiver:
         for target, part, found in zip(targets, parts, moves, strict=True):
             check_coverage(target.name, part.numel, found)
         return link
+
+    def _room(
+        self, held: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the tensor that is held under a name if it fits, else a new one."""
+        old = held.get(name)
+        fits = old is not None and old.shape == shape and old.dtype == dtype
+        return old if old is not None and fits else torch.empty(shape, dtype=dtype, device=self.device)
 
     def _plan_of(self, link: ReceiverLink, trainer: int) -> list[list[int]]:
         count = torch.empty(1, dtype=torch.int64)

@@ -11,7 +11,7 @@ import math
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, ClassVar, Protocol
@@ -22,6 +22,7 @@ import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ds_dynatrain.elastic.abort import WorldSockets
+from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.errors import ConfigError, TransferError
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
@@ -144,30 +145,49 @@ def grouped(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
     return [bucket for bucket in found if bucket]
 
 
+def meeting_place(master: str | None, own_address: Callable[[], str]) -> dict[str, Any]:
+    """Return where the workers find the trainer's rank 0: at `master`, or at its own address; a free port by default.
+
+    master: HOST, HOST:PORT or [IPv6]:PORT.
+    """
+    if not master:
+        return {"master_address": own_address(), "master_port": free_port()}
+    has_port = ":" in master.rpartition("]")[2]
+    place = Address.parse(master)
+    return {"master_address": place.host, "master_port": place.port if has_port else free_port()}
+
+
 class Server(Receiver):
     """Base class of receivers that are servers; `send` runs on all ranks, `_deliver` on the first one."""
 
     always_claims: ClassVar[bool] = False
+    _group: Broadcast | None = None
 
     def send(self, out: Outgoing) -> None:
         """Send one update; the server shows it if all tensors have passed, each as announced."""
         error: Exception | None = None
         try:
+            out.begin()
             if out.source.rank == 0:
-                with ThreadPoolExecutor(1, "weights-request") as beside:
+                with ThreadPoolExecutor(1, "weights-request") as beside, self._forgetting():
                     self._deliver(out, out.full(), beside)
-        except Exception as failed:  # reported to all ranks by `prove`
+        except Exception as failed:  # reported to all ranks by `settle`
             error = failed
-            self._forget()
-        finally:
-            out.drain()
-        out.prove(error)
+        out.settle(error)
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         raise NotImplementedError
 
-    def _forget(self) -> None:
-        raise NotImplementedError
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """Leave the group after an error, before the request beside it is awaited, which may wait for a broadcast."""
+        try:
+            yield
+        except BaseException:
+            group, self._group = self._group, None
+            if isinstance(group, TorchEndpoint):
+                group.abort()
+            raise
 
 
 def packed(

@@ -22,8 +22,8 @@ from ds_dynatrain.weights.receivers.servers import (
     Server,
     TorchEndpoint,
     broadcast,
-    free_port,
     grouped,
+    meeting_place,
     packed,
 )
 from ds_dynatrain.weights.update import Outgoing
@@ -56,12 +56,11 @@ class SGLang(Server):
         self.device, self.bucket_bytes = torch.device(device), bucket_bytes
         self.checksums: list[Any] = []
         """What the ranks of the server said of their weights after the last update."""
-        self._group: Broadcast | None = None
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         before = self.server.count
         if self._group is None:
-            self._group = self._connected(out.version > 1, beside)
+            self._group = self._connected(beside)
         self._post("/begin_weight_update", {"selector": "all"})
         buckets = grouped(out.source.metadata, self.bucket_bytes)
         for bucket, data in packed(out, tensors, buckets, self.device):
@@ -91,14 +90,11 @@ class SGLang(Server):
             raise TransferError(f"{self.server.url}{route}: {answer.get('message')}")
         return answer
 
-    def _connected(self, is_again: bool, beside: ThreadPoolExecutor) -> Broadcast:
-        if is_again:
-            with suppress(TransferError):  # it may have none
-                self._post("/destroy_weights_update_group", {"group_name": GROUP})
-        host, _, port = (self._master or self.server.own_address()).partition(":")
+    def _connected(self, beside: ThreadPoolExecutor) -> Broadcast:
+        with suppress(TransferError):  # it may have none
+            self._post("/destroy_weights_update_group", {"group_name": GROUP})
         info = {
-            "master_address": host,
-            "master_port": int(port or free_port()),
+            **meeting_place(self._master, self.server.own_address),
             "rank_offset": 1,
             "world_size": self.workers + 1,
             "group_name": GROUP,
@@ -108,9 +104,6 @@ class SGLang(Server):
         found = TorchEndpoint(info, self.device, self.server.timeout_seconds)
         request.result()
         return found
-
-    def _forget(self) -> None:
-        self._group = None
 
 
 def _compare(ranks: list[Any]) -> None:

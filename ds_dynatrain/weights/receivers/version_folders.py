@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ds_dynatrain.checkpoint.extents import WORD
-from ds_dynatrain.errors import CheckpointDamaged
+from ds_dynatrain.errors import CheckpointDamaged, ConfigError
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.weights.pretrained import SHARD_BYTES, Writer, cut
 from ds_dynatrain.weights.update import Outgoing, Receiver
@@ -41,6 +41,8 @@ class Folder(Receiver):
         keep: int = 2,
         max_shard_bytes: int = SHARD_BYTES,
     ) -> None:
+        if keep < 1:
+            raise ConfigError(f"Folder: keep={keep}; give 1 or more, since the newest version stays")
         self.path, self.keep, self.max_shard_bytes = Path(path).absolute(), keep, max_shard_bytes
         self._model = nn.Module() if model is None else model
 
@@ -54,14 +56,13 @@ class Folder(Receiver):
         error: Exception | None = None
         hidden = self.path / f".v{out.version:08d}"
         try:
+            out.begin()
             if out.source.rank == 0:
                 self._write(out, hidden)
-        except Exception as failed:  # reported to all ranks by `prove`
+        except Exception as failed:  # reported to all ranks by `settle`
             error = failed
             shutil.rmtree(hidden, ignore_errors=True)
-        finally:
-            out.drain()
-        out.prove(error)
+        out.settle(error)
         if out.source.rank == 0:
             for version in _versions(self.path)[: -self.keep]:
                 shutil.rmtree(self.path / f"v{version:08d}", ignore_errors=True)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ds_dynatrain.checkpoint.extents import name_of
-from ds_dynatrain.errors import TransferError
 from ds_dynatrain.weights.receivers.servers import (
     Broadcast,
     Endpoint,
@@ -22,8 +21,8 @@ from ds_dynatrain.weights.receivers.servers import (
     Server,
     TorchEndpoint,
     broadcast,
-    free_port,
     grouped,
+    meeting_place,
     packed,
 )
 from ds_dynatrain.weights.update import Outgoing
@@ -76,7 +75,8 @@ class VLLM(Server):
     workers there are; the server is asked by default. master: HOST or HOST:PORT of the trainer's
     rank 0, as the workers reach it; by default this machine's address and a free port. endpoint: makes the trainer's
     end of the group; by default `nccl_of_vllm` on a GPU, which needs vLLM installed here, and torch's gloo on a CPU.
-    pause: how generation is paused meanwhile ("keep", "wait" or "abort"); None if it is paused by other means.
+    pause: how generation is paused meanwhile ("keep", "wait" or "abort"); None if it is paused by other means. After an
+    update that failed once it had started, generation stays paused until another one succeeds.
     """
 
     def __init__(
@@ -99,14 +99,19 @@ class VLLM(Server):
             if self.device.type == "cpu"
             else nccl_of_vllm
         )
-        self._group: Broadcast | None = None
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         before = getattr(self.client, "count", 0)
-        if self._pause is not None:
-            self.client.pause(self._pause)
-        if self._group is None:
-            self._group = self._connected(out.version > 1, beside)
+        try:
+            if self._pause is not None:
+                self.client.pause(self._pause)
+            if self._group is None:
+                self._group = self._connected(beside)
+        except Exception:
+            if self._pause is not None:  # no weight was touched
+                with suppress(Exception):
+                    self.client.resume()
+            raise
         self.client.start_weight_update()
         metadata = out.source.metadata
         info = {
@@ -124,15 +129,12 @@ class VLLM(Server):
             self.client.resume()
         out.rpcs = getattr(self.client, "count", 0) - before
 
-    def _connected(self, is_again: bool, beside: ThreadPoolExecutor) -> Broadcast:
-        """Return the trainer's end of a new group. is_again: whether the workers may be in a group already."""
-        if is_again:
-            with suppress(TransferError, AttributeError):  # before vLLM 0.33 a new group replaces the old one
-                self.client.shutdown_weight_transfer_engine()
-        host, _, port = (self._master or self.client.own_address()).partition(":")
+    def _connected(self, beside: ThreadPoolExecutor) -> Broadcast:
+        """Return the trainer's end of a new group."""
+        with suppress(Exception):  # the workers may be in no group; before vLLM 0.33 a new group replaces the old one
+            self.client.shutdown_weight_transfer_engine()
         info = {
-            "master_address": host,
-            "master_port": int(port or free_port()),
+            **meeting_place(self._master, lambda: str(self.client.own_address())),
             "rank_offset": 1,
             "world_size": (self._workers or self.client.get_world_size()) + 1,
             "packed": True,
@@ -143,9 +145,6 @@ class VLLM(Server):
         found = self._endpoint(info)
         request.result()
         return found
-
-    def _forget(self) -> None:
-        self._group = None
 
 
 def nccl_of_vllm(info: Any) -> Broadcast:
