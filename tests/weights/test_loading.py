@@ -94,6 +94,10 @@ SPOILED: dict[str, tuple[Callable[[Pairs], Any], str]] = {
     "shape": (lambda pairs: [(pairs[0][0], pairs[0][1][1:]), *pairs[1:]], r"values are expected; give the full tensor"),
     "missing": (lambda pairs: pairs[:-1], "1 of .* tensors are missing, such as"),
     "two values": (lambda pairs: [*pairs, (pairs[0][0], pairs[0][1] + 1)], "are one tensor, and have two values"),
+    "another row": (
+        lambda pairs: [(pairs[0][0], torch.cat([pairs[0][1][:-1], pairs[0][1][-1:] + 1])), *pairs],
+        "are one tensor, and have two values",
+    ),
     "meta": (lambda pairs: [(name, held.to("meta")) for name, held in pairs], "is on the meta device"),
     "integers": (lambda pairs: [(name, held.int()) for name, held in pairs], "floating-point values are expected"),
     "broken": (breaking, "the receiver is gone"),
