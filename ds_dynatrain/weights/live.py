@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.engine.discarded import DISCARDED
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.errors import CensusError, MemberMissing, WeightsError
+from ds_dynatrain.errors import CensusError, MemberMissing, WeightsError, WorldChanged
 from ds_dynatrain.membership.session import ASK_ALL, Session
 from ds_dynatrain.reshard.census import check_census
 
@@ -28,8 +29,11 @@ def read_buffers(engine: EngineParts, what: str, in_the_way: str) -> Buffers:
 def agreed_buffers(engine: EngineParts, what: str, in_the_way: str) -> tuple[Session, Buffers]:
     """Return a session of all ranks and this rank's buffers, once all of them can be read.
 
-    Called on all ranks. Raise WeightsError, on all of them alike, if the buffers of one cannot be read.
+    Called on all ranks. Raise WeightsError, on all of them alike, if the buffers of one cannot be read. Raise
+    WorldChanged in a discarded global batch, which newcomers do not go through, so they would not answer.
     """
+    if engine.is_discarded:
+        raise WorldChanged(f"{what}: {'; '.join(DISCARDED)}")
     session = Session(engine.control, f"weights/{engine.switcher.place_in_training()}", engine.members, what)
     problem, buffers = "", Buffers()
     try:

@@ -19,6 +19,7 @@ from ds_dynatrain.checkpoint.extents import WORD
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import WeightsError, WorldChanged
 from ds_dynatrain.membership.session import Session
+from ds_dynatrain.report import logger
 from ds_dynatrain.space import MASTER, WEIGHT, of_kind
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.weights.buckets import matched
@@ -29,6 +30,8 @@ from ds_dynatrain.weights.outputs import Output
 
 SEND_BYTES = 64 << 20
 """Most bytes of tensors that rank 0 sends at once; a larger tensor is sent alone."""
+ALIGNMENT = 16
+"""Bytes that the place of a tensor in a batch is a multiple of, so that it can be viewed in its type."""
 CALL = "load_weights"
 AS_BEFORE = "; the weights are as before"
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -48,12 +51,14 @@ def load_weights(engine: Any, weights: Pairs | None) -> None:
             "all but rank 0"
         )
     staged, problem, cause = StagedWeights(parts, buffers), "", None
+    stream = _sent(weights) if without else iter(weights or ())
     try:
-        staged.take(_sent(weights) if without else weights or ())
+        staged.take(stream)
     except WorldChanged:
         raise
     except Exception as error:  # also what the caller's iterator raises: the others wait for this member's report
         problem, cause = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}", error
+        _drain(stream)
     patient = Session(parts.control, f"{session.key}/taken", parts.members, CALL, is_patient=True)
     said = patient.all("weights", {"problem": problem, "digest": f"{staged.digest & WORD:016x}"})
     raise_first({member: each["problem"] for member, each in said.items()}, AS_BEFORE, cause)
@@ -74,8 +79,7 @@ class StagedWeights:
         self._vps, layout, rank = engine.vps, engine.layout, engine.rank
         self._live = {key: held for key, held in buffers.items() if key[0] in (WEIGHT, MASTER)}
         places = {key: (held.data_ptr(), held.numel()) for key, held in self._live.items()}  # fp32 may share them
-        copies = {places[key]: held.detach().clone() for key, held in self._live.items()}
-        self._copies = {key: copies[place] for key, place in places.items()}
+        self._places, self._copies = places, Buffers()
         self._holding = {kind: self._vps.holding(layout, rank, kind) for kind in {kind for kind, _ in self._live}}
         names = "adapters" if is_peft(engine.host.module) else "hf"
         outputs = outputs_of(engine.host.module, engine.host.shaper, self._vps.tensors, engine.job.has_stages, names)
@@ -86,6 +90,8 @@ class StagedWeights:
 
     def take(self, weights: Pairs) -> None:
         """Copy all tensors; raise WeightsError for one that is unknown, missing, given twice or of another shape."""
+        copies = {self._places[key]: held.detach().clone() for key, held in self._live.items()}
+        self._copies = {key: copies[place] for key, place in self._places.items()}
         taken = dict[str, str]()
         for given, tensor in weights:
             name = self._ties.get(given, given)
@@ -140,13 +146,25 @@ def _ties(module: Any, outputs: Mapping[str, Output]) -> dict[str, str]:
     }
 
 
+def _drain(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Take the rest of a stream after an error that other members may not have, since they go on with it."""
+    try:
+        for _ in stream:
+            pass
+    except WorldChanged:
+        raise
+    except Exception as error:
+        logger.debug("%s: a second error, after the one that is reported: %s", CALL, error)
+
+
 def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that rank 0 has, on all ranks; a collective of them.
 
-    An error of rank 0's iterator is raised on all ranks, as WeightsError on the others.
+    A tensor is valid until the next one. An error of rank 0's iterator, or of one rank that has no room for a batch, is
+    raised on all ranks, as WeightsError on the others.
     """
     group, device = td.group.WORLD, compute_device()
-    batches = _batches(weights) if weights is not None else None
+    batches, failed = _batches(weights) if weights is not None else None, torch.zeros(1, device=device)
     while True:
         said: list[Any] = [None]
         batch: list[tuple[str, torch.Tensor]] = []
@@ -162,13 +180,21 @@ def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
             raise error or WeightsError(f"rank 0: {said[0]}")
         if not said[0]:
             return
-        sizes = [_nbytes(dtype, shape) for _, dtype, shape in said[0]]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        for part, (_, held) in zip(flat.split(sizes), batch, strict=False):
-            part.copy_(held.detach().contiguous().reshape(-1).view(torch.uint8))
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in said[0]]
+        places = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        try:
+            flat = torch.empty(sum(places), dtype=torch.uint8, device=device)
+            for part, size, (_, held) in zip(flat.split(places), sizes, batch, strict=False):
+                part[:size].copy_(held.contiguous().reshape(-1).view(torch.uint8))
+        except RuntimeError as found:  # no memory: the others would wait in the broadcast
+            error = found
+        failed.fill_(error is not None)
+        td.all_reduce(failed, group=group)
+        if failed.item():
+            raise error or WeightsError(f"{int(failed)} other ranks have no room for a batch: see their errors")
         td.broadcast(flat, group=group, group_src=0)
-        for part, (name, dtype, shape) in zip(flat.split(sizes), said[0], strict=True):
-            yield name, part.clone().view(dtype).view(shape)
+        for part, size, (name, dtype, shape) in zip(flat.split(places), sizes, said[0], strict=True):
+            yield name, part[:size].view(dtype).view(shape)
 
 
 def _batches(weights: Pairs) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -182,7 +208,3 @@ def _batches(weights: Pairs) -> Iterator[list[tuple[str, torch.Tensor]]]:
         batch.append((name, tensor.detach().clone()))
     if batch:
         yield batch
-
-
-def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize

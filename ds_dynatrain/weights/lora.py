@@ -68,10 +68,13 @@ def merged(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that peft has wrapped, with their paths; raise UnsupportedError for other ones than LoRA's."""
+    """Yield the layers that peft has wrapped, with their paths.
+
+    Raise UnsupportedError for other ones than LoRA's, and for LoRA's own around a bare parameter.
+    """
     for path, part in module.named_modules():
         if hasattr(part, "base_layer"):
-            if not hasattr(part, "lora_A"):
+            if not hasattr(part, "lora_A") or hasattr(part, "parameter_name"):
                 raise UnsupportedError(
                     f'{path}: adapters of {type(part).__name__} cannot be merged here; give names="adapters"'
                 )
@@ -90,6 +93,11 @@ def _deltas(path: str, part: Any, name: str, known: dict[str, Output]) -> Iterat
         ends = [f"{path}.{each}.{name}" for each in (down, up)]
         pair = [known.get(f"{end}.weight") or known.get(end) for end in ends]
         if pair[0] is not None and pair[1] is not None:
+            if f"{path}{BASE}weight" not in known or len(pair[0].shape) != 2 or len(pair[1].shape) != 2:
+                raise UnsupportedError(
+                    f"{path}: an adapter of {type(part).__name__} with factors of shape {pair[0].shape} and "
+                    f'{pair[1].shape} cannot be merged here; give names="adapters"'
+                )
             is_transposed = down == "lora_embedding_A" or bool(getattr(part, "fan_in_fan_out", False))
             yield Delta(pair[0], pair[1], float(part.scaling[name]), is_transposed)
 

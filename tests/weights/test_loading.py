@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from ds_dynatrain import weights
-from ds_dynatrain.errors import WeightsError
+from ds_dynatrain.errors import WeightsError, WorldChanged
 from ds_dynatrain.space import Layout
 from tests.engine import mixtures, oracle
 from tests.engine.axis_walks import Subject
@@ -93,6 +94,10 @@ SPOILED: dict[str, tuple[Callable[[Pairs], Any], str]] = {
     "shape": (lambda pairs: [(pairs[0][0], pairs[0][1][1:]), *pairs[1:]], r"values are expected; give the full tensor"),
     "missing": (lambda pairs: pairs[:-1], "1 of .* tensors are missing, such as"),
     "two values": (lambda pairs: [*pairs, (pairs[0][0], pairs[0][1] + 1)], "are one tensor, and have two values"),
+    "another row": (
+        lambda pairs: [(pairs[0][0], torch.cat([pairs[0][1][:-1], pairs[0][1][-1:] + 1])), *pairs],
+        "are one tensor, and have two values",
+    ),
     "meta": (lambda pairs: [(name, held.to("meta")) for name, held in pairs], "is on the meta device"),
     "integers": (lambda pairs: [(name, held.int()) for name, held in pairs], "floating-point values are expected"),
     "broken": (breaking, "the receiver is gone"),
@@ -108,6 +113,10 @@ def refused(engine: Any, subject: Subject) -> dict[str, tuple[str, list[str]]]:
                 engine.load_weights(spoil(pairs) if engine.rank == 0 or not is_sent else None)
             changed = oracle.differences(before, oracle.gather(engine, subject.places))
             found[f"{title}, {is_sent}"] = str(caught.value), changed
+    with patch.object(engine._parts, "is_discarded", True):
+        for call in (partial(engine.load_weights, pairs), partial(next, weights.source(engine).iter_full())):
+            with pytest.raises(WorldChanged, match="aborted and formed anew in this global batch"):
+                call()
     with pytest.raises(WeightsError) as caught:
         engine.load_weights(pairs if engine.rank else None)
     found["none"] = str(caught.value), []

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from ds_dynatrain import weights
-from ds_dynatrain.errors import WeightsError
+from ds_dynatrain.errors import UnsupportedError, WeightsError
 from ds_dynatrain.space import Layout
+from ds_dynatrain.weights import lora
+from ds_dynatrain.weights.outputs import Output
 from tests.engine import oracle
 from tests.engine.axis_walks import Subject
 from tests.engine.language_models import MODELS
@@ -92,3 +94,29 @@ def test_as_peft_merges_and_saves(pool: RankPool, is_transposed: bool, path: str
     layouts = [layout(short) for short in path.split(" > ")]
     found = pool.run(lora_case, is_transposed=is_transposed, path=layouts, seconds=120)
     assert [places for places in found if any(places or ())] == []
+
+
+class Parts(nn.Module):
+    """A layer of each kind to which peft adds adapters that are no low-rank terms of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.linear = nn.Linear(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"target_modules": ["conv"]}, "conv: an adapter of Conv2d"),
+        ({"target_modules": ["attention"]}, "attention: an adapter of MultiheadAttention"),
+        ({"target_modules": [], "target_parameters": ["linear.weight"]}, "linear: adapters of ParamWrapper"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(config: dict[str, Any], reason: str) -> None:
+    made = peft.get_peft_model(Parts(), peft.LoraConfig(r=2, **config))
+    outputs = [Output(name, tuple(held.shape), (), "") for name, held in made.named_parameters()]
+    with pytest.raises(UnsupportedError, match=f'{reason}.*names="adapters"'):
+        lora.merged(made, outputs)
+    assert len(lora.adapters(made, outputs)) >= 2
