@@ -39,7 +39,7 @@ def connected(server: Requests) -> TorchEndpoint | None:
     info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2, "rank_offset": 1}
     with ThreadPoolExecutor(1) as beside:
         request = beside.submit(server.ask, "POST", "/init", info)
-        group = TorchEndpoint(info, torch.device("cpu"), 120)
+        group = TorchEndpoint(info, torch.device("cpu"), 120, request)
         request.result()
     return group
 

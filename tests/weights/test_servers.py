@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -94,12 +95,15 @@ def test_vllm_that_fails_is_not_told_to_finish(pool: RankPool) -> None:
         assert equal(stub.weights, fakes.values(2))
 
 
-def test_vllm_that_has_received_nothing_is_resumed(pool: RankPool) -> None:
+@pytest.mark.parametrize("count", [2, 3])
+def test_vllm_that_has_received_nothing_is_resumed(pool: RankPool, count: int) -> None:
     with stubs.VLLMStub().serving() as stub:
-        stub.fails_at = "/get_world_size"
+        stub.fails_at = NEW_GROUP[count - 1]
+        begin = time.monotonic()
         failed, record = pool.run(updates, make=to_vllm_paused, at=stub.url, steps=[1, 2])[0]
+        assert time.monotonic() - begin < 15, "nothing waits for the whole time-out"
         assert "out of memory" in failed and record.version == 2
-        assert stub.requests[:4] == ["/pause", *NEW_GROUP[:2], "/resume"] and not stub.paused
+        assert stub.requests[: count + 2] == ["/pause", *NEW_GROUP[:count], "/resume"] and not stub.paused
 
 
 @pytest.mark.parametrize(

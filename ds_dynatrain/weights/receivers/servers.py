@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ class Broadcast(Protocol):
         """Send the tensor to all workers. src: 0, the trainer."""
 
 
+LOOK_SECONDS = 0.01
+"""Time between two looks for the first worker."""
 Endpoint = Callable[[Mapping[str, Any]], Broadcast]
 """Makes a `Broadcast` from what the workers are told: `master_address`, `master_port`, `world_size` and more."""
 
@@ -85,10 +88,11 @@ class Requests:
 class TorchEndpoint:
     """A group of torch's, made as `torch.distributed` makes one of that name, without its global state.
 
-    NCCL if `device` is a GPU, else gloo. info: see `Endpoint`; `group_name` and `backend` as SGLang has them.
+    NCCL if `device` is a GPU, else gloo. info: see `Endpoint`; `group_name` and `backend` as SGLang has them. joining:
+    the request that lets the workers join; what it fails with is raised.
     """
 
-    def __init__(self, info: Mapping[str, Any], device: torch.device, seconds: float) -> None:
+    def __init__(self, info: Mapping[str, Any], device: torch.device, seconds: float, joining: Future[Any]) -> None:
         name, size, timeout = (
             str(info.get("group_name", "weights")),
             int(info["world_size"]),
@@ -98,6 +102,10 @@ class TorchEndpoint:
         self._store = TCPStore(address, port, size, is_master=True, wait_for_workers=False, timeout=timeout)
         store = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
         self._timeout, self._sockets = timeout, WorldSockets()
+        while device.type == "cpu" and self._store.num_keys() == 0 and not joining.done():
+            time.sleep(LOOK_SECONDS)  # gloo would wait for the workers also after the request has failed
+        if joining.done():
+            joining.result()
         with self._sockets.building():
             self._group = self._made(store, size, device, timeout)
 

@@ -101,7 +101,7 @@ class SGLang(Server):
             "backend": "gloo" if self.device.type == "cpu" else "nccl",
         }
         request = beside.submit(self._post, "/init_weights_update_group", info)
-        found = TorchEndpoint(info, self.device, self.server.timeout_seconds)
+        found = TorchEndpoint(info, self.device, self.server.timeout_seconds, request)
         request.result()
         return found
 

@@ -93,12 +93,8 @@ class VLLM(Server):
     ) -> None:
         self.client = VLLMClient(client, timeout_seconds) if isinstance(client, str) else client
         self.device, self.bucket_bytes, self._pause, self._master = torch.device(device), bucket_bytes, pause, master
-        self._workers = workers
-        self._endpoint = endpoint or (
-            (lambda info: TorchEndpoint(info, self.device, timeout_seconds))
-            if self.device.type == "cpu"
-            else nccl_of_vllm
-        )
+        self._workers, self._timeout_seconds = workers, timeout_seconds
+        self._endpoint = endpoint or (None if self.device.type == "cpu" else nccl_of_vllm)
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         before = getattr(self.client, "count", 0)
@@ -142,7 +138,10 @@ class VLLM(Server):
             "packed_num_buffers": BUFFERS,
         }
         request = beside.submit(self.client.init_weight_transfer_engine, info)
-        found = self._endpoint(info)
+        if self._endpoint is None:
+            found: Broadcast = TorchEndpoint(info, self.device, self._timeout_seconds, request)
+        else:
+            found = self._endpoint(info)
         request.result()
         return found
 
