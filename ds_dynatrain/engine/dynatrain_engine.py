@@ -567,7 +567,8 @@ class DynatrainEngine(HostEngine):
         tensor. Names are those of the model's checkpoint, with an adapter of peft added to the weights that it is
         beside. max_shard_bytes: of tensors in one file. dtype: the type to which weights are converted.
 
-        Raises WeightsError, on all members alike, if the folder could not be written; files of an earlier call stay.
+        Raises WeightsError, on all members alike, if the folder could not be written. Files of an earlier call stay
+        unless the message says that they were replaced in part.
         """
         save = named("ds_dynatrain.weights.pretrained:save_pretrained")
         return cast("Path", save(self, path, max_shard_bytes, dtype))

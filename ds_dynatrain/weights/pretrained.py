@@ -1,7 +1,7 @@
 """`engine.save_pretrained`: a folder that Hugging Face's `from_pretrained` reads, out of any layout.
 
 Rank 0 writes each tensor as the source gives it, so it needs memory for one bucket and one tensor. Files get their
-names when all of them are whole; what is missing of the folder before that is the index, or the one file.
+names when all of them are whole. The index of an earlier call is removed before that, and the new one comes last.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +27,8 @@ from ds_dynatrain.weights.source import ParamMeta, source
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file by default, as in transformers."""
 PART = ".part"
+OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Names of files that an earlier call may have written."""
 
 
 def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: int, dtype: torch.dtype | None) -> Path:
@@ -34,15 +38,18 @@ def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: 
     if kept not in WRITTEN:
         raise WeightsError(f"save_pretrained: {kept} is not written to safetensors; give dtype=torch.bfloat16")
     writer = Writer(folder, cut(given.metadata, kept, max_shard_bytes), kept)
-    for name, tensor in given.iter_full():
-        if given.rank == 0:
-            writer.put(name, tensor)
     key = f"pretrained/{parts.switcher.place_in_training()}"
     session = Session(parts.control, key, parts.members, "save_pretrained", is_patient=True)
     try:
+        for name, tensor in given.iter_full():
+            if given.rank == 0:
+                writer.put(name, tensor)
         session.first("saved", lambda: writer.finish(base_of(parts.host.module)), "writing weights")
     except CheckpointError as error:
-        raise WeightsError(f"save_pretrained: {error}; nothing of {folder} was replaced") from error
+        raise WeightsError(f"save_pretrained: {error}") from error
+    finally:
+        if given.rank == 0:
+            writer.clean_up()
     return folder
 
 
@@ -71,7 +78,7 @@ class Writer:
         self._names = [shard_name(number, len(shards)) for number in range(len(shards))]
         self._file: BinaryIO | None = None
         self._left: list[int] = [len(shard) for shard in shards]
-        self._error: OSError | None = None
+        self._error: Exception | None = None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor."""
@@ -86,31 +93,44 @@ class Writer:
             self._left[number] -= 1
             if not self._left[number]:
                 self._end()
-        except OSError as error:
+        except Exception as error:  # also no memory for a copy on the host
             self._error = error
 
     def finish(self, model: nn.Module) -> int:
         """Give all files their names, write index and configuration, and return the number of files.
 
-        Raise the first error of a write; the files of an earlier call are still there then.
+        Raise CheckpointError with the first error of a write, before anything is replaced, or of a replacement.
         """
+        if self._error is not None:
+            raise CheckpointError(f"{self._error}; nothing of {self._folder} was replaced") from self._error
         try:
-            if self._error is not None:
-                raise self._error
-            for name in self._names:
-                (self._folder / (name + PART)).replace(self._folder / name)
-            if len(self._names) > 1:
-                (self._folder / (INDEX + PART)).write_text(self._index(), encoding="utf-8")
-                (self._folder / (INDEX + PART)).replace(self._folder / INDEX)
-            for stale in (*self._folder.glob("model*.safetensors"), self._folder / INDEX):
-                if stale.name not in self._names and (len(self._names) == 1 or stale.name != INDEX):
-                    stale.unlink(missing_ok=True)
-        finally:
-            self._end()
-            for name in (*self._names, INDEX):
-                (self._folder / (name + PART)).unlink(missing_ok=True)
-        configure(self._folder, model, self._dtype)
+            self._replace()
+            configure(self._folder, model, self._dtype)
+        except Exception as error:
+            raise CheckpointError(
+                f"{type(error).__name__}: {error}; {self._folder} was replaced in part: save again"
+            ) from error
         return len(self._names)
+
+    def _replace(self) -> None:
+        """Put the new files in the place of those of an earlier call."""
+        (self._folder / INDEX).unlink(missing_ok=True)
+        for name in self._names:
+            (self._folder / (name + PART)).replace(self._folder / name)
+        for old in self._folder.glob("model*.safetensors"):
+            if OURS.fullmatch(old.name) and old.name not in self._names:
+                old.unlink()
+        if len(self._names) > 1:
+            (self._folder / (INDEX + PART)).write_text(self._index(), encoding="utf-8")
+            (self._folder / (INDEX + PART)).replace(self._folder / INDEX)
+
+    def clean_up(self) -> None:
+        """Close and remove what is left of files that are not whole."""
+        with suppress(OSError):
+            self._end()
+        for name in (*self._names, INDEX):
+            with suppress(OSError):
+                (self._folder / (name + PART)).unlink()
 
     def _begin(self, number: int) -> BinaryIO:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from ds_dynatrain.errors import WeightsError
+from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.space import Layout
+from ds_dynatrain.weights.pretrained import Writer, cut
+from ds_dynatrain.weights.source import ParamMeta
 from tests.engine import axis_walks, mixtures
 from tests.engine.language_models import transformers
 from tests.engine.pool import RankPool
@@ -97,3 +100,49 @@ def test_what_fails_is_said_on_all_ranks(pool: RankPool, tmp_path: Path) -> None
         for disk, dtype in said:
             assert "Not a directory" in disk and "nothing of" in disk
             assert "int8 is not written" in dtype
+
+
+def written(folder: Path, count: int, value: float, model: nn.Module | None = None) -> int:
+    """Write two tensors into `count` files."""
+    metas = [ParamMeta(name, torch.float32, (4,)) for name in ("one", "two")]
+    writer = Writer(folder, cut(metas, torch.float32, 32 // count), torch.float32)
+    try:
+        for meta in metas:
+            writer.put(meta.name, torch.full(meta.shape, value))
+        return writer.finish(model or nn.Linear(1, 1))
+    finally:
+        writer.clean_up()
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_only_its_own_files_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "model_of_a_user.safetensors").write_text("")
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    for count, files in ((2, shards), (1, ["model.safetensors"]), (2, shards)):
+        assert written(tmp_path, count, count) == count
+        assert names_in(tmp_path) == sorted([*files, "model_of_a_user.safetensors"])
+        assert load_file(tmp_path / files[0])["one"].tolist() == [count] * 4
+
+
+class Unwritable:
+    """A configuration that cannot be written."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        raise OSError("no space left")
+
+
+def test_messages_say_what_was_replaced(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    model.config = Unwritable()  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match=r"no space left; .* was replaced in part: save again"):
+        written(tmp_path, 1, 1, model)
+    before = names_in(tmp_path)
+    writer = Writer(tmp_path, cut([ParamMeta("one", torch.float32, (4,))], torch.float32, 16), torch.float32)
+    writer.put("one", torch.empty(4, device="meta"))  # a copy that fails, as it does without memory
+    with pytest.raises(CheckpointError, match=r"nothing of .* was replaced"):
+        writer.finish(nn.Linear(1, 1))
+    writer.clean_up()
+    assert names_in(tmp_path) == before
