@@ -49,9 +49,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.balance.balancer.Balancer",
     ),
     "Weights": (
-        "ds_dynatrain.weights.source.source",
-        "ds_dynatrain.weights.source.WeightSource",
-        "ds_dynatrain.weights.source.ParamMeta",
+        "ds_dynatrain.weights.weight_source.source",
+        "ds_dynatrain.weights.weight_source.WeightSource",
+        "ds_dynatrain.weights.weight_source.ParamMeta",
     ),
     "Loaders": (
         "ds_dynatrain.data.loader.Loader",

@@ -7,7 +7,7 @@
 
 | file | role |
 |---|---|
-| `source` | the weights of one world: full tensors bucket by bucket, or this rank's parts |
+| `weight_source` | the weights of one world: full tensors bucket by bucket, or this rank's parts |
 | `outputs` `naming` `lora` | what leaves the trainer: names, shapes, order, and what each tensor is made of |
 | `buckets` | which tensors travel together, and the collective of a bucket |
 | `local` | shards as torch's `DTensor` describes them |
@@ -20,46 +20,12 @@
 An extension package: nothing imports it but the engine's methods `save_pretrained` and `load_weights`, at their first
 call. It needs no vLLM, TRL or verl.
 
-May import `engine`; start with `source`.
+May import `engine`; start with `weight_source`.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
-from ds_dynatrain.weights.source import ParamMeta, WeightSource, source
 from ds_dynatrain.weights.update import Receiver, Update, send
+from ds_dynatrain.weights.weight_source import ParamMeta, WeightSource, source
 
-__all__ = [
-    "VLLM",
-    "Folder",
-    "Group",
-    "GroupReceiver",
-    "ParamMeta",
-    "Receiver",
-    "SGLang",
-    "TRLWeights",
-    "Update",
-    "WeightSource",
-    "send",
-    "shards",
-    "source",
-]
-
-_HOMES = {
-    "Folder": "receivers.version_folders",
-    "Group": "receivers.group",
-    "GroupReceiver": "receivers.group_receiver",
-    "SGLang": "receivers.sglang",
-    "TRLWeights": "receivers.trl",
-    "VLLM": "receivers.vllm",
-    "shards": "receivers.verl",
-}
-"""Modules of the names that are imported when they are used."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ds_dynatrain.weights' has no attribute {name!r}")
-    return getattr(import_module(f"ds_dynatrain.weights.{_HOMES[name]}"), name)
+__all__ = ["ParamMeta", "Receiver", "Update", "WeightSource", "send", "source"]

@@ -22,7 +22,7 @@ from ds_dynatrain.checkpoint.others.safetensors import INDEX, SINGLE, WRITTEN, h
 from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.weights.lora import base_of
-from ds_dynatrain.weights.source import ParamMeta, source
+from ds_dynatrain.weights.weight_source import ParamMeta, source
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file by default, as in transformers."""

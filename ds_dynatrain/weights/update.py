@@ -31,10 +31,16 @@ FAILED = -1
 class Update:
     """Record of one update.
 
-    version: number that increases from update to update of a receiver; one that was discarded is not used again. step:
-    optimizer steps of the trainer. layout: the trainer's. nbytes: bytes of weights that all ranks sent. digests: the
-    digest of each whole tensor (see `transfer.digests`), the sum of those of its parts. is_delta: whether only changed
-    elements were sent. collectives: collectives of the trainer's world. rpcs: requests of this rank to the receivers.
+    version: a number that increases with each update of a receiver; the number of a failed update is not used again.
+    step: number of optimizer steps that the trainer had taken.
+    layout: the trainer's layout.
+    tensors: number of tensors that were sent.
+    nbytes: bytes of weights that all ranks sent together.
+    seconds: duration of the update on this rank.
+    digests: digest of each whole tensor (see `transfer.digests`), which is the sum of the digests of its parts.
+    is_delta: whether only changed elements were sent.
+    collectives: number of collectives in the trainer's world.
+    rpcs: number of requests that this rank sent to the receivers.
     """
 
     version: int
@@ -64,7 +70,7 @@ class Receiver:
     world: tuple[Any, ...] | None = None
     """Group and layout of the world in which the last update succeeded; the same on all ranks of it."""
     version = 0
-    """Newest version that this rank knows of."""
+    """Version of the newest update in which this rank took part; 0 before the first."""
 
     def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
         """Return the version that this rank proposes, and two numbers of the class's own, for all ranks to see.
@@ -199,11 +205,14 @@ class Outgoing:
 
 
 def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str | None = None) -> Update:
-    """Bring the present weights of an engine to a receiver. Call it on every working rank, with the same arguments.
+    """Send the current weights of an engine to a receiver. Call it on every working rank, with the same arguments.
 
-    engine: the engine, or a source of it (`source(engine, ...)`) that was made since the last switch. delta: send the
-    elements whose bits have changed since the last update, if the receiver has that one; else all of them. version: a
-    label for receivers that show one; the number of the version by default.
+    engine: the engine, or a source of it (`source(engine, ...)`) that was made since the last switch.
+
+    delta: send only elements whose bits have changed since the last update if the receiver has that update; otherwise
+    send all elements.
+
+    version: a label for receivers that show one; by default the number of the version.
 
     Raises TransferError, on all ranks, if an update did not arrive as a whole. `Group` and `Folder` keep the weights
     before it; a vLLM or SGLang server overwrites them while it receives, and needs another update. Raises WorldChanged
@@ -215,7 +224,7 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
     turn: AbstractContextManager[None] = nullcontext()
     if not hasattr(engine, "iter_full"):
         from ds_dynatrain.engine.discarded import DISCARDED
-        from ds_dynatrain.weights.source import source
+        from ds_dynatrain.weights.weight_source import source
 
         if engine.is_discarded:  # newcomers do not go through the batch, so they would not answer
             raise WorldChanged(f"send: {'; '.join(DISCARDED)}")

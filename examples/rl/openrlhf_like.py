@@ -28,9 +28,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store
 
 import ds_dynatrain
-from ds_dynatrain.weights.receivers.group import Group
-from ds_dynatrain.weights.receivers.group_receiver import GroupReceiver
-from ds_dynatrain.weights.update import send
+from ds_dynatrain.weights import send
+from ds_dynatrain.weights.receivers import Group, GroupReceiver
 
 sys.path.append(str(Path(__file__).parents[1]))  # the model is that of the other examples
 from gpt import CONTEXT, GPT

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from ds_dynatrain.weights import send
 from ds_dynatrain.weights.receivers.version_folders import Folder, newest, read
-from ds_dynatrain.weights.update import send
 from rl.picture import Timeline
 from rl.policy import NUMBERS, Policy, answer
 

@@ -12,8 +12,8 @@ import deepspeed
 
 from ds_dynatrain import WorldChanged
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.weights.receivers.group import Group
-from ds_dynatrain.weights.update import send
+from ds_dynatrain.weights import send
+from ds_dynatrain.weights.receivers import Group
 from tests.elastic.doing import Doing
 
 

@@ -10,9 +10,9 @@ import torch
 
 from ds_dynatrain import weights
 from ds_dynatrain.space import Layout
+from ds_dynatrain.weights import Update, send
+from ds_dynatrain.weights.receivers import Group
 from ds_dynatrain.weights.receivers.board import LinkConnection
-from ds_dynatrain.weights.receivers.group import Group
-from ds_dynatrain.weights.update import Update, send
 from tests.engine.axis_walks import Subject
 from tests.weights import cases, fakes
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.weights.update import Receiver, Update, send
 
 
@@ -36,7 +37,15 @@ class TRLWeights:
         """The last update."""
 
     def attach(self, trainer: Any) -> None:
-        """Let all ranks of a trainer send by this object. Call it on every rank, after the trainer was made."""
+        """Let all ranks of a trainer send by this object. Call it on every rank, after the trainer was made.
+
+        Raises UnsupportedError for a trainer without TRL's `_streaming_iter`: its other ranks would not take part.
+        """
+        if not hasattr(trainer, "_streaming_iter"):
+            raise UnsupportedError(
+                f"{type(trainer).__name__} has no _streaming_iter, by which TRL 1.16 sends weights: give an "
+                "AsyncGRPOTrainer, or call ds_dynatrain.weights.send in a loop of your own"
+            )
         trainer._streaming_iter = self._on_other_ranks
         if trainer.accelerator.is_main_process:
             trainer.weight_transfer = self
