@@ -13,9 +13,11 @@ import transformers
 
 from ds_dynatrain.integrations.huggingface.callbacks import SwitchCallback
 from ds_dynatrain.integrations.huggingface.calls import install
+from ds_dynatrain.integrations.huggingface.names import PROMPTS
 from ds_dynatrain.integrations.huggingface.prompts import PROMPTED, PromptMixin
 from ds_dynatrain.integrations.huggingface.settings import has_block
 from ds_dynatrain.integrations.huggingface.trainer import ElasticMixin
+from ds_dynatrain.integrations.shared.names import check
 
 __all__ = ["SwitchCallback", "elastic", "make_trainers_elastic"]
 
@@ -34,7 +36,10 @@ def elastic(kind: type[T]) -> type[T]:
     """
     if issubclass(kind, ElasticMixin):
         return kind
-    mixins = (PromptMixin, ElasticMixin) if hasattr(kind, PROMPTED) else (ElasticMixin,)
+    is_prompted = hasattr(kind, PROMPTED)
+    if is_prompted:
+        check(PROMPTS, "trl", "transformers")
+    mixins = (PromptMixin, ElasticMixin) if is_prompted else (ElasticMixin,)
     made: Any = type(kind.__name__, (*mixins, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     found: type[T] = made
     return found

@@ -265,7 +265,7 @@ class Balancer:
         return dealt.rank(engine.place("data"))[engine.micro_steps % engine.accumulation].samples
 
     def timed_update(self) -> AbstractContextManager[None]:
-        """Return a context manager for the optimizer's step. It times the step if a window is open."""
+        """Return a context manager that times the optimizer's step if a window is open, and does nothing otherwise."""
         return nullcontext() if self._timer is None else self._timer.updating()
 
     def _begin_step(self) -> None:

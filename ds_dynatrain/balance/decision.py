@@ -135,7 +135,7 @@ class BalanceDecision:
 
     @property
     def acts(self) -> bool:
-        """Whether the answer is to move."""
+        """Whether the decision is to switch to another layout, rather than to stay."""
         return self.answer is Answer.ACT
 
 

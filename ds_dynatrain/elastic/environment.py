@@ -119,9 +119,9 @@ def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def new_node(host: str = "") -> str:
-    """Return a new node id: the host's name, to be recognized by people, and a suffix that is unique to this start.
+    """Return a new node id: the host's name, so that people recognize it, and a suffix that is unique to this start.
 
-    host: defaults to this machine's name.
+    host: the host's name; by default this machine's name.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", host or socket.gethostname())[:LONGEST_HOST]
     return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"

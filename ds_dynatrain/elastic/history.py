@@ -323,8 +323,8 @@ class JobHistory:
     def published(self, world: Generation, term: str, now: float) -> None:
         """Record a new generation.
 
-        term: the id of this coordinator's run. A world with another term was taken over from an earlier coordinator and
-        is already training.
+        term: the id of this coordinator's run. If the world carries a different one, it was taken over from an earlier
+        coordinator and is already training.
         """
         kind = _kind(world, term)
         self.changes.append(

@@ -195,7 +195,7 @@ class Switched(WireRecord):
     target: Words
     """Description of the layout after the switch; `source` describes the layout before."""
     members: Count
-    """Number of members that train in the layout after the switch."""
+    """Number of members that have a rank after the switch."""
     pause_ms: Seconds
     certificate_ms: Seconds = 0.0
     phases_ms: Annotated[dict[PhaseName, Seconds], Field(max_length=MOST_PHASES, default_factory=dict)]

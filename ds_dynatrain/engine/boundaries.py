@@ -185,7 +185,9 @@ class Boundaries:
             time.sleep(WAIT_SECONDS)
 
     def _wait_for_work(self) -> None:
-        """Wait until this idle member works. Raises SystemExit(0) if the job has ended or this member must leave."""
+        """Wait until this idle member is given work. Raises SystemExit(0) if the job has ended or the member must
+        leave.
+        """
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
         watch = Watch(self.first.control, by_hearts=False)

@@ -150,7 +150,7 @@ def feed_of(engine: EngineCore, given: Any) -> Feed:
 
 
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
-    """DeepSpeed's pipeline engine, whose stages, world and ZeRO stage can change between two `train_batch` calls."""
+    """DeepSpeed's pipeline engine with stages, world and ZeRO stage that can change between `train_batch` calls."""
 
     _feed: Feed | None = None
     """Source of samples from which `train_batch()` continues."""

@@ -383,7 +383,7 @@ class Switcher:
             yield f"a change of members waits ({change})"
 
     def pass_time(self, seconds: float) -> None:
-        """Call the user's `on_idle` on a member that waits for work, or sleep if there is no such function."""
+        """While this member waits for work, call the user's `on_idle`, or sleep for `seconds` if there is none."""
         on_idle = self.engine.job.on_idle
         if on_idle is not None:
             on_idle(self.engine.deepspeed)

@@ -1,4 +1,4 @@
-"""Checks of a machine for exact jobs: its settings, threads and compiled sums, and the bits that its kernels return."""
+"""Checks whether a machine can run exact jobs: settings, threads, compiled sums, and the bits that kernels return."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Prepare each engine for its part in a change of members, and post `prepared` when that is done."""
+    """Prepare each engine for its part in a membership change, and post `prepared` when that is done."""
 
     proposals: Proposals
 

@@ -376,7 +376,7 @@ class Session:
 
 
 def ask_for_different_things(one: int, other: int, asked: Mapping[int, Any]) -> str:
-    """Return the message for two different requests, which quotes both."""
+    """Return an error message that says that two members made different requests, and quotes both."""
     return f"members {one} and {other} ask for different things: {asked[one]} and {asked[other]}"
 
 

@@ -42,7 +42,7 @@ ABANDON_SECONDS = 5.0
 MOST_ERRORS = 4
 """Maximum number of members whose errors are reported to all."""
 SIDES_SHARE = 2
-"""The digest tables made in advance take at most 1/n of the staging budget."""
+"""Divisor of the staging budget: digest tables that are made before the pause take at most budget / SIDES_SHARE."""
 
 
 def nothing() -> None:

@@ -130,7 +130,7 @@ def _path(section: str, key: str) -> str:
 
 
 def _same(value: object, other: object) -> bool:
-    """Return whether two values are equal. 1 does not equal True here, nor 0 False."""
+    """Return whether two values are equal, where True differs from 1 and False from 0."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 

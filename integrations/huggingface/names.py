@@ -20,6 +20,12 @@ ACCELERATE = {
     "accelerate.accelerator.Accelerator": "_prepare_deepspeed backward free_memory",
     "accelerate.utils.deepspeed": "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
 }
+PROMPTS = {
+    "trl.GRPOTrainer": (
+        "_get_train_sampler _generate_and_score_completions _prepare_inputs compute_loss training_step log"
+    ),
+}
+"""Further names for trainers of TRL that generate completions."""
 LOOPS = {
     "accelerate.accelerator": (
         "save_accelerator_state load_accelerator_state load_custom_state AcceleratedScheduler DeepSpeedEngineWrapper"

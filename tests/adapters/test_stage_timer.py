@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -115,18 +116,18 @@ def differences(measured: Floats, beside: Floats, expected: Floats, share: float
     ]
 
 
-ATTEMPTS = 4
+ATTEMPTS = 3
 """Other work disturbs the clock now and then; an error of the timer is there in every attempt."""
 
 
 def times_in_a_stage(interval: int, frozen: int, pairs: bool, reentrant: bool, share: float) -> list[str]:
-    """Return what is wrong with a stage's times on the first rank, alike on all; the layers of the others sleep."""
+    """Return what is wrong with a stage's times on any rank, the same on all; the first rank's layers alone burn."""
     timed = timed_in_a_stage if td.get_rank() == 0 else asleep
     found, beside = (each(interval, frozen, pairs, reentrant) for each in (timed, asleep))
     forward, backward = (np.array([*seconds, 0]) for seconds in (FORWARD, BACKWARD))
     backward = backward + forward if interval else backward * (np.arange(4) >= frozen)
     assert found.forward.shape == found.backward.shape == (PASSES, 4)
-    assert found.stepped > 0 and 0 < found.step_seconds < 0.1
+    assert found.stepped > 0
     if interval:
         assert found.kept_bytes == tuple(32 if place % interval == 0 else 0 for place in range(4))
     else:
@@ -140,9 +141,11 @@ def times_in_a_stage(interval: int, frozen: int, pairs: bool, reentrant: bool, s
         )
         for line in differences(*times, share)
     ]
-    held = [wrong]
-    td.broadcast_object_list(held)
-    return held[0]
+    if not 0 < found.step_seconds < 0.1:
+        wrong.append(f"rank {td.get_rank()}: the step takes {found.step_seconds} s")
+    all_wrong: list[Any] = [None] * td.get_world_size()
+    td.all_gather_object(all_wrong, wrong)
+    return list(chain.from_iterable(all_wrong))
 
 
 def times_in_stages(share: float) -> None:

@@ -195,7 +195,8 @@ def test_deltas_are_refused_where_there_are_none(tmp_path: Path) -> None:
 
 def in_trl(path: str) -> Any:
     """What AsyncGRPOTrainer does with its `weight_transfer`, on all ranks."""
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=td.get_rank() == 0), weight_transfer=None)
+    accelerator = SimpleNamespace(is_main_process=td.get_rank() == 0)
+    trainer = SimpleNamespace(accelerator=accelerator, weight_transfer=None, _streaming_iter=None)
     transfer = trl.TRLWeights(to_folder(path), lambda: fakes.fake_source(1))
     transfer.attach(trainer)
     if trainer.weight_transfer is None:
@@ -219,7 +220,10 @@ def test_trl_sends_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
 def test_trl_has_the_methods_of_the_protocol() -> None:
     trainers = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
     wanted = {name: call for name, call in vars(trainers.WeightTransferProtocol).items() if name[0] != "_"}
+    assert hasattr(trainers.AsyncGRPOTrainer, "_streaming_iter"), "which `attach` replaces"
     transfer = trl.TRLWeights(Receiver(), lambda: None)
+    with pytest.raises(UnsupportedError, match="has no _streaming_iter"):
+        transfer.attach(SimpleNamespace())
     for name, call in wanted.items():
         inspect.signature(getattr(transfer, name)).bind(*list(inspect.signature(call).parameters)[1:])
 

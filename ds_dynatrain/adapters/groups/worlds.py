@@ -300,7 +300,9 @@ class LaunchWorld:
 
     @staticmethod
     def formed(store: Store, name: str, member: int, size: int, seconds: float, status: GroupStatus) -> LaunchWorld:
-        """Make a group of the launch's processes that may lose members, and make it known to `torch.distributed`."""
+        """Form a process group of the launched processes that survives the loss of members, and register it with
+        `torch.distributed`.
+        """
         if size == 1 and is_accelerated():  # a group of one serves both devices
             group, made_over = make_fake_group(name, 0, 1)
         else:

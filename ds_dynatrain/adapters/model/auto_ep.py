@@ -341,7 +341,7 @@ def _fold(engine: Any, layout: Layout) -> None:
 
 
 def _hold_groups(engine: Any, handles: Any) -> None:
-    """Set the groups of the folded axes on the engine and its layers. None removes them."""
+    """Set the groups of the folded axes on the engine and its layers, or remove them if `handles` is None."""
     engine._autoep_folding_group_handles = handles
     for part in layers_with_experts(engine.module):
         if handles is None:

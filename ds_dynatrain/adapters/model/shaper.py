@@ -227,7 +227,7 @@ class Shaper:
         """Set what DeepSpeed's constructor would have set in the engine for these axes. Called after `reshape`."""
 
     def leave(self, engine: Any) -> None:
-        """Undo `enter`, and release the groups of its world."""
+        """Remove from the engine what `enter` has set, and release the process groups of that world."""
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Write the sizes of a layout into DeepSpeed's configuration, in place."""

@@ -90,9 +90,10 @@ class StageTimer(Timer):
     # ---- a pass ------------------------------------------------------------------------------------------------------
 
     def _timed_pass(self, run: Callable[..., None], is_backward: bool, first: int) -> Callable[..., None]:
-        """Wrap one of DeepSpeed's instructions so that its pass is timed.
+        """Wrap one of DeepSpeed's instructions so that the pass it runs is timed.
 
-        first: the layer to which time is attributed at the start and the end of the pass.
+        first: the layer that is charged with the time before the first layer of the pass begins and after the last one
+        ends.
         """
 
         def timed(engine: Any, buffer_id: int) -> None:

@@ -70,7 +70,7 @@ STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
 DATA = "__0_0.distcp"
 """torch's name for the first data file of rank 0."""
 Keys = tuple[str, ...]
-"""The levels of a key, outermost first."""
+"""A key of the nested state dictionary, split into its levels, outermost first."""
 
 
 STAND_INS = (

@@ -51,7 +51,7 @@ class _Shared(BaseModel):
 
 
 def shared_of(saved: Saved) -> dict[str, Any]:
-    """Return the shared extra state. Raises CheckpointDamaged if its values cannot come from a real training."""
+    """Return the shared extra state. Raises CheckpointDamaged if its values cannot come from a real training run."""
     tensors = saved.record.logical_tensors()
     try:
         found: dict[str, Any] = decode(saved.record.carry, [])
