@@ -277,7 +277,7 @@ class Elastic(Membership):
             yield note
 
     def settle(self, engine: int = 1) -> None:
-        """Make the world most recently built for this engine its current world, and close the window of a late switch."""
+        """Make the world last built for this engine its current world, and close the window of a late switch."""
         with self._lock:
             self._is_in_window = False
             if engine in self._coming:

@@ -30,7 +30,7 @@ class DeltaCounts(NamedTuple):
     large: int
 
     def nbytes(self, numel: int, itemsize: int) -> int:
-        """Return the size in bytes of the delta that replaces a message of `numel` elements of `itemsize` bytes each."""
+        """Return the bytes of the delta that replaces a message of `numel` elements of `itemsize` bytes each."""
         return numel * itemsize if self.places == WHOLE else self.places + self.changes + self.large * itemsize
 
 
