@@ -18,7 +18,7 @@ import torch.distributed as dist
 from workload import GPT, SIZES, Samples, config, quiet
 
 import ds_dynatrain
-from ds_dynatrain.plan import plan_switch
+from ds_dynatrain.plan import plan_switch, traffic
 from ds_dynatrain.space import MASTER, WEIGHT, Layout
 
 REPEATS = 5
@@ -37,12 +37,12 @@ def busiest_bytes(engine: Any, before: tuple[int, ...], buddies: dict[int, tuple
     space = parts.vps.with_layout(source, names).with_groups(WEIGHT, {tensor.group for tensor in parts.vps.tensors})
     plan = plan_switch(space, parts.layout, parts.members, held_as={WEIGHT: MASTER})
     given = {exchange.peer: exchange.sends.nbytes for exchange in plan.for_member(gone).rounds}
-    traffic = {member: list(both) for member, both in plan.traffic.items() if member != gone}
+    busy = {member: list(both) for member, both in traffic(plan).items() if member != gone}
     (buddy,) = buddies[dead]
     kept = given.pop(buddy, 0)
-    traffic[buddy][0] += sum(given.values())
-    traffic[buddy][1] -= kept
-    return max(max(both) for both in traffic.values())
+    busy[buddy][0] += sum(given.values())
+    busy[buddy][1] -= kept
+    return max(max(both) for both in busy.values())
 
 
 def raw_seconds(nbytes: int) -> float:

@@ -1,8 +1,9 @@
 """The plan of a switch: which member gets which rank, who sends what to whom and in which order, and what it costs.
 
 `slots` assigns members to the ranks of the new world. `sides` compares source and target: it finds what each member
-lacks and which member sends it. `moves` turns that into moves. `plan` is the whole plan as one member sees it, with the
-order of exchanges, an estimate of memory and time, and the parts of absent members that another member carries out.
+lacks and which member sends it. `moves` turns that into moves. `plan` is the whole plan as one member sees it, and the
+parts of absent members that another member carries out; `rounds` orders its exchanges. `cost` estimates bytes, memory
+and time of a whole plan.
 `copies` determines which state is lost when a member dies, and which buffers of a rank must therefore be copied.
 Nothing here communicates: a plan follows from two layouts and two lists of members alone.
 
@@ -16,19 +17,17 @@ from ds_dynatrain.plan.copies import (
     needs_copies,
     outlives_a_node,
 )
+from ds_dynatrain.plan.cost import Cost, bytes_sent, estimate, state_bytes, traffic
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.plan import (
-    Cost,
     Exchange,
     MemberPlan,
     StandInPlan,
     SwitchPlan,
-    estimate,
     plan_switch,
-    rounds,
     standing_in,
-    state_bytes,
 )
+from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.slots import assign_slots, slot_costs
 
 __all__ = [
@@ -39,6 +38,7 @@ __all__ = [
     "StandInPlan",
     "SwitchPlan",
     "assign_slots",
+    "bytes_sent",
     "estimate",
     "has_one_holder",
     "has_single_holders",
@@ -50,4 +50,5 @@ __all__ = [
     "slot_costs",
     "standing_in",
     "state_bytes",
+    "traffic",
 ]

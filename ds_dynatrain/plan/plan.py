@@ -1,17 +1,17 @@
-"""The plan of a switch: all moves from one layout and set of members to another, per member, and their cost."""
+"""The plan of a switch: all moves from one layout and set of members to another, per member."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan.moves import Moves, between, joined, within
+from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides
-from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
+from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace
 from ds_dynatrain.space.interval import Ints
 
 
@@ -131,28 +131,6 @@ class SwitchPlan:
                 exchanges.append(Exchange(peer, mine, theirs))
         return MemberPlan(member, joined(sides, local), joined(sides, derived, is_derived=True), tuple(exchanges))
 
-    @cached_property
-    def traffic(self) -> dict[int, tuple[int, int]]:
-        """A map from member to the numbers of bytes that it (sends, receives)."""
-        sides, found = self.sides, dict[int, tuple[int, int]]()
-        sent, received = np.zeros(len(sides.vps.members), np.int64), np.zeros(len(sides.members), np.int64)
-        for rank in range(len(sides.members)):
-            for kind in sides.kinds:
-                needs = sides.needs(kind, rank, int(sides.source_ranks[rank]))
-                start, stop, sender = sides.senders(kind, rank, needs.remote)
-                received[rank] += (stop - start).sum() * kind.itemsize
-                np.add.at(sent, sender, (stop - start) * kind.itemsize)
-        for member in self.members:
-            source_rank, rank = sides.source_rank.get(member, ABSENT), sides.target_rank.get(member, ABSENT)
-            gives = int(sent[source_rank]) if source_rank != ABSENT else 0
-            found[member] = gives, int(received[rank]) if rank != ABSENT else 0
-        return found
-
-    @property
-    def bytes_sent(self) -> int:
-        """Total bytes sent between members."""
-        return sum(sent for sent, _ in self.traffic.values())
-
 
 def plan_switch(
     vps: VirtualParameterSpace,
@@ -173,31 +151,6 @@ def plan_switch(
     """
     names = vps.present_kinds() if kinds is None else kinds
     return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
-
-
-def rounds(members: Iterable[int], me: int) -> list[int | None]:
-    """Return the peer of `me` in each round, or None in a round in which `me` has no peer.
-
-    The schedule is a round-robin tournament by the circle method (T. P. Kirkman, 1847): one member is fixed, and the
-    others rotate around it. Each pair meets once. All members go through the rounds in the same order and exchange in
-    both directions at once, so they cannot deadlock.
-
-    n members need n - 1 rounds if n is even and n if it is odd. All callers must pass the same set, in any order. Raise
-    ValueError if `me` is not among `members`.
-    """
-    circle: list[int | None] = [*sorted(set(members))]
-    if me not in circle:
-        raise ValueError(f"member {me} is not among {circle}")
-    if len(circle) % 2:
-        circle.append(None)
-    count = len(circle) - 1
-    place, numbers = circle.index(me), np.arange(count)
-    if place == count:  # the fixed member meets, in round r, the place a with 2a = r modulo count (count is odd)
-        opponents = numbers * (count + 1) // 2 % count
-    else:  # places a and b meet in round r if a + b = r modulo count; if a = b, a meets the fixed member
-        opponents = (numbers - place) % count
-        opponents[opponents == place] = count
-    return [circle[opponent] for opponent in opponents.tolist()]
 
 
 # ---- stand-ins -------------------------------------------------------------------------------------------------------
@@ -239,62 +192,3 @@ def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandIn
         away = tuple(each for each in part.rounds if each.peer != member)
         parts[one] = replace(part, local=to_member, rounds=away)
     return StandInPlan(own, parts)
-
-
-# ---- cost ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The estimated cost of a switch.
-
-    bytes_sent: the total over all members.
-    bytes_busiest: bytes in the busiest direction of the busiest member, for which all others wait.
-    highest_peak_bytes: the largest of `peak_bytes`.
-    peak_bytes: for each member, the bytes of its state before and after the switch plus its bytes in flight.
-    seconds: the time to transfer `bytes_busiest` at the given bandwidth.
-    """
-
-    bytes_sent: int
-    bytes_busiest: int
-    highest_peak_bytes: int
-    peak_bytes: Mapping[int, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-
-def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
-    """Return the estimated cost of a plan.
-
-    budget_bytes: the maximum number of bytes in flight per member.
-    bytes_per_second: the bandwidth of a member in each direction.
-    """
-    sides, kinds = plan.sides, plan.sides.names
-    after = list(kinds)
-    for kind in sides.vps.present_kinds(sides.layout):  # gradients are allocated at the target even if none moves
-        if row_of(kind).is_gradient and kind not in kinds:
-            after.append(kind)
-    peak, bytes_sent, busiest = {}, 0, 0
-    for member, (sent, received) in plan.traffic.items():
-        bytes_sent, busiest = bytes_sent + sent, max(busiest, sent, received)
-        source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), kinds)
-        target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), after)
-        peak[member] = source + target + min(budget_bytes, sent + received)
-    return Cost(bytes_sent, busiest, max(peak.values(), default=0), peak, busiest / bytes_per_second)
-
-
-def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Collection[str]) -> int:
-    """Return the bytes of the given state kinds on a rank (0 if ABSENT), without padding.
-
-    A weight and its master are counted once if they share a buffer (stages 0 and 3 in fp32).
-    """
-    if rank == ABSENT:
-        return 0
-    total = 0
-    for name in kinds:
-        kind = vps.kind(name)
-        pieces = vps.holding(layout, rank, name)
-        if kind.derived_from in kind.sources and kind.derived_from in kinds and layout.zero_stage in (0, 3):
-            shared = vps.holding(layout, rank, str(kind.derived_from))
-            pieces = pieces.subtract(shared.start, shared.stop)
-        total += pieces.numel * kind.itemsize
-    return total

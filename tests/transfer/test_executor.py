@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_dynatrain.errors import MemberMissing, TransferError
-from ds_dynatrain.plan import Exchange, MemberPlan, Moves, SwitchPlan, plan_switch
+from ds_dynatrain.plan import Exchange, MemberPlan, Moves, SwitchPlan, bytes_sent, plan_switch
 from ds_dynatrain.space import BufferId, Kind, Layout
 from ds_dynatrain.transfer import Buffers, ReadyPlan, TransferStats, Transport, execute
 from ds_dynatrain.transfer.stream import messages
@@ -68,7 +68,7 @@ def run_all(
         stats[number] = executed(mine, *ends, hub.transport(number), 30, budget)
 
     all_at_once(plan.members, member)
-    assert sum(hub.sizes) == plan.bytes_sent
+    assert sum(hub.sizes) == bytes_sent(plan)
     return stats
 
 

@@ -1,0 +1,89 @@
+"""What a switch costs: bytes per member, peak memory, and time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ds_dynatrain.plan.plan import SwitchPlan
+from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The estimated cost of a switch.
+
+    bytes_sent: the total over all members.
+    bytes_busiest: bytes in the busiest direction of the busiest member, for which all others wait.
+    highest_peak_bytes: the largest of `peak_bytes`.
+    peak_bytes: for each member, the bytes of its state before and after the switch plus its bytes in flight.
+    seconds: the time to transfer `bytes_busiest` at the given bandwidth.
+    """
+
+    bytes_sent: int
+    bytes_busiest: int
+    highest_peak_bytes: int
+    peak_bytes: Mapping[int, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def traffic(plan: SwitchPlan) -> dict[int, tuple[int, int]]:
+    """Return a map from member to the numbers of bytes that it (sends, receives)."""
+    sides, found = plan.sides, dict[int, tuple[int, int]]()
+    sent, received = np.zeros(len(sides.vps.members), np.int64), np.zeros(len(sides.members), np.int64)
+    for rank in range(len(sides.members)):
+        for kind in sides.kinds:
+            needs = sides.needs(kind, rank, int(sides.source_ranks[rank]))
+            start, stop, sender = sides.senders(kind, rank, needs.remote)
+            received[rank] += (stop - start).sum() * kind.itemsize
+            np.add.at(sent, sender, (stop - start) * kind.itemsize)
+    for member in plan.members:
+        source_rank, rank = sides.source_rank.get(member, ABSENT), sides.target_rank.get(member, ABSENT)
+        gives = int(sent[source_rank]) if source_rank != ABSENT else 0
+        found[member] = gives, int(received[rank]) if rank != ABSENT else 0
+    return found
+
+
+def bytes_sent(plan: SwitchPlan) -> int:
+    """Return the number of bytes that all members send."""
+    return sum(sent for sent, _ in traffic(plan).values())
+
+
+def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
+    """Return the estimated cost of a plan.
+
+    budget_bytes: the maximum number of bytes in flight per member.
+    bytes_per_second: the bandwidth of a member in each direction.
+    """
+    sides, kinds = plan.sides, plan.sides.names
+    after = list(kinds)
+    for kind in sides.vps.present_kinds(sides.layout):  # gradients are allocated at the target even if none moves
+        if row_of(kind).is_gradient and kind not in kinds:
+            after.append(kind)
+    peak, total, busiest = {}, 0, 0
+    for member, (sent, received) in traffic(plan).items():
+        total, busiest = total + sent, max(busiest, sent, received)
+        source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), kinds)
+        target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), after)
+        peak[member] = source + target + min(budget_bytes, sent + received)
+    return Cost(total, busiest, max(peak.values(), default=0), peak, busiest / bytes_per_second)
+
+
+def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Collection[str]) -> int:
+    """Return the bytes of the given state kinds on a rank (0 if ABSENT), without padding.
+
+    A weight and its master are counted once if they share a buffer (stages 0 and 3 in fp32).
+    """
+    if rank == ABSENT:
+        return 0
+    total = 0
+    for name in kinds:
+        kind = vps.kind(name)
+        pieces = vps.holding(layout, rank, name)
+        if kind.derived_from in kind.sources and kind.derived_from in kinds and layout.zero_stage in (0, 3):
+            shared = vps.holding(layout, rank, str(kind.derived_from))
+            pieces = pieces.subtract(shared.start, shared.stop)
+        total += pieces.numel * kind.itemsize
+    return total
