@@ -1,4 +1,4 @@
-"""What a switch costs: bytes per member, peak memory, and time."""
+"""Costs of a switch: bytes per member, peak memory, and time."""
 
 from __future__ import annotations
 
