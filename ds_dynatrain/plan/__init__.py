@@ -3,7 +3,7 @@
 `slots` assigns members to the ranks of the new world. `sides` compares source and target: it finds what each member
 lacks and which member sends it. `moves` turns that into moves. `plan` is the whole plan as one member sees it, and the
 parts of absent members that another member carries out; `rounds` orders its exchanges. `cost` estimates bytes, memory
-and time of a whole plan.
+and time of a whole plan, and `topology` knows nodes and the speed of the links between members.
 `copies` determines which state is lost when a member dies, and which buffers of a rank must therefore be copied.
 Nothing here communicates: a plan follows from two layouts and two lists of members alone.
 
@@ -29,14 +29,18 @@ from ds_dynatrain.plan.plan import (
 )
 from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.slots import assign_slots, slot_costs
+from ds_dynatrain.plan.topology import LinkClass, LinkSeconds, Topology
 
 __all__ = [
     "Cost",
     "Exchange",
+    "LinkClass",
+    "LinkSeconds",
     "MemberPlan",
     "Moves",
     "StandInPlan",
     "SwitchPlan",
+    "Topology",
     "assign_slots",
     "bytes_sent",
     "estimate",
