@@ -17,7 +17,7 @@ from ds_dynatrain.plan.copies import (
     needs_copies,
     outlives_a_node,
 )
-from ds_dynatrain.plan.cost import Cost, bytes_sent, estimate, state_bytes, traffic
+from ds_dynatrain.plan.cost import Cost, bytes_sent, estimate, peak_bytes, state_bytes, traffic
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.plan import (
     Exchange,
@@ -49,6 +49,7 @@ __all__ = [
     "is_copied",
     "needs_copies",
     "outlives_a_node",
+    "peak_bytes",
     "plan_switch",
     "rounds",
     "slot_costs",

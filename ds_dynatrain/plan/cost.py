@@ -1,4 +1,4 @@
-"""What a switch costs: bytes per member, peak memory, and time."""
+"""Costs of a switch: bytes per member, peak memory, and time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated cost of a switch.
+    """The cost of a switch, or of one member's part in it.
 
     bytes_sent: the total over all members.
     bytes_busiest: bytes in the busiest direction of the busiest member, for which all others wait.
@@ -22,9 +22,9 @@ class Cost:
     seconds: the time to transfer `bytes_busiest` at the given bandwidth.
     """
 
-    bytes_sent: int
-    bytes_busiest: int
-    highest_peak_bytes: int
+    bytes_sent: int = 0
+    bytes_busiest: int = 0
+    highest_peak_bytes: int = 0
     peak_bytes: Mapping[int, int] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -57,18 +57,23 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
     budget_bytes: the maximum number of bytes in flight per member.
     bytes_per_second: the bandwidth of a member in each direction.
     """
+    peak, total, busiest = {}, 0, 0
+    for member, (sent, received) in traffic(plan).items():
+        total, busiest = total + sent, max(busiest, sent, received)
+        peak[member] = peak_bytes(plan, member, min(budget_bytes, sent + received))
+    return Cost(total, busiest, max(peak.values(), default=0), peak, busiest / bytes_per_second)
+
+
+def peak_bytes(plan: SwitchPlan, member: int, in_flight_bytes: int) -> int:
+    """Return the bytes of a member's state before and after the switch plus its bytes in flight."""
     sides, kinds = plan.sides, plan.sides.names
     after = list(kinds)
     for kind in sides.vps.present_kinds(sides.layout):  # gradients are allocated at the target even if none moves
         if row_of(kind).is_gradient and kind not in kinds:
             after.append(kind)
-    peak, total, busiest = {}, 0, 0
-    for member, (sent, received) in traffic(plan).items():
-        total, busiest = total + sent, max(busiest, sent, received)
-        source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), kinds)
-        target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), after)
-        peak[member] = source + target + min(budget_bytes, sent + received)
-    return Cost(total, busiest, max(peak.values(), default=0), peak, busiest / bytes_per_second)
+    source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), kinds)
+    target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), after)
+    return source + target + in_flight_bytes
 
 
 def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Collection[str]) -> int:

@@ -293,6 +293,7 @@ class Transaction:
         """Fill the new buffers; send module buffers, user objects and layer states to members that lack them."""
         transport, seconds = self.preparation.ways.transport(self.preparation.world), self.control.timeout_seconds
         link = None if self.preparation.ways.batching is None else self._link()
+        self.outcome.cost = self.preparation.cost(self.kinds)
         self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport, link)
         if self.newcomers:
             self._send_rest(transport)
