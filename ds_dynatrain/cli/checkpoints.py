@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from ds_dynatrain.checkpoint import ManifestRow, Reader, Saved, latest
-from ds_dynatrain.cli.terminal import stdout_console
+from ds_dynatrain.terminal import stdout_console
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()

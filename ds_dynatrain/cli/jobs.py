@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from ds_dynatrain.cli.terminal import stdout_console
+from ds_dynatrain.terminal import stdout_console
 from ds_dynatrain.elastic.address import Address, Announced, Endpoint, announced, read_endpoint
 from ds_dynatrain.elastic.connection import ask_status, ask_to_leave
 from ds_dynatrain.elastic.environment import job_token

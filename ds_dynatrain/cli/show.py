@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ds_dynatrain.cli.configuration import JobReport
 from ds_dynatrain.cli.doctor import Environment
-from ds_dynatrain.cli.terminal import stdout_console
+from ds_dynatrain.terminal import stdout_console
 from ds_dynatrain.exact.machine import ExactMachine
 from ds_dynatrain.report.check import Check
 from ds_dynatrain.support import Finding, Verdict, all_tables
