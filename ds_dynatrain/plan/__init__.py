@@ -19,7 +19,7 @@ from ds_dynatrain.plan.copies import (
 )
 from ds_dynatrain.plan.cost import (
     Cost,
-    Traffic,
+    PlanTraffic,
     bytes_sent,
     estimate,
     own_peak_bytes,
@@ -48,10 +48,10 @@ __all__ = [
     "LinkSeconds",
     "MemberPlan",
     "Moves",
+    "PlanTraffic",
     "StandInPlan",
     "SwitchPlan",
     "Topology",
-    "Traffic",
     "assign_slots",
     "bytes_sent",
     "estimate",

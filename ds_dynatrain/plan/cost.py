@@ -47,7 +47,7 @@ class Cost:
 
 
 @dataclass(frozen=True, eq=False)
-class Traffic:
+class PlanTraffic:
     """The bytes of a plan. Arrays have an entry for each of `members`, in ascending order.
 
     kept: bytes that the member already holds; it copies them, or leaves them in place.
@@ -64,7 +64,7 @@ class Traffic:
     by_node: Floats
 
 
-def whole_traffic(plan: SwitchPlan, nodes: Ints | None = None) -> Traffic:
+def whole_traffic(plan: SwitchPlan, nodes: Ints | None = None) -> PlanTraffic:
     """Return the bytes of a whole plan, by member and by node.
 
     nodes: the number of the node of each of `plan.members`; None for one node.
@@ -75,7 +75,7 @@ def whole_traffic(plan: SwitchPlan, nodes: Ints | None = None) -> Traffic:
     for kind, nbytes in alike(sides.kinds):
         count.add_kind(kind, nbytes)
     kept, cast, sent, received = map(_whole, (count.kept, count.cast, count.sent, count.received))
-    return Traffic(members, kept, cast, sent, received, count.by_node)
+    return PlanTraffic(members, kept, cast, sent, received, count.by_node)
 
 
 def alike(kinds: Collection[Kind]) -> list[tuple[Kind, int]]:
@@ -116,7 +116,7 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
     return Cost(int(sent.sum()), busiest, int(peak.max(initial=0)), peaks, busiest / bytes_per_second)
 
 
-def peak_bytes(plan: SwitchPlan, found: Traffic, budget_bytes: int) -> Ints:
+def peak_bytes(plan: SwitchPlan, found: PlanTraffic, budget_bytes: int) -> Ints:
     """Return the peak memory of each of the plan's members: its state before and after, and its bytes in flight.
 
     found: the bytes of the plan.
@@ -258,7 +258,7 @@ def _without(cut: Sharding, rows: Rows, holder: Ints) -> Rows:
 
 
 class _Count:
-    """Sums of bytes, filled kind by kind. Arrays have an entry for each member; see `Traffic`."""
+    """Sums of bytes, filled kind by kind. Arrays have an entry for each member; see `PlanTraffic`."""
 
     def __init__(self, sides: Sides, members: Ints, nodes: Ints) -> None:
         """Begin with no bytes."""
