@@ -52,7 +52,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "Weights": (
         "ds_dynatrain.weights.weight_source.source",
         "ds_dynatrain.weights.weight_source.WeightSource",
-        "ds_dynatrain.weights.weight_source.ParamMeta",
+        "ds_dynatrain.weights.outputs.ParamMeta",
     ),
     "Loaders": (
         "ds_dynatrain.data.loader.Loader",
