@@ -3,7 +3,7 @@
 `slots` assigns members to the ranks of the new world. `sides` compares source and target: it finds what each member
 lacks and which member sends it. `moves` turns that into moves. `plan` is the whole plan as one member sees it, and the
 parts of absent members that another member carries out; `rounds` orders its exchanges. `cost` estimates bytes, memory
-and time of a whole plan.
+and time of a whole plan, and `topology` knows nodes and the speed of the links between members.
 `copies` determines which state is lost when a member dies, and which buffers of a rank must therefore be copied.
 Nothing here communicates: a plan follows from two layouts and two lists of members alone.
 
@@ -17,7 +17,17 @@ from ds_dynatrain.plan.copies import (
     needs_copies,
     outlives_a_node,
 )
-from ds_dynatrain.plan.cost import Cost, bytes_sent, estimate, peak_bytes, state_bytes, traffic
+from ds_dynatrain.plan.cost import (
+    Cost,
+    PlanTraffic,
+    bytes_sent,
+    estimate,
+    own_peak_bytes,
+    peak_bytes,
+    state_bytes,
+    traffic,
+    whole_traffic,
+)
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.plan import (
     Exchange,
@@ -29,14 +39,19 @@ from ds_dynatrain.plan.plan import (
 )
 from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.slots import assign_slots, slot_costs
+from ds_dynatrain.plan.topology import LinkClass, LinkSeconds, Topology
 
 __all__ = [
     "Cost",
     "Exchange",
+    "LinkClass",
+    "LinkSeconds",
     "MemberPlan",
     "Moves",
+    "PlanTraffic",
     "StandInPlan",
     "SwitchPlan",
+    "Topology",
     "assign_slots",
     "bytes_sent",
     "estimate",
@@ -45,6 +60,7 @@ __all__ = [
     "is_copied",
     "needs_copies",
     "outlives_a_node",
+    "own_peak_bytes",
     "peak_bytes",
     "plan_switch",
     "rounds",
@@ -52,4 +68,5 @@ __all__ = [
     "standing_in",
     "state_bytes",
     "traffic",
+    "whole_traffic",
 ]

@@ -35,7 +35,7 @@ class MemberPlan:
 
     local: copies from the member's own source buffers, made before these are released.
     derived: casts from the member's own target buffers, made after all other moves.
-    rounds: exchanges with peers, in order. Both members omit a round in which neither sends a byte.
+    rounds: exchanges with peers, in order; a peer is listed only if one of the two sends a byte.
     """
 
     member: int
@@ -124,11 +124,10 @@ class SwitchPlan:
         sends, receives = joined(sides, sent), joined(sides, received)  # sorted by peer
         busy = {*sends.target.tolist(), *receives.source.tolist()}
         exchanges = []
-        for peer in rounds(self.members, member) if busy else ():
-            if peer is not None and peer in busy:
-                mine = sends.select(slice(*np.searchsorted(sends.target, [peer, peer + 1])))
-                theirs = receives.select(slice(*np.searchsorted(receives.source, [peer, peer + 1])))
-                exchanges.append(Exchange(peer, mine, theirs))
+        for peer in rounds(busy, member):
+            mine = sends.select(slice(*np.searchsorted(sends.target, [peer, peer + 1])))
+            theirs = receives.select(slice(*np.searchsorted(receives.source, [peer, peer + 1])))
+            exchanges.append(Exchange(peer, mine, theirs))
         return MemberPlan(member, joined(sides, local), joined(sides, derived, is_derived=True), tuple(exchanges))
 
 
