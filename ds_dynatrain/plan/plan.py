@@ -11,7 +11,7 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan.moves import Moves, between, joined, within
 from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides
-from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace
+from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
 from ds_dynatrain.space.interval import Ints
 
 
@@ -94,6 +94,13 @@ class SwitchPlan:
     def kinds(self) -> tuple[str, ...]:
         """Names of the state kinds that move."""
         return self.sides.names
+
+    @property
+    def kinds_after(self) -> tuple[str, ...]:
+        """Names of the state kinds that exist after the switch: gradients are allocated even if none moves."""
+        vps, layout = self.sides.vps, self.sides.layout
+        others = (kind for kind in vps.present_kinds(layout) if row_of(kind).is_gradient and kind not in self.kinds)
+        return *self.kinds, *others
 
     @property
     def members(self) -> tuple[int, ...]:
