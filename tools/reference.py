@@ -78,6 +78,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Where autodoc finds what users hold in their hands; `ds_dynatrain` itself has the first ones, too."""
+HOOKS = "ds_dynatrain.extension.Extension"
+"""The class whose methods docs/extensions.md lists by the time at which they are called."""
 
 
 def names_page(head: str, intro: str) -> str:
@@ -91,13 +93,14 @@ def names_page(head: str, intro: str) -> str:
 
 
 def listed(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Names and their first sentences; of the engine those of its calls."""
+    """Yield names with their first sentences, except hooks and overrides that another page or tool describes."""
     for path in names:
         found = find(path)
         yield shown(path), first_sentence(found)
-        if inspect.isclass(found):
+        if inspect.isclass(found) and path != HOOKS:
             for name, member in vars(found).items():
-                if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+                overrides = ".integrations." in path and any(hasattr(base, name) for base in found.__bases__)
+                if not (name.startswith("_") or overrides) and (callable(member) or isinstance(member, property)):
                     yield f"{shown(path)}.{name}", first_sentence(member)
 
 
@@ -148,8 +151,8 @@ def pages() -> dict[Path, str]:
     return {
         FOLDER / "api.md": names_page(
             "Public names",
-            "All names that a script uses, from their docstrings. Errors have "
-            "[a page of their own](../troubleshoot.md#exceptions).",
+            "All names that a script uses, from their docstrings. [Extensions](../extensions.md#the-hooks) and "
+            "[errors](../troubleshoot.md#exceptions) have their own pages.",
         ),
         FOLDER / "cli.md": commands_page(
             "The command `ds-dynatrain`",

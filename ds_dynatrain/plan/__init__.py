@@ -17,7 +17,17 @@ from ds_dynatrain.plan.copies import (
     needs_copies,
     outlives_a_node,
 )
-from ds_dynatrain.plan.cost import Cost, bytes_sent, estimate, peak_bytes, state_bytes, traffic
+from ds_dynatrain.plan.cost import (
+    Cost,
+    PlanTraffic,
+    bytes_sent,
+    estimate,
+    own_peak_bytes,
+    peak_bytes,
+    state_bytes,
+    traffic,
+    whole_traffic,
+)
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.plan import (
     Exchange,
@@ -38,6 +48,7 @@ __all__ = [
     "LinkSeconds",
     "MemberPlan",
     "Moves",
+    "PlanTraffic",
     "StandInPlan",
     "SwitchPlan",
     "Topology",
@@ -49,6 +60,7 @@ __all__ = [
     "is_copied",
     "needs_copies",
     "outlives_a_node",
+    "own_peak_bytes",
     "peak_bytes",
     "plan_switch",
     "rounds",
@@ -56,4 +68,5 @@ __all__ = [
     "standing_in",
     "state_bytes",
     "traffic",
+    "whole_traffic",
 ]
