@@ -10,7 +10,7 @@ import numpy as np
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan.moves import Moves, between, joined, within
 from ds_dynatrain.plan.rounds import rounds
-from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides
+from ds_dynatrain.plan.sides import ANYWHERE, AS_LAID_OUT, Sides
 from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
 from ds_dynatrain.space.interval import Ints
 
@@ -131,7 +131,7 @@ class SwitchPlan:
         sends, receives = joined(sides, sent), joined(sides, received)  # sorted by peer
         busy = {*sends.target.tolist(), *receives.source.tolist()}
         exchanges = []
-        for peer in rounds(busy, member):
+        for peer in rounds(busy, member, sides.nodes):
             mine = sends.select(slice(*np.searchsorted(sends.target, [peer, peer + 1])))
             theirs = receives.select(slice(*np.searchsorted(receives.source, [peer, peer + 1])))
             exchanges.append(Exchange(peer, mine, theirs))
@@ -144,6 +144,7 @@ def plan_switch(
     target_members: Iterable[int],
     kinds: Iterable[str] | None = None,
     held_as: Mapping[str, str] = AS_LAID_OUT,
+    nodes: Mapping[int, str] = ANYWHERE,
 ) -> SwitchPlan:
     """Return the plan that moves the state from the current layout and members of `vps` to the target.
 
@@ -151,12 +152,13 @@ def plan_switch(
     layout holds.
     held_as: a map from a kind to the kind whose partitioning it has at the source, such as {"weight": "master"} if
     weights are read from buffers to which masters were cast.
+    nodes: the node of each member, the same on all members, so that members read from their own nodes first.
 
     Raises LayoutError if the members do not fill the world or an axis is not supported, and SwitchRefused for a kind
     that no member holds.
     """
     names = vps.present_kinds() if kinds is None else kinds
-    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
+    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as, nodes))
 
 
 # ---- stand-ins -------------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 Senders and receivers compute the same result without communication. A receiver splits the runs that it lacks by their
 owners at the source. A sender starts from the runs that it owns, finds the target ranks that will hold them, and drops
-what these members already hold or can cast. If the source is replicated, the runs that a receiver lacks are divided
-evenly over all source ranks, beginning with a different rank for each receiver.
+what these members already hold or can cast. If all ranks of a shard group hold the same, they take turns: runs of one
+length are dealt out to those on the receiver's node, or to all if there are none, beginning with another for each
+receiver.
 """
 
 from __future__ import annotations
@@ -17,11 +18,20 @@ import numpy as np
 from ds_dynatrain.errors import LayoutError, SwitchRefused
 from ds_dynatrain.space import ABSENT, Kind, Layout, Pieces, Sharding, VirtualParameterSpace, interval
 from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.space.sharding import Copies
 from ds_dynatrain.space.vps import check_members
 
 AS_LAID_OUT: Mapping[str, str] = {}
+ANYWHERE: Mapping[int, str] = {}
 Rows = tuple[Ints, Ints, Ints]
 """Runs of coordinates as arrays: (start, stop, rank)."""
+NO_ROWS: Rows = (interval.ints([]), interval.ints([]), interval.ints([]))
+TURNS = 8
+"""How often each member that holds copies has its turn, on average, if a receiver needs all of them."""
+SMALLEST_SHARE = 1 << 16
+"""Fewest elements of a turn, so that messages do not become small; members with less than all turns have one turn."""
+NOWHERE, ELSEWHERE = -1, -2
+"""Nodes of source and of target members whose nodes are unknown: no member is on the node of such a member."""
 
 
 class Needs(NamedTuple):
@@ -44,11 +54,14 @@ class Sides:
 
     kinds: the state kinds that move; their `sources` and `derived_from` refer only to each other.
     held_as: a map from a kind to the kind whose partitioning it has at the source.
+    nodes: the node of each member, the same on all members; some or all may be missing.
     names: the names of `kinds`.
     code: the index of each kind in `vps.kinds`.
     source_rank: the rank of each member at the source.
     target_rank: the rank of each member at the target.
     source_ranks: for each target rank, the source rank of its member, or ABSENT.
+    source_nodes: a number for the node of each source rank, or NOWHERE.
+    target_nodes: the same for each target rank, or ELSEWHERE.
     """
 
     vps: VirtualParameterSpace
@@ -56,11 +69,14 @@ class Sides:
     members: tuple[int, ...]
     kinds: tuple[Kind, ...]
     held_as: Mapping[str, str]
+    nodes: Mapping[int, str]
     names: tuple[str, ...] = field(init=False)
     code: dict[str, int] = field(init=False)
     source_rank: dict[int, int] = field(init=False)
     target_rank: dict[int, int] = field(init=False)
     source_ranks: Ints = field(init=False)
+    source_nodes: Ints = field(init=False)
+    target_nodes: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         """Raise LayoutError if the members do not fill the world, SwitchRefused if the source lacks a kind."""
@@ -85,6 +101,12 @@ class Sides:
         object.__setattr__(self, "source_rank", source_rank)
         object.__setattr__(self, "target_rank", dict(zip(self.members, range(len(self.members)), strict=True)))
         object.__setattr__(self, "source_ranks", np.array(ranks, dtype=np.int64))
+        number = {name: index for index, name in enumerate(sorted({*self.nodes.values()}))}
+        of_member = {member: number[name] for member, name in self.nodes.items()}
+        at_source = [of_member.get(member, NOWHERE) for member in self.vps.members]
+        object.__setattr__(self, "source_nodes", interval.ints(at_source))
+        at_target = [of_member.get(member, ELSEWHERE) for member in self.members]
+        object.__setattr__(self, "target_nodes", interval.ints(at_target))
 
     def source(self, kind: str) -> Sharding:
         """Return the sharding of a kind at the source."""
@@ -124,9 +146,9 @@ class Sides:
         Raises SwitchRefused if no member of the source holds some of the elements.
         """
         cut = self.source(self.read_from(kind))
-        if cut.replicated:
-            _, _, low, high = interval.intersect(wanted.start, wanted.stop, *cut.region())
-            low, high, sender = _even_shares(low, high, cut.ranks, rank)
+        if cut.has_copies:
+            shares = [self._shares(each, rank) for each in cut.copies(wanted.start, wanted.stop)]
+            low, high, sender = interval.join([NO_ROWS, *shares])
         else:
             _, low, high, sender = cut.owners(wanted.start, wanted.stop)
         lost = wanted.numel - int((high - low).sum())
@@ -140,35 +162,58 @@ class Sides:
     def receivers(self, kind: Kind, sender: int) -> Rows:
         """Split the runs that a source rank sends by receiver; return (start, stop, target rank)."""
         cut = self.source(self.read_from(kind))
-        if not cut.replicated:
+        if not cut.has_copies:
             owned = cut.owned(sender)
-            _, start, stop, rank = self.target(kind.name).holders(owned.start, owned.stop)
-            for name in kind.sources:
-                row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
-                rank = rank[row]
-            if kind.derived_from is not None:
-                row, start, stop = self.target(kind.derived_from).lacking(start, stop, rank)
-                rank = rank[row]
-            return start, stop, rank
-        nothing = interval.ints([])
-        parts = [(nothing, nothing, nothing)]
-        for newcomer in np.flatnonzero(self.source_ranks == ABSENT).tolist():
-            low, high, senders = self.senders(kind, newcomer, self.needs(kind, newcomer, ABSENT).remote)
-            mine = senders == sender
-            parts.append((low[mine], high[mine], np.full(int(mine.sum()), newcomer, dtype=np.int64)))
+            return self._still_needed(kind, owned.start, owned.stop)
+        parts = [NO_ROWS]
+        for each in cut.copies_of(sender):
+            start, stop, rank = self._still_needed(kind, each.start, each.stop)
+            parts.append(self._own_share(each, sender, start, stop, rank))
         return interval.join(parts)
 
+    def _still_needed(self, kind: Kind, start: Ints, stop: Ints) -> Rows:
+        """Return the parts of runs of the source that target ranks have to receive, as (start, stop, target rank)."""
+        _, start, stop, rank = self.target(kind.name).holders(start, stop)
+        for name in kind.sources:
+            row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
+            rank = rank[row]
+        if kind.derived_from is not None:
+            row, start, stop = self.target(kind.derived_from).lacking(start, stop, rank)
+            rank = rank[row]
+        return start, stop, rank
 
-def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:
-    """Split sorted runs that do not overlap into `ranks` equal shares, the first for rank `rotation` (modulo `ranks`).
+    # ---- senders of what several members hold ------------------------------------------------------------------------
 
-    Return (start, stop, rank) of the resulting runs.
-    """
-    length = stop - start
-    before = np.cumsum(length) - length
-    total = int(length.sum())
-    bounds = np.arange(ranks + 1, dtype=np.int64) * total // ranks
-    filled = np.flatnonzero(np.diff(bounds))
-    row, share, low, high = interval.intersect(before, before + length, bounds[filled], bounds[filled + 1])
-    step = (start - before)[row]
-    return low + step, high + step, (filled[share] + rotation) % ranks
+    def _shares(self, copies: Copies, rank: int) -> Rows:
+        """Divide runs that a target rank needs among the ranks that hold copies; return (start, stop, source rank)."""
+        near = copies.ranks[self.source_nodes[copies.ranks] == self.target_nodes[rank]]
+        able = near if len(near) else copies.ranks
+        _, low, high, share = interval.cut_every(copies.start, copies.stop, _share(copies, len(copies.start)))
+        return low, high, able[(share + self._turn(copies, rank)) % len(able)]
+
+    def _own_share(self, copies: Copies, sender: int, start: Ints, stop: Ints, rank: Ints) -> Rows:
+        """Return the parts of runs that go from a source rank to the given target ranks, as `_shares` has it."""
+        node, there = self.source_nodes[copies.ranks], self.target_nodes[rank]
+        mine = self.source_nodes[sender]
+        is_near, has_near = there == mine, np.isin(there, node)
+        start, stop, rank, is_near = (column[is_near | ~has_near] for column in (start, stop, rank, is_near))
+        near = copies.ranks[node == mine]
+        count = np.where(is_near, len(near), len(copies.ranks))
+        place = np.where(is_near, *(int(np.flatnonzero(able == sender)[0]) for able in (near, copies.ranks)))
+        width = _share(copies, len(start))
+        first = start // width
+        share = first + (place - self._turn(copies, rank) - first) % count  # the first one that is this sender's
+        row, nth = interval.expand(np.maximum(-(-(-(-stop // width) - share) // count), 0))
+        begin = (share[row] + nth * count[row]) * width[row]
+        low, high = np.maximum(start[row], begin), np.minimum(stop[row], begin + width[row])
+        return low, high, rank[row]
+
+    def _turn(self, copies: Copies, rank: Ints | int) -> Ints | int:
+        """Return the index of target ranks in their shard groups: each begins with another sender."""
+        return rank % self.layout.ranks_per_stage // (self.layout.expert if copies.experts else self.layout.tensor)
+
+
+def _share(copies: Copies, rows: int) -> Ints:
+    """Return the length of the runs that are dealt out in turn to those who hold copies, for each of some rows."""
+    share = copies.each // TURNS if copies.each >= TURNS * SMALLEST_SHARE else max(1, copies.each)
+    return np.full(rows, share, dtype=np.int64)
