@@ -1,5 +1,7 @@
 """The source and the target of a switch: which elements each target member lacks, and which member sends them.
 
+Coordinates are those of `space`, in which the parts of a cut matrix are few runs (`VirtualParameterSpace.tiled`).
+
 Senders and receivers compute the same result without communication. A receiver splits the runs that it lacks by their
 owners at the source. A sender starts from the runs that it owns, finds the target ranks that will hold them, and drops
 what these members already hold or can cast. If the source is replicated, the runs that a receiver lacks are divided
@@ -15,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError, SwitchRefused
-from ds_dynatrain.space import ABSENT, Kind, Layout, Pieces, Sharding, VirtualParameterSpace, interval
-from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.space import ABSENT, Kind, Layout, Sharding, VirtualParameterSpace, interval, row_of
+from ds_dynatrain.space.interval import Ints, Runs
 from ds_dynatrain.space.vps import check_members
 
 AS_LAID_OUT: Mapping[str, str] = {}
@@ -27,15 +29,15 @@ Rows = tuple[Ints, Ints, Ints]
 class Needs(NamedTuple):
     """The elements of a kind that a target rank will hold, by origin: local first, then derived, then remote.
 
-    local: (kind, wanted, held) for each kind of source buffers from which the rank's member can copy. `wanted` are the
-    elements that earlier entries did not provide, and `held` are those in these buffers.
-    derived: the same for the target buffers from which the kind can be cast.
+    local: the elements that the rank's member can copy from its source buffers of each kind, less those of earlier
+    entries.
+    derived: the elements that it can cast from its target buffers of each kind.
     remote: the remaining elements, which other members send.
     """
 
-    local: list[tuple[str, Pieces, Pieces]]
-    derived: list[tuple[str, Pieces, Pieces]]
-    remote: Pieces
+    local: list[tuple[str, Runs]]
+    derived: list[tuple[str, Runs]]
+    remote: Runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class Sides:
 
     kinds: the state kinds that move; their `sources` and `derived_from` refer only to each other.
     held_as: a map from a kind to the kind whose partitioning it has at the source.
+    space: the space whose coordinates all questions and answers have.
     names: the names of `kinds`.
     code: the index of each kind in `vps.kinds`.
     source_rank: the rank of each member at the source.
@@ -56,6 +59,7 @@ class Sides:
     members: tuple[int, ...]
     kinds: tuple[Kind, ...]
     held_as: Mapping[str, str]
+    space: VirtualParameterSpace = field(init=False)
     names: tuple[str, ...] = field(init=False)
     code: dict[str, int] = field(init=False)
     source_rank: dict[int, int] = field(init=False)
@@ -65,6 +69,7 @@ class Sides:
     def __post_init__(self) -> None:
         """Raise LayoutError if the members do not fill the world, SwitchRefused if the source lacks a kind."""
         check_members(self.layout, self.members)
+        object.__setattr__(self, "space", self.vps.tiled(self.layout))
         names = tuple(kind.name for kind in self.kinds)
         if len(set(names)) != len(names):
             raise LayoutError(f"a state kind is named twice in {list(names)}; name each once")
@@ -88,27 +93,32 @@ class Sides:
 
     def source(self, kind: str) -> Sharding:
         """Return the sharding of a kind at the source."""
-        return self.vps.sharding(self.vps.layout, self.held_as.get(kind, kind))
+        return self.space.sharding(self.vps.layout, self.held_as.get(kind, kind))
 
     def target(self, kind: str) -> Sharding:
         """Return the sharding of a kind at the target."""
-        return self.vps.sharding(self.layout, kind)
+        return self.space.sharding(self.layout, kind)
+
+    def alike(self) -> list[list[Kind]]:
+        """Group the kinds: those of a group lie and move alike, such as a master and its moments."""
+        found = dict[object, list[Kind]]()
+        for kind in self.kinds:
+            row = row_of(kind.name)
+            own = kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from, self.held_as.get(kind.name)
+            found.setdefault((row.stages, row.whole_in, row.of_frozen, *own), []).append(kind)
+        return list(found.values())
 
     def needs(self, kind: Kind, rank: int, source_rank: int) -> Needs:
         """Return the elements of a kind that a target rank needs.
 
         source_rank: the rank that its member has at the source, or ABSENT.
         """
-        local, derived = list[tuple[str, Pieces, Pieces]](), list[tuple[str, Pieces, Pieces]]()
-        want = self.target(kind.name).holding(rank)
+        local, derived = list[tuple[str, Runs]](), list[tuple[str, Runs]]()
+        want = _runs(self.target(kind.name), rank)
         for name in kind.sources if source_rank != ABSENT else ():
-            held = self.source(name).holding(source_rank)
-            local.append((name, want, held))
-            want = want.subtract(held.start, held.stop)
+            want = _divide(want, _runs(self.source(name), source_rank), name, local)
         if kind.derived_from is not None:
-            held = self.target(kind.derived_from).holding(rank)
-            derived.append((kind.derived_from, want, held))
-            want = want.subtract(held.start, held.stop)
+            want = _divide(want, _runs(self.target(kind.derived_from), rank), kind.derived_from, derived)
         return Needs(local, derived, want)
 
     def read_from(self, kind: Kind) -> str:
@@ -118,7 +128,7 @@ class Sides:
                 return name
         return kind.name
 
-    def senders(self, kind: Kind, rank: int, wanted: Pieces) -> Rows:
+    def senders(self, kind: Kind, rank: int, wanted: Runs) -> Rows:
         """Divide the runs that a target rank needs among their senders; return (start, stop, source rank).
 
         Raises SwitchRefused if no member of the source holds some of the elements.
@@ -157,6 +167,20 @@ class Sides:
             mine = senders == sender
             parts.append((low[mine], high[mine], np.full(int(mine.sum()), newcomer, dtype=np.int64)))
         return interval.join(parts)
+
+
+def _runs(cut: Sharding, rank: int) -> Runs:
+    """Return the coordinates that a rank holds."""
+    held = cut.holding(rank)
+    return interval.union(held.start, held.stop)
+
+
+def _divide(want: Runs, held: Runs, name: str, into: list[tuple[str, Runs]]) -> Runs:
+    """Add the wanted elements that are held to `into`, under the name of a kind, and return those that are left."""
+    _, _, *common = interval.intersect(*want, *held)
+    into.append((name, Runs(*common)))
+    _, *left = interval.subtract(*want, *held)
+    return Runs(*left)
 
 
 def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:
