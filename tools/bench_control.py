@@ -175,8 +175,8 @@ def one_switch(switch: Switch, mine: Control, generation: int, together: threadi
         else:
             time.sleep(STEP_SECONDS)
     session = Session(mine, proposal.key, switch.members, "bench", record=f"record/{generation}")
+    report = switch.report(member)  # in time: what one thread computes keeps the others from what they say
     timed("meet", lambda: meet(session, proposal))
-    report = switch.report(member)
     decision = timed("verify", lambda: session.vote(lambda: report, joined_sides, switch.judge))
     if not decision.commit:
         raise RuntimeError(decision.reason)
@@ -201,15 +201,12 @@ def prepare(mine: Control, proposal: Proposal) -> None:
 
 
 def meet(session: Session, proposal: Proposal) -> None:
-    """Post what others need, meet, and read it."""
+    """Post the random streams, which nobody needs in place, and meet."""
     mine, generation = session.board, proposal.generation
     mine.post(f"stream/{generation}/{mine.member}", STREAMS)
-    if session.is_first:
-        mine.post(f"carry/{generation}", {"shared": {"groups": ["x" * 200] * 8, "scheduler": "x" * 500}})
+    carry = {"shared": {"groups": ["x" * 200] * 8, "scheduler": "x" * 500}} if session.is_first else {}
     agreement.wait_until_prepared(mine, proposal, session.stop)
-    agreement.meet(session, proposal, 1, "train")
-    mine.value(f"carry/{generation}")
-    mine.value(f"stream/{generation}/{mine.member}")
+    agreement.meet(session, proposal, 1, "train", carry)
 
 
 def threads(members: int) -> dict[str, Any]:

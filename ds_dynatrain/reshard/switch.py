@@ -4,8 +4,8 @@ Read `vote`, then the phases that `_carry_out` names, in order, then `conclude`:
 
 | phase | every member |
 |---|---|
-| drain | checks that no work is in progress, records its state, and posts what other members need of it |
-| meet | waits for all others at one boundary, and reads the carry (extra state that is no tensor) of rank 0 |
+| drain | checks that no work is in progress, records its state, and posts its random streams |
+| meet | waits for all others at one boundary, and gets the carry (extra state that is no tensor) of rank 0 |
 | digest | computes digests of the state that it holds |
 | rebuild | connects the next world, detaches the old optimizer, and attaches the new one to the prepared memory |
 | move | sends and receives |
@@ -184,9 +184,9 @@ class Transaction:
     # ---- the phases before the vote ------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Check that no work is in progress; record this member's state, and post what other members need of it.
+        """Check that no work is in progress; record this member's state, and post its random streams.
 
-        Rank 0 posts the carry (extra state that is no tensor), and every rank its random streams.
+        Rank 0 also makes the carry (extra state that is no tensor), which all get at the meeting.
         """
         engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
         if rank is None:
@@ -203,16 +203,14 @@ class Transaction:
         if rank == 0:
             self.rest = rest_carry(engine, has_module=self.layers is None)
             kinds = engine.vps.present_kinds(among={kind for kind, _ in self.source})
-            record = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
-            record["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
-            self.control.post(f"carry/{generation}", record)
+            self.carried = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
+            self.carried["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
 
     def _meet(self) -> None:
-        """Wait until all members are prepared and have reached one boundary; read the carry that rank 0 has posted."""
-        meet(self.session, self.engine, self.preparation, self.place)
+        """Wait until all members are prepared and have reached one boundary; take rank 0's carry."""
+        record = meet(self.session, self.engine, self.preparation, self.place, self.carried)
         if self.old_world is not None and self.old_world.has_gate:
             self._settle_results()
-        record = self.control.value(f"carry/{self.proposal.generation}")
         self.carried = {**record, "shared": decode(record["shared"], [])}
         self.kinds = self.outcome.kinds = self.proved_at_once = tuple(record["kinds"])
         if self.proposal.late:  # a backward pass overwrites gradients, so they can only be compared now
@@ -358,6 +356,8 @@ class Transaction:
 
     def _streams_of(self, rank: int) -> streams.Streams:
         """Return the random streams of a rank of the old world. Raises CertificateError if they arrived altered."""
+        if rank == self.source_rank:
+            return self.swap.streams
         record = self.control.value(f"stream/{self.proposal.generation}/{rank}")
         found: streams.Streams = record["states"]
         if fingerprint(found) != record["print"]:
