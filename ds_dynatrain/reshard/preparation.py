@@ -30,7 +30,7 @@ from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Session, first_and_other
-from ds_dynatrain.plan import Cost, MemberPlan, SwitchPlan, own_peak_bytes, plan_switch
+from ds_dynatrain.plan import Cost, MemberPlan, SwitchPlan, peak_bytes, plan_switch
 from ds_dynatrain.reshard.digest_sides import DigestSide
 from ds_dynatrain.reshard.ways import POLL_SECONDS, Ways
 from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, row_of
@@ -349,7 +349,7 @@ class Preparation:
                 for one in ([each.sends for each in exchanges], [each.receives for each in exchanges])
             )
             in_flight = min(self.budget_bytes, sent + received)
-            peak = own_peak_bytes(self.plan(kinds), self.control.member, in_flight)
+            peak = peak_bytes(self.plan(kinds), self.control.member, in_flight)
             self.costs[kinds] = Cost(sent, max(sent, received), peak)
         return self.costs[kinds]
 
