@@ -125,19 +125,16 @@ def digests() -> Found:
 
 def packing() -> Found:
     """GB/s of packing on the device into host memory and back, in one run and in 4096."""
-    import numpy as np
-
-    from ds_dynatrain.transfer.regions import Regions
-    from ds_dynatrain.transfer.series import matrices
+    from ds_dynatrain.transfer.regions import regions_of
+    from ds_dynatrain.transfer.series import Matrix
 
     found: Found = {}
     data = torch.randn(NBYTES // 4, device="cuda").view(torch.uint8)
     for kind, staged in (("pageable", torch.empty(NBYTES, dtype=torch.uint8)), ("pinned", None)):
         room = torch.empty(NBYTES, dtype=torch.uint8).pin_memory() if staged is None else staged
         for pieces in (1, 4096):
-            length = np.full(pieces, NBYTES // pieces)
-            held = Regions((data,), np.zeros(pieces, dtype=np.int64), np.arange(pieces) * (NBYTES // pieces), length)
-            rows = matrices(held.which, held.begin, held.length)
+            held, size = regions_of(data), NBYTES // pieces
+            rows = [Matrix(0, 0, size, pieces, size)]
             found[f"pack {pieces}, {kind}"] = rate(lambda: held.pack(rows, room))  # noqa: B023
             found[f"unpack {pieces}, {kind}"] = rate(lambda: held.unpack(rows, room))  # noqa: B023
     return found

@@ -127,7 +127,7 @@ class Links:
         alone, together = self._speed(flows[:1], way), self._speed(flows, way)
         latency = self._slowest(partial(self._act, flows[:1], way, 1, MESSAGES)) / MESSAGES
         is_shared = together < SAME * alone
-        return LinkClass(alone, latency, width * together / alone if is_shared else None)
+        return LinkClass(alone, latency, max(1.0, width * together / alone) if is_shared else None)
 
     def _speed(self, flows: Flows, way: Transport) -> float:
         """Return the bytes per second of one of several flows that run at the same time."""

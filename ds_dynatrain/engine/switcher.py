@@ -168,7 +168,8 @@ class Switcher:
             wanted = layout if layout is not None else engine.layout
             return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
         budget = engine.settings.memory_budget_bytes
-        cost = estimate(plan_switch(engine.vps, target, members), budget, self.bytes_per_second)
+        plan = plan_switch(engine.vps, target, members, nodes=engine.candidates.nodes)
+        cost = estimate(plan, budget, self.bytes_per_second)
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self.bytes_per_second)
         copies = sum(extension.memory_in(target, members) for extension in engine.job.extensions)
         return SwitchEstimate(target, members, *figures, copies, self._targets.step_ms(target, members))
@@ -300,6 +301,7 @@ class Switcher:
             apart=groups.of_all,
             number=engine.job.number,
             has_sequence=engine.job.has_sequence,
+            nodes=known,
         )
         PROCESS.membership.guard(preparation)
         engine.preparation, engine.attempt = preparation, proposal.generation

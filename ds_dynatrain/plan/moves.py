@@ -1,37 +1,44 @@
-"""Moves: runs of coordinates to copy from buffers of one member into buffers of another member, or of the same one."""
+"""Moves: blocks of elements to copy from buffers of one member into buffers of another member, or of the same one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ds_dynatrain.plan.sides import Sides
-from ds_dynatrain.space import BufferId, Kind, Pieces
+from ds_dynatrain.space import BufferId, Kind, interval
 from ds_dynatrain.space.interval import Ints, chains
+from ds_dynatrain.space.strips import Strips, reach
 
 COLUMNS = (
     "kind",
     "start",
-    "stop",
+    "length",
+    "number",
+    "step",
     "source",
     "target",
     "source_kind",
     "source_buffer",
     "source_offset",
+    "source_step",
     "target_buffer",
     "target_offset",
+    "target_step",
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Runs of elements to copy, as int64 arrays with one entry per run.
+    """Blocks of elements to copy, as int64 arrays with one entry per block.
+
+    A block is `number` rows of `length` elements each. Row i begins at coordinate start + i * step, and lies at
+    source_offset + i * source_step and at target_offset + i * target_step. A block of one row has steps of 0.
 
     kind: index into `kinds` of the state kind that is written.
-    start, stop: the coordinates of the run.
     source, target: the members that send and receive.
     source_kind: index into `kinds` of the state kind that is read. Its element size differs from that of `kind` only if
     a weight is cast from its master.
@@ -41,27 +48,31 @@ class Moves:
 
     kind: Ints
     start: Ints
-    stop: Ints
+    length: Ints
+    number: Ints
+    step: Ints
     source: Ints
     target: Ints
     source_kind: Ints
     source_buffer: Ints
     source_offset: Ints
+    source_step: Ints
     target_buffer: Ints
     target_offset: Ints
+    target_step: Ints
     kinds: tuple[Kind, ...]
     source_buffers: tuple[BufferId, ...]
     target_buffers: tuple[BufferId, ...]
 
     def __len__(self) -> int:
-        """Return the number of runs."""
+        """Return the number of blocks."""
         return len(self.start)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all runs, as read at the source."""
+        """Number of bytes of all blocks, as read at the source."""
         itemsize = np.array([kind.itemsize for kind in self.kinds], dtype=np.int64)
-        return int(((self.stop - self.start) * itemsize[self.source_kind]).sum())
+        return int((self.length * self.number * itemsize[self.source_kind]).sum())
 
     def select(self, rows: Ints | slice) -> Moves:
         """Return the moves selected by a slice or an array of row numbers."""
@@ -83,75 +94,132 @@ class Moves:
         return self.select(np.flatnonzero(~is_apart)), self.select(np.flatnonzero(is_apart))
 
     def canonical(self) -> Moves:
-        """Return the same moves sorted by (target, source, kind, target buffer, start), in the fewest runs.
+        """Return the same moves sorted by (target, source, kind, target buffer, start), in the fewest blocks.
 
-        Runs that are adjacent on the line and in both buffers are merged. A sender and a receiver that compute the same
-        moves in different ways therefore get equal arrays.
+        Rows that are adjacent on the line and in both buffers are merged.
         """
         moves = self.select(np.lexsort((self.start, self.target_buffer, self.kind, self.source, self.target)))
         step = np.diff(moves.start)
-        joined = moves.start[1:] == moves.stop[:-1]
+        joined = (moves.number[1:] == 1) & (moves.number[:-1] == 1) & (step == moves.length[:-1])
         for name in ("kind", "source", "target", "source_kind", "source_buffer", "target_buffer"):
             joined &= np.diff(getattr(moves, name)) == 0
         for name in ("source_offset", "target_offset"):
             joined &= np.diff(getattr(moves, name)) == step
         first, last = chains(joined, len(moves))
-        return replace(moves.select(first), stop=moves.stop[last])
+        length = (moves.start + moves.length)[last] - moves.start[first]
+        found = moves.select(first)
+        return replace(found, length=np.where(found.number == 1, length, found.length))
 
 
-def within(sides: Sides, member: int, kind: Kind, source_kind: str, wanted: Pieces, held: Pieces) -> Ints:
-    """Return a table of the moves within one member, for all coordinates that are both in `wanted` and in `held`.
+# ---- runs on the line of a switch ------------------------------------------------------------------------------------
 
-    The rows of the table are the fields named in `COLUMNS`.
+RUNS = (
+    "kind",
+    "source",
+    "target",
+    "source_kind",
+    "source_buffer",
+    "target_buffer",
+    "source_step",
+    "target_step",
+    "source_origin",
+    "target_origin",
+    "strip",
+    "start",
+    "stop",
+)
+"""The rows of a table of runs, each of which lies in one strip of `Sides.space.logical`.
+
+An origin is the offset at which the strip would begin in the buffer. So the parts of a run differ in start and stop
+alone, and can be merged again.
+"""
+
+
+def runs(
+    sides: Sides, kind: Kind, read: str, start: Ints, stop: Ints, sender: Ints, receiver: Ints, is_derived: bool = False
+) -> Ints:
+    """Return a table of runs to copy from buffers of kind `read` into buffers of `kind`; its rows are named in `RUNS`.
+
+    sender, receiver: the source rank and the target rank of each run.
+    is_derived: whether target buffers are read; then senders are target ranks.
     """
-    to, out_of = wanted.intersect(held)
+    line, target, members = sides.space.logical, sides.target(kind.name), np.array(sides.members)
+    source, origins = (sides.target(read), members) if is_derived else (sides.source(read), np.array(sides.vps.members))
+    row, strip, start, stop = interval.intersect(start, stop, line.start, line.stop)
+    part, start, stop, buffer, offset, step = source.place(start, stop, sender[row])
+    row, strip = row[part], strip[part]
+    origin = offset - reach(start - line.start[strip], line.width[strip], step)
+    part, start, stop, into, offset, pace = target.place(start, stop, receiver[row])
+    row, strip = row[part], strip[part]
     columns = (
         sides.code[kind.name],
-        to.start,
-        to.stop,
-        member,
-        member,
-        sides.code[source_kind],
-        out_of.buffer,
-        out_of.offset,
-        to.buffer,
-        to.offset,
-    )
-    return np.stack(np.broadcast_arrays(*columns))
-
-
-def between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, receiver: Ints) -> Ints:
-    """Return a table of the moves from source ranks to target ranks, each of them contiguous in both buffers.
-
-    The rows of the table are the fields named in `COLUMNS`.
-    """
-    source_kind = sides.read_from(kind)
-    row, begin, stop, buffer, offset = sides.source(source_kind).place(start, stop, sender)
-    sender, receiver = sender[row], receiver[row]
-    row, start, stop, target_buffer, target_offset = sides.target(kind.name).place(begin, stop, receiver)
-    members, target_members = np.array(sides.vps.members), np.array(sides.members)
-    columns = (
-        sides.code[kind.name],
+        origins[sender[row]],
+        members[receiver[row]],
+        sides.code[read],
+        buffer[part],
+        into,
+        step[part],
+        pace,
+        origin[part],
+        offset - reach(start - line.start[strip], line.width[strip], pace),
+        strip,
         start,
         stop,
-        members[sender[row]],
-        target_members[receiver[row]],
-        sides.code[source_kind],
-        buffer[row],
-        offset[row] + start - begin[row],
-        target_buffer,
-        target_offset,
     )
     return np.stack(np.broadcast_arrays(*columns))
 
 
-def joined(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Moves:
-    """Merge tables, whose rows are the fields named in `COLUMNS`, into one `Moves` object.
+def for_all(sides: Sides, kinds: Sequence[Kind], table: Ints) -> Ints:
+    """Return a table of runs of the first of several kinds that move alike, followed by the same runs of the others."""
+    written, read, tables = RUNS.index("kind"), RUNS.index("source_kind"), list[Ints]()
+    first = sides.code[kinds[0].name]
+    for code in (sides.code[kind.name] for kind in kinds):
+        again = table.copy()
+        again[written], again[read] = code, np.where(table[read] == first, code, table[read])
+        tables.append(again)
+    return np.concatenate(tables, axis=1)
+
+
+def moves(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Moves:
+    """Merge tables of runs into one `Moves` object, in canonical order and in the fewest blocks.
+
+    A sender and a receiver that compute the same moves in different ways therefore get equal arrays.
 
     is_derived: whether the moves read from target buffers.
     """
-    table = np.concatenate([np.empty((len(COLUMNS), 0), np.int64), *tables], axis=1)
-    columns: dict[str, Any] = dict(zip(COLUMNS, table, strict=True))
+    table = np.concatenate([np.empty((len(RUNS), 0), np.int64), *tables], axis=1)
+    by_name = dict(zip(RUNS, table, strict=True))
+    table = table[:, np.lexsort([by_name[name] for name in ("start", "target_buffer", "kind", "source", "target")])]
+    start, stop = table[-2:]
+    first, last = chains((start[1:] == stop[:-1]) & (np.diff(table[:-2]) == 0).all(axis=0), len(start))
+    table = np.concatenate([table[:-1, first], stop[None, last]])
     source, target = sides.vps.buffers(sides.vps.layout), sides.vps.buffers(sides.layout)
+    columns: dict[str, Any] = _blocks(sides.space.logical, dict(zip(RUNS, table, strict=True)))
     read = target if is_derived else source
     return Moves(**columns, kinds=sides.vps.kinds, source_buffers=read, target_buffers=target).canonical()
+
+
+def _blocks(line: Strips, table: Mapping[str, Ints]) -> dict[str, Ints]:
+    """Cut runs into blocks: the rest of the row in which a run begins, whole rows, and the beginning of the last row.
+
+    Return the columns of `Moves`.
+    """
+    begin, width = line.start[table["strip"]], line.width[table["strip"]]
+    low, high = table["start"] - begin, table["stop"] - begin
+    head = np.minimum(-(-low // width) * width, high)
+    tail = np.maximum(high // width * width, head)
+    edges = np.stack([low, head, tail, high])
+    row, part = np.nonzero((edges[:-1] < edges[1:]).T)
+    at, size, width = edges[part, row], edges[part + 1, row] - edges[part, row], width[row]
+    number = np.maximum(size // width, 1)
+    found = {name: table[name][row] for name in RUNS if name in COLUMNS}
+    found |= {"length": size // number, "number": number}
+    strip = table["strip"][row]
+    for step, offset, origin, pace in (
+        ("step", "start", line.address[strip], line.step[strip]),
+        ("source_step", "source_offset", table["source_origin"][row], table["source_step"][row]),
+        ("target_step", "target_offset", table["target_origin"][row], table["target_step"][row]),
+    ):
+        found[offset] = origin + reach(at, width, pace)
+        found[step] = np.where(number > 1, pace, 0)
+    return found

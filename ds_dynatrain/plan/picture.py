@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.plan.plan import SwitchPlan
-from ds_dynatrain.plan.sides import Sides
+from ds_dynatrain.plan.sides import Sides, width_of_shares
 from ds_dynatrain.space import ABSENT, Kind, Layout, Sharding, VirtualParameterSpace, interval, row_of
 from ds_dynatrain.space.interval import Ints, join
 from ds_dynatrain.space.sharding import Owned
@@ -243,20 +243,17 @@ class _Count:
                     apart = join([apart, more])
                     earlier.append((cut, holder))
                 total[self._receiver[part.ranks]] += (before - part.each(rows, apart)) * nbytes
-            if not read.replicated:
+            if read.has_copies:
+                self._add_copies(part, rows, apart, read, kind, nbytes)
+            else:
                 self._add_class(part, rows, read, kind, nbytes)
                 row, start, stop, sender = read.owners(*apart[1:])
                 self._add(sender, apart[0][row], (start - stop) * nbytes)
-        if read.replicated:
-            self._add_newcomers(kind, nbytes)
 
     def _add_class(self, part: _Classes, rows: Rows, read: Sharding, kind: Kind, nbytes: int) -> None:
         """Add what every rank of each class receives."""
         row, start, stop, sender = read.owners(*rows[1:])
-        if (stop - start).sum() < (rows[2] - rows[1]).sum():  # raises SwitchRefused if a rank lacks what nobody holds
-            for rank in part.ranks.tolist():
-                needs = self._sides.needs(kind, rank, int(self._sides.source_ranks[rank]))
-                self._sides.senders(kind, rank, needs.remote)
+        self._check_held(part, kind, rows, int((stop - start).sum()))
         number, size = rows[0][row], (stop - start) * nbytes
         if part.is_single:
             return self._add(sender, part.first[number], size)
@@ -284,16 +281,43 @@ class _Count:
         self.received += np.bincount(is_apart + taker, size, 2 * count).reshape(2, -1)
         self.by_node += np.bincount(out_of * self._nodes + into, size, self._nodes**2).reshape(self.by_node.shape)
 
-    def _add_newcomers(self, kind: Kind, nbytes: int) -> None:
-        """Add what newcomers receive of a kind that all source ranks hold: each takes even shares from all of them."""
-        found: list[Rows] = []
-        newcomers = np.flatnonzero(self._sides.source_ranks == ABSENT).tolist()
-        for place, rank in enumerate(newcomers):
-            start, stop, sender = self._sides.senders(kind, rank, self._sides.needs(kind, rank, ABSENT).remote)
-            found.append((sender, np.full_like(sender, rank), (stop - start) * nbytes))
-            if place + 1 == len(newcomers) or len(found) * len(sender) > ROWS_AT_ONCE:
-                self._add(*join(found))
-                found = []
+    def _add_copies(self, part: _Classes, rows: Rows, apart: Rows, read: Sharding, kind: Kind, nbytes: int) -> None:
+        """Add what every rank receives of what all ranks of a shard group hold, which these send in turn."""
+        held = sum(int((each.stop - each.start).sum()) for each in read.copies(*interval.union(*rows[1:])))
+        self._check_held(part, kind, (rows[0], *interval.union(*rows[1:])), held)
+        self._add_shares(read, apart, -nbytes)  # turns go by coordinates, so the sums of class and rank add up
+        if part.is_single:
+            return self._add_shares(read, (part.first[rows[0]], *rows[1:]), nbytes)
+        found = [(interval.ints([]),) * 3]
+        for number in range(len(part.first)):
+            mine = rows[0] == number
+            takers, (start, stop) = part.ranks[part.number == number], interval.union(rows[1][mine], rows[2][mine])
+            for each in read.copies(start, stop):
+                _, low, high, share = interval.cut_every(each.start, each.stop, width_of_shares(each, len(each.start)))
+                for rank in takers.tolist():
+                    able = self._sides.able(each, rank)
+                    size = np.bincount(share % len(able), (high - low) * nbytes, len(able)).astype(np.int64)
+                    found.append((able, np.full_like(able, rank), size))
+                    if len(found) * len(able) > ROWS_AT_ONCE:
+                        self._add(*join(found))
+                        found = found[:1]
+        self._add(*join(found))
+
+    def _check_held(self, part: _Classes, kind: Kind, rows: Rows, held: int) -> None:
+        """Raise SwitchRefused if a rank lacks elements that no source rank holds.
+
+        held: number of elements of the rows that source ranks hold.
+        """
+        for rank in part.ranks.tolist() if held < int((rows[2] - rows[1]).sum()) else ():
+            needs = self._sides.needs(kind, rank, int(self._sides.source_ranks[rank]))
+            self._sides.senders(kind, rank, needs.remote)
+
+    def _add_shares(self, read: Sharding, rows: Rows, nbytes: int) -> None:
+        """Add what ranks receive, `nbytes` for each element of the rows (rank, start, stop)."""
+        for each in read.copies(*interval.union(*rows[1:])):
+            row, _, low, high = interval.intersect(*rows[1:], each.start, each.stop)
+            part, start, stop, sender = self._sides.shares(each._replace(start=low, stop=high), rows[0][row])
+            self._add(sender, rows[0][row][part], (stop - start) * nbytes)
 
 
 def _places(vps: VirtualParameterSpace) -> Ints:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan.moves import Moves, between, joined, within
+from ds_dynatrain.plan.moves import Moves, for_all, moves, runs
 from ds_dynatrain.plan.rounds import rounds
-from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides
+from ds_dynatrain.plan.sides import ANYWHERE, AS_LAID_OUT, Sides
 from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
 from ds_dynatrain.space.interval import Ints
 
@@ -117,25 +117,31 @@ class SwitchPlan:
         sides = self.sides
         source_rank, rank = sides.source_rank.get(member, ABSENT), sides.target_rank.get(member, ABSENT)
         local, derived, received, sent = list[Ints](), list[Ints](), list[Ints](), list[Ints]()
-        for kind in sides.kinds:
+        for kinds in sides.alike():
+            kind, read = kinds[0], sides.read_from(kinds[0])
             if rank != ABSENT:
                 needs = sides.needs(kind, rank, source_rank)
-                for found, into in ((needs.local, local), (needs.derived, derived)):
-                    for each in found:
-                        into.append(within(sides, member, kind, *each))
+                for name, (start, stop) in needs.local:
+                    own = np.full_like(start, source_rank), np.full_like(start, rank)
+                    local.append(for_all(sides, kinds, runs(sides, kind, name, start, stop, *own)))
+                for name, (start, stop) in needs.derived:
+                    own = np.full_like(start, rank), np.full_like(start, rank)
+                    derived.append(for_all(sides, kinds, runs(sides, kind, name, start, stop, *own, is_derived=True)))
                 start, stop, sender = sides.senders(kind, rank, needs.remote)
-                received.append(between(sides, kind, start, stop, sender, np.full_like(sender, rank)))
+                found = runs(sides, kind, read, start, stop, sender, np.full_like(sender, rank))
+                received.append(for_all(sides, kinds, found))
             if source_rank != ABSENT:
                 start, stop, receiver = sides.receivers(kind, source_rank)
-                sent.append(between(sides, kind, start, stop, np.full_like(receiver, source_rank), receiver))
-        sends, receives = joined(sides, sent), joined(sides, received)  # sorted by peer
+                found = runs(sides, kind, read, start, stop, np.full_like(receiver, source_rank), receiver)
+                sent.append(for_all(sides, kinds, found))
+        sends, receives = moves(sides, sent), moves(sides, received)  # sorted by peer
         busy = {*sends.target.tolist(), *receives.source.tolist()}
         exchanges = []
-        for peer in rounds(busy, member):
+        for peer in rounds(busy, member, sides.nodes):
             mine = sends.select(slice(*np.searchsorted(sends.target, [peer, peer + 1])))
             theirs = receives.select(slice(*np.searchsorted(receives.source, [peer, peer + 1])))
             exchanges.append(Exchange(peer, mine, theirs))
-        return MemberPlan(member, joined(sides, local), joined(sides, derived, is_derived=True), tuple(exchanges))
+        return MemberPlan(member, moves(sides, local), moves(sides, derived, is_derived=True), tuple(exchanges))
 
 
 def plan_switch(
@@ -144,6 +150,7 @@ def plan_switch(
     target_members: Iterable[int],
     kinds: Iterable[str] | None = None,
     held_as: Mapping[str, str] = AS_LAID_OUT,
+    nodes: Mapping[int, str] = ANYWHERE,
 ) -> SwitchPlan:
     """Return the plan that moves the state from the current layout and members of `vps` to the target.
 
@@ -151,12 +158,13 @@ def plan_switch(
     layout holds.
     held_as: a map from a kind to the kind whose partitioning it has at the source, such as {"weight": "master"} if
     weights are read from buffers to which masters were cast.
+    nodes: the node of each member, the same on all members, so that members read from their own nodes first.
 
     Raises LayoutError if the members do not fill the world or an axis is not supported, and SwitchRefused for a kind
     that no member holds.
     """
     names = vps.present_kinds() if kinds is None else kinds
-    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
+    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as, nodes))
 
 
 # ---- stand-ins -------------------------------------------------------------------------------------------------------

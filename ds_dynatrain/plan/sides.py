@@ -1,9 +1,12 @@
 """The source and the target of a switch: which elements each target member lacks, and which member sends them.
 
+Coordinates are those of `space`, in which the parts of a cut matrix are few runs (`VirtualParameterSpace.tiled`).
+
 Senders and receivers compute the same result without communication. A receiver splits the runs that it lacks by their
 owners at the source. A sender starts from the runs that it owns, finds the target ranks that will hold them, and drops
-what these members already hold or can cast. If the source is replicated, the runs that a receiver lacks are divided
-evenly over all source ranks, beginning with a different rank for each receiver.
+what these members already hold or can cast. If all ranks of a shard group hold the same, they take turns: runs of one
+length are dealt out to those on the receiver's node, or to all if there are none, beginning with another for each
+receiver.
 """
 
 from __future__ import annotations
@@ -15,27 +18,36 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError, SwitchRefused
-from ds_dynatrain.space import ABSENT, Kind, Layout, Pieces, Sharding, VirtualParameterSpace, interval
-from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.space import ABSENT, Kind, Layout, Sharding, VirtualParameterSpace, interval, row_of
+from ds_dynatrain.space.interval import Ints, Runs
+from ds_dynatrain.space.sharding import Copies
 from ds_dynatrain.space.vps import check_members
 
 AS_LAID_OUT: Mapping[str, str] = {}
+ANYWHERE: Mapping[int, str] = {}
 Rows = tuple[Ints, Ints, Ints]
 """Runs of coordinates as arrays: (start, stop, rank)."""
+NO_ROWS: Rows = (interval.ints([]), interval.ints([]), interval.ints([]))
+TURNS = 8
+"""How often each member that holds copies has its turn, on average, if a receiver needs all of them."""
+SMALLEST_SHARE = 1 << 16
+"""Fewest elements of a turn, so that messages do not become small; members with less than all turns have one turn."""
+NOWHERE, ELSEWHERE = -1, -2
+"""Nodes of source and of target members whose nodes are unknown: no member is on the node of such a member."""
 
 
 class Needs(NamedTuple):
     """The elements of a kind that a target rank will hold, by origin: local first, then derived, then remote.
 
-    local: (kind, wanted, held) for each kind of source buffers from which the rank's member can copy. `wanted` are the
-    elements that earlier entries did not provide, and `held` are those in these buffers.
-    derived: the same for the target buffers from which the kind can be cast.
+    local: the elements that the rank's member can copy from its source buffers of each kind, less those of earlier
+    entries.
+    derived: the elements that it can cast from its target buffers of each kind.
     remote: the remaining elements, which other members send.
     """
 
-    local: list[tuple[str, Pieces, Pieces]]
-    derived: list[tuple[str, Pieces, Pieces]]
-    remote: Pieces
+    local: list[tuple[str, Runs]]
+    derived: list[tuple[str, Runs]]
+    remote: Runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +56,15 @@ class Sides:
 
     kinds: the state kinds that move; their `sources` and `derived_from` refer only to each other.
     held_as: a map from a kind to the kind whose partitioning it has at the source.
+    nodes: the node of each member, the same on all members; some or all may be missing.
+    space: the space whose coordinates all questions and answers have.
     names: the names of `kinds`.
     code: the index of each kind in `vps.kinds`.
     source_rank: the rank of each member at the source.
     target_rank: the rank of each member at the target.
     source_ranks: for each target rank, the source rank of its member, or ABSENT.
+    source_nodes: a number for the node of each source rank, or NOWHERE.
+    target_nodes: the same for each target rank, or ELSEWHERE.
     """
 
     vps: VirtualParameterSpace
@@ -56,15 +72,20 @@ class Sides:
     members: tuple[int, ...]
     kinds: tuple[Kind, ...]
     held_as: Mapping[str, str]
+    nodes: Mapping[int, str]
+    space: VirtualParameterSpace = field(init=False)
     names: tuple[str, ...] = field(init=False)
     code: dict[str, int] = field(init=False)
     source_rank: dict[int, int] = field(init=False)
     target_rank: dict[int, int] = field(init=False)
     source_ranks: Ints = field(init=False)
+    source_nodes: Ints = field(init=False)
+    target_nodes: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         """Raise LayoutError if the members do not fill the world, SwitchRefused if the source lacks a kind."""
         check_members(self.layout, self.members)
+        object.__setattr__(self, "space", self.vps.tiled(self.layout))
         names = tuple(kind.name for kind in self.kinds)
         if len(set(names)) != len(names):
             raise LayoutError(f"a state kind is named twice in {list(names)}; name each once")
@@ -85,30 +106,41 @@ class Sides:
         object.__setattr__(self, "source_rank", source_rank)
         object.__setattr__(self, "target_rank", dict(zip(self.members, range(len(self.members)), strict=True)))
         object.__setattr__(self, "source_ranks", np.array(ranks, dtype=np.int64))
+        number = {name: index for index, name in enumerate(sorted({*self.nodes.values()}))}
+        of_member = {member: number[name] for member, name in self.nodes.items()}
+        at_source = [of_member.get(member, NOWHERE) for member in self.vps.members]
+        object.__setattr__(self, "source_nodes", interval.ints(at_source))
+        at_target = [of_member.get(member, ELSEWHERE) for member in self.members]
+        object.__setattr__(self, "target_nodes", interval.ints(at_target))
 
     def source(self, kind: str) -> Sharding:
         """Return the sharding of a kind at the source."""
-        return self.vps.sharding(self.vps.layout, self.held_as.get(kind, kind))
+        return self.space.sharding(self.vps.layout, self.held_as.get(kind, kind))
 
     def target(self, kind: str) -> Sharding:
         """Return the sharding of a kind at the target."""
-        return self.vps.sharding(self.layout, kind)
+        return self.space.sharding(self.layout, kind)
+
+    def alike(self) -> list[list[Kind]]:
+        """Group the kinds: those of a group lie and move alike, such as a master and its moments."""
+        found = dict[object, list[Kind]]()
+        for kind in self.kinds:
+            row = row_of(kind.name)
+            own = kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from, self.held_as.get(kind.name)
+            found.setdefault((row.stages, row.whole_in, row.of_frozen, *own), []).append(kind)
+        return list(found.values())
 
     def needs(self, kind: Kind, rank: int, source_rank: int) -> Needs:
         """Return the elements of a kind that a target rank needs.
 
         source_rank: the rank that its member has at the source, or ABSENT.
         """
-        local, derived = list[tuple[str, Pieces, Pieces]](), list[tuple[str, Pieces, Pieces]]()
-        want = self.target(kind.name).holding(rank)
+        local, derived = list[tuple[str, Runs]](), list[tuple[str, Runs]]()
+        want = _runs(self.target(kind.name), rank)
         for name in kind.sources if source_rank != ABSENT else ():
-            held = self.source(name).holding(source_rank)
-            local.append((name, want, held))
-            want = want.subtract(held.start, held.stop)
+            want = _divide(want, _runs(self.source(name), source_rank), name, local)
         if kind.derived_from is not None:
-            held = self.target(kind.derived_from).holding(rank)
-            derived.append((kind.derived_from, want, held))
-            want = want.subtract(held.start, held.stop)
+            want = _divide(want, _runs(self.target(kind.derived_from), rank), kind.derived_from, derived)
         return Needs(local, derived, want)
 
     def read_from(self, kind: Kind) -> str:
@@ -118,15 +150,15 @@ class Sides:
                 return name
         return kind.name
 
-    def senders(self, kind: Kind, rank: int, wanted: Pieces) -> Rows:
+    def senders(self, kind: Kind, rank: int, wanted: Runs) -> Rows:
         """Divide the runs that a target rank needs among their senders; return (start, stop, source rank).
 
         Raises SwitchRefused if no member of the source holds some of the elements.
         """
         cut = self.source(self.read_from(kind))
-        if cut.replicated:
-            _, _, low, high = interval.intersect(wanted.start, wanted.stop, *cut.region())
-            low, high, sender = _even_shares(low, high, cut.ranks, rank)
+        if cut.has_copies:
+            shares = [self.shares(each, np.full_like(each.start, rank)) for each in cut.copies(*wanted)]
+            _, low, high, sender = interval.join([(*NO_ROWS, NO_ROWS[0]), *shares])
         else:
             _, low, high, sender = cut.owners(wanted.start, wanted.stop)
         lost = wanted.numel - int((high - low).sum())
@@ -140,35 +172,87 @@ class Sides:
     def receivers(self, kind: Kind, sender: int) -> Rows:
         """Split the runs that a source rank sends by receiver; return (start, stop, target rank)."""
         cut = self.source(self.read_from(kind))
-        if not cut.replicated:
+        if not cut.has_copies:
             owned = cut.owned(sender)
-            _, start, stop, rank = self.target(kind.name).holders(owned.start, owned.stop)
-            for name in kind.sources:
-                row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
-                rank = rank[row]
-            if kind.derived_from is not None:
-                row, start, stop = self.target(kind.derived_from).lacking(start, stop, rank)
-                rank = rank[row]
-            return start, stop, rank
-        nothing = interval.ints([])
-        parts = [(nothing, nothing, nothing)]
-        for newcomer in np.flatnonzero(self.source_ranks == ABSENT).tolist():
-            low, high, senders = self.senders(kind, newcomer, self.needs(kind, newcomer, ABSENT).remote)
-            mine = senders == sender
-            parts.append((low[mine], high[mine], np.full(int(mine.sum()), newcomer, dtype=np.int64)))
+            return self._still_needed(kind, owned.start, owned.stop)
+        parts = [NO_ROWS]
+        for each in cut.copies_of(sender):
+            start, stop, rank = self._still_needed(kind, each.start, each.stop)
+            parts.append(self._own_share(each, sender, start, stop, rank))
         return interval.join(parts)
 
+    def _still_needed(self, kind: Kind, start: Ints, stop: Ints) -> Rows:
+        """Return the parts of runs of the source that target ranks have to receive, as (start, stop, target rank)."""
+        _, start, stop, rank = self.target(kind.name).holders(start, stop)
+        for name in kind.sources:
+            row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
+            rank = rank[row]
+        if kind.derived_from is not None:
+            row, start, stop = self.target(kind.derived_from).lacking(start, stop, rank)
+            rank = rank[row]
+        return start, stop, rank
 
-def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:
-    """Split sorted runs that do not overlap into `ranks` equal shares, the first for rank `rotation` (modulo `ranks`).
+    # ---- senders of what several members hold ------------------------------------------------------------------------
 
-    Return (start, stop, rank) of the resulting runs.
-    """
-    length = stop - start
-    before = np.cumsum(length) - length
-    total = int(length.sum())
-    bounds = np.arange(ranks + 1, dtype=np.int64) * total // ranks
-    filled = np.flatnonzero(np.diff(bounds))
-    row, share, low, high = interval.intersect(before, before + length, bounds[filled], bounds[filled + 1])
-    step = (start - before)[row]
-    return low + step, high + step, (filled[share] + rotation) % ranks
+    def shares(self, copies: Copies, rank: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Divide runs that target ranks need among the ranks that hold copies: return (row, start, stop, source rank).
+
+        rank: the target rank that needs each run.
+        """
+        row, low, high, share = interval.cut_every(
+            copies.start, copies.stop, width_of_shares(copies, len(copies.start))
+        )
+        turn = share + self._turn(copies, rank)[row]
+        order, node = np.argsort(self.source_nodes[copies.ranks], kind="stable"), self.target_nodes[rank][row]
+        nodes = self.source_nodes[copies.ranks][order]
+        first, last = (np.searchsorted(nodes, node, side=side) for side in ("left", "right"))
+        near = copies.ranks[order][np.minimum(first + turn % np.maximum(last - first, 1), len(order) - 1)]
+        return row, low, high, np.where(first < last, near, copies.ranks[turn % len(copies.ranks)])
+
+    def able(self, copies: Copies, rank: int) -> Ints:
+        """Return the source ranks that take turns in sending copies to a target rank, with the first one in front."""
+        near = copies.ranks[self.source_nodes[copies.ranks] == self.target_nodes[rank]]
+        able = near if len(near) else copies.ranks
+        return np.roll(able, -int(self._turn(copies, rank)))
+
+    def _own_share(self, copies: Copies, sender: int, start: Ints, stop: Ints, rank: Ints) -> Rows:
+        """Return the parts of runs that go from a source rank to the given target ranks, as `shares` has it."""
+        node, there = self.source_nodes[copies.ranks], self.target_nodes[rank]
+        mine = self.source_nodes[sender]
+        is_near, has_near = there == mine, np.isin(there, node)
+        start, stop, rank, is_near = (column[is_near | ~has_near] for column in (start, stop, rank, is_near))
+        near = copies.ranks[node == mine]
+        count = np.where(is_near, len(near), len(copies.ranks))
+        place = np.where(is_near, *(int(np.flatnonzero(able == sender)[0]) for able in (near, copies.ranks)))
+        width = width_of_shares(copies, len(start))
+        first = start // width
+        share = first + (place - self._turn(copies, rank) - first) % count  # the first one that is this sender's
+        row, nth = interval.expand(np.maximum(-(-(-(-stop // width) - share) // count), 0))
+        begin = (share[row] + nth * count[row]) * width[row]
+        low, high = np.maximum(start[row], begin), np.minimum(stop[row], begin + width[row])
+        return low, high, rank[row]
+
+    def _turn(self, copies: Copies, rank: Ints | int) -> Ints:
+        """Return the index of target ranks in their shard groups: each begins with another sender."""
+        index = np.asarray(rank) % self.layout.ranks_per_stage
+        return index // (self.layout.expert if copies.experts else self.layout.tensor)
+
+
+def width_of_shares(copies: Copies, rows: int) -> Ints:
+    """Return the length of the runs that are dealt out in turn to those who hold copies, for each of some rows."""
+    share = copies.each // TURNS if copies.each >= TURNS * SMALLEST_SHARE else max(1, copies.each)
+    return np.full(rows, share, dtype=np.int64)
+
+
+def _runs(cut: Sharding, rank: int) -> Runs:
+    """Return the coordinates that a rank holds."""
+    held = cut.holding(rank)
+    return interval.union(held.start, held.stop)
+
+
+def _divide(want: Runs, held: Runs, name: str, into: list[tuple[str, Runs]]) -> Runs:
+    """Add the wanted elements that are held to `into`, under the name of a kind, and return those that are left."""
+    _, _, *common = interval.intersect(*want, *held)
+    into.append((name, Runs(*common)))
+    _, *left = interval.subtract(*want, *held)
+    return Runs(*left)

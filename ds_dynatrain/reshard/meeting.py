@@ -119,14 +119,17 @@ def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {name: (mine + other[name]) if name in SUMS else max(mine, other[name]) for name, mine in one.items()}
 
 
-def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str) -> None:
-    """Wait until all members are prepared and have reached the same boundary.
+def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str, carry: Any = None) -> Any:
+    """Wait until all members are prepared and have reached the same boundary; return the carry of rank 0.
+
+    carry: on rank 0, a record for all other members.
 
     Raises SwitchFailed if a member could not be prepared.
     """
     agreement.wait_until_prepared(preparation.board, preparation.proposal, session.stop)
-    agreement.meet(session, preparation.proposal, int(engine.global_steps), place)
+    carry = agreement.meet(session, preparation.proposal, int(engine.global_steps), place, carry)
     preparation.join()
+    return carry
 
 
 def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:

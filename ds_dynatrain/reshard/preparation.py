@@ -61,6 +61,7 @@ class Preparation:
     make: returns the module's children for a rank of a layout.
     made: the children made for this member.
     number: the number of the engine in its process.
+    nodes: the node of each member, the same on all members.
     has_sequence: see `World`.
     budget_bytes: maximum size of staging buffers.
     way: the setting `dynatrain.transport`.
@@ -102,6 +103,7 @@ class Preparation:
     connections: Connections | None = None
     number: int = 1
     has_sequence: bool = False
+    nodes: Mapping[int, str] = field(default_factory=dict)
     buffers: Buffers = field(default_factory=dict)
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
@@ -282,7 +284,8 @@ class Preparation:
     def plan(self, kinds: tuple[str, ...]) -> SwitchPlan:
         """Return the plan for the given state kinds (the optimizer has no moments before its first step)."""
         if kinds not in self.plans:
-            self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
+            target = self.proposal.layout, self.proposal.members
+            self.plans[kinds] = plan_switch(self.vps, *target, kinds, nodes=self.nodes)
         return self.plans[kinds]
 
     def _part(self, kinds: tuple[str, ...], is_late: bool = False) -> MemberPlan:

@@ -170,7 +170,7 @@ def _views(
     """Return (tensor number of each piece, its memory on the rank), for all pieces of the parts in order."""
     sharding = vps.sharding(vps.layout, parts.kind)
     places = sharding.place(parts.start, parts.stop, np.full(len(parts.start), rank))
-    row, low, high, buffer, offset = (column.tolist() for column in places)
+    row, low, high, buffer, offset, _ = (column.tolist() for column in places)
     held = [buffers[parts.kind, sharding.buffers[index]].detach() for index in buffer]
     views = [each[at : at + stop - start] for each, at, start, stop in zip(held, offset, low, high, strict=True)]
     return parts.tensor[row].tolist(), views

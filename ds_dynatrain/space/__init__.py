@@ -7,7 +7,9 @@ any coordinate and any state kind (`kind`), the owner and the place in the owner
 operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
 
 Tensor parallelism, pipelines and experts cut tensors before ZeRO does (`cut`). A `Mesh` groups the ranks that hold the
-same tensors into shard groups, each with a line of its own that ZeRO cuts, and an index map back to the logical line.
+same tensors into shard groups, each with a line of its own that ZeRO cuts, and an index map to the logical line. For a
+switch between two layouts, a `tiling` orders the elements of each tensor such that the parts of both are few runs; a
+run may then lie in a buffer as rows at equal distances (`strips`).
 
 Only numpy is needed here: no torch, no DeepSpeed, no process groups.
 

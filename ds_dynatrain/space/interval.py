@@ -7,7 +7,7 @@ runs, and need O((n + m + result) log m) of numpy work. They return the row that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,18 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 AnyRows = TypeVar("AnyRows", bound=tuple[Ints, ...])
 _LOW, _HIGH = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
+class Runs(NamedTuple):
+    """A tidy set of runs [start[i], stop[i])."""
+
+    start: Ints
+    stop: Ints
+
+    @property
+    def numel(self) -> int:
+        """Number of coordinates in all runs."""
+        return int((self.stop - self.start).sum())
 
 
 def ints(values: object) -> Ints:
@@ -71,17 +83,17 @@ def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
     return row, low, high
 
 
-def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+def union(start: Ints, stop: Ints) -> Runs:
     """Return sorted, disjoint runs that cover the same coordinates as arbitrary runs; adjacent runs are merged."""
     keep = start < stop
     order = np.argsort(start[keep], kind="stable")
     start, stop = start[keep][order], stop[keep][order]
     if not len(start):
-        return start, stop
+        return Runs(start, stop)
     reach = np.maximum.accumulate(stop)
     fresh = np.concatenate([np.ones(1, dtype=bool), start[1:] > reach[:-1]])
     firsts = np.flatnonzero(fresh)
-    return start[firsts], reach[np.append(firsts[1:], len(start)) - 1]
+    return Runs(start[firsts], reach[np.append(firsts[1:], len(start)) - 1])
 
 
 def cut_every(start: Ints, stop: Ints, width: Ints) -> tuple[Ints, Ints, Ints, Ints]:

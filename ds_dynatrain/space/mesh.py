@@ -2,76 +2,104 @@
 
 Ranks with the same indexes on the pipe and tensor axes form a ZeRO group and hold the same *local* tensors: their parts
 of the logical tensors, with the same numbers; some are empty. ZeRO partitions these local tensors like any model
-(`zero`). An *index map* gives the coordinate on the logical line for each element of such a local line. Expert tensors
+(`zero`). An *index map* gives the place on such a local line for each coordinate that the group holds. Expert tensors
 are partitioned separately: ranks of a pipeline stage with the same expert index form their group, whatever their index
 on the tensor axis.
+
+A large layout has thousands of groups, and a rank deals with few of them. Everything about a group is therefore built
+when it is asked for, from the *forms* of tensors: tensors of one form have the same shape and are cut alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_dynatrain.space import interval
-from ds_dynatrain.space.cut import AxisCuts, Box, Partition, Placed, Shard, check_partition, row_major
-from ds_dynatrain.space.interval import Ints, join
+from ds_dynatrain.space.cut import NOTHING, Cut, Partition, Shard, check_partition, compose
+from ds_dynatrain.space.interval import Ints, Runs
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.tensor import CoordinateLine, LogicalTensor, Pieces
+from ds_dynatrain.space.strips import Strips
+from ds_dynatrain.space.tensor import CoordinateLine, LogicalTensor
+from ds_dynatrain.space.tiling import Tiling, strips_of
 
 Place = tuple[int, int, int]
 """Indexes on the pipe, expert and tensor axes."""
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
 class ShardGroup:
     """A group of ranks over which ZeRO partitions the same local tensors.
 
+    number: the index of the group in `Mesh.shard_groups`.
     ranks: the ranks in group order.
-    line: the local tensors of the first rank; it includes tensors that belong to other groups, and these may differ on
-    other ranks.
+    place: the place of the first rank. Tensors that belong to other groups may differ on other ranks.
     experts: whether the group holds expert tensors.
-    index_map: the coordinates of this group's tensors, as pieces of a single buffer that stands for `line`.
-    primary: the part of `index_map` that no earlier group holds.
     """
 
+    number: int
     ranks: Ints
-    line: CoordinateLine
+    place: Place
     experts: bool
-    index_map: Pieces
-    primary: Pieces
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The shard groups of a layout, and the coordinate line of each rank's local tensors. Built once per layout."""
+    """The shard groups of a layout, and the coordinate line of each rank's local tensors. Built once per layout.
+
+    tiling: how the elements of tensors are numbered; None for row-major order.
+    """
 
     line: CoordinateLine
     layout: Layout
     partition: Partition
-    shard_groups: tuple[ShardGroup, ...] = field(init=False)
-    _lines: dict[Place, CoordinateLine] = field(init=False, repr=False, default_factory=dict)
-    _alike_lines: dict[tuple[tuple[int, ...], ...], CoordinateLine] = field(
-        init=False, repr=False, default_factory=dict
-    )
-    _shards: dict[tuple[int, Place], Shard] = field(init=False, repr=False, default_factory=dict)
-    _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False, default_factory=dict)
+    tiling: Tiling | None = None
+    _lines: dict[object, CoordinateLine] = field(init=False, repr=False, default_factory=dict)
+    _shards: dict[tuple[int, int, int], Shard] = field(init=False, repr=False, default_factory=dict)
+    _strips: dict[tuple[int, int, int], Strips] = field(init=False, repr=False, default_factory=dict)
+    _maps: dict[tuple[int, bool], Strips] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Build the shard groups. Raises LayoutError if a cut does not fit the layout or a tensor."""
+        """Raise LayoutError if a cut does not fit the layout or a tensor."""
         check_partition(self.partition, self.line.tensors, self.layout)
-        shard_groups: list[ShardGroup] = []
-        nothing = np.empty(0, np.int64)
-        taken = {False: (nothing, nothing), True: (nothing, nothing)}  # expert tensors are in groups of experts only
-        for ranks, experts in self._groups():
-            place = self.place(int(ranks[0]))
-            index_map = self._index_map(place, experts)
-            start, stop = taken[experts]
-            primary = index_map.subtract(start, stop)
-            taken[experts] = interval.union(np.append(start, index_map.start), np.append(stop, index_map.stop))
-            shard_groups.append(ShardGroup(ranks, self.local_line(place), experts, index_map, primary))
-        object.__setattr__(self, "shard_groups", tuple(shard_groups))
+        for tensor in self._firsts:
+            self.shards(tensor)
+
+    @cached_property
+    def shard_groups(self) -> tuple[ShardGroup, ...]:
+        """All shard groups; groups of experts come last."""
+        stages, found = np.arange(self.layout.world_size).reshape(self.layout.pipe, -1), list[ShardGroup]()
+        for experts in self.regions:
+            for stage in stages:
+                for first in range(self.per_stage(experts)):
+                    ranks = stage[first :: self.per_stage(experts)]
+                    found.append(ShardGroup(len(found), ranks, self.place(int(ranks[0])), experts))
+        return tuple(found)
+
+    @cached_property
+    def regions(self) -> dict[bool, Runs]:
+        """The runs of coordinates of all tensors that are experts' (True), if there are any, and of all others."""
+        experts, bases = self.line.experts, self.line.bases
+        found = {False: interval.union(bases[:-1][~experts], bases[1:][~experts])}
+        return found | ({True: interval.union(bases[:-1][experts], bases[1:][experts])} if experts.any() else {})
+
+    def per_stage(self, experts: bool) -> int:
+        """Return the number of shard groups of each stage."""
+        return self.layout.expert if experts else self.layout.tensor
+
+    def groups_of(self, rank: Ints, experts: bool) -> tuple[Ints, Ints]:
+        """Return the number of each rank's shard group, and the rank's index in it."""
+        stage, place = np.divmod(rank, self.layout.ranks_per_stage)
+        index, first = np.divmod(place, self.per_stage(experts))
+        return self._before(experts) + stage * self.per_stage(experts) + first, index
+
+    def _before(self, experts: bool) -> int:
+        return self.layout.pipe * self.layout.tensor if experts else 0
 
     @cached_property
     def holders(self) -> tuple[Ints, Ints, Ints]:
@@ -80,18 +108,26 @@ class Mesh:
         The result is cached and safe to read from any thread.
         """
         rows: list[tuple[int, int, int]] = []
-        for number, tensor in enumerate(self.line.tensors):
-            first: dict[tuple[Box, ...], int] = {}
-            for index, shard_group in enumerate(self.shard_groups):
-                boxes = tuple(piece.box for piece in self.shard(int(shard_group.ranks[0]), number).pieces)
-                if shard_group.experts == tensor.expert and boxes:
-                    rows.append((number, index, first.setdefault(boxes, index)))
+        for number, (tensor, cuts, form) in enumerate(zip(self.line.tensors, self.partition, self.forms, strict=True)):
+            first, width = self._first_alike[form], self.per_stage(tensor.expert)
+            for stage in cuts.stages:
+                for index in np.flatnonzero(first >= 0).tolist():
+                    begin = self._before(tensor.expert) + index
+                    owner = self._before(tensor.expert) + cuts.stages[0] * width + int(first[index])
+                    rows.append((number, begin + stage * width, owner))
         tensors, shard_groups, firsts = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         return tensors, shard_groups, firsts
 
     def shard(self, rank: int, tensor: int) -> Shard:
         """Return a rank's shard of a logical tensor before ZeRO partitions it."""
-        return self._shard(self.place(rank), tensor)
+        pipe, *indexes = self.place(rank)
+        return self._shard(tensor, *indexes) if pipe in self.partition[tensor].stages else NOTHING
+
+    def shards(self, tensor: int) -> list[Shard]:
+        """Return all shards of a tensor on the stages that hold it, one for each different place."""
+        cuts = self.partition[tensor]
+        experts, tensors = (1 if cut is None else cut.count for cut in (cuts.expert, cuts.tensor))
+        return [self._shard(tensor, expert, index) for expert in range(experts) for index in range(tensors)]
 
     def place(self, rank: int) -> Place:
         """Return the indexes of a rank on the pipe, expert and tensor axes."""
@@ -103,90 +139,147 @@ class Mesh:
         at = self.layout.coordinate(rank)
         return at["data"] * self.layout.sequence + at["sequence"]
 
-    def _groups(self) -> list[tuple[Ints, bool]]:
-        """Return (ranks, whether it holds expert tensors) for each shard group; groups of experts come last."""
-        kinds = [(False, self.layout.tensor)]
-        if self.line.experts.any():
-            kinds.append((True, self.layout.expert))
-        stages = np.arange(self.layout.world_size).reshape(self.layout.pipe, -1)
-        return [(stage[first::step], experts) for experts, step in kinds for stage in stages for first in range(step)]
+    # ---- forms -------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _alike(self) -> list[int]:
-        """A class number for each tensor, shared by tensors with the same shape and cuts. Large models have few
-        classes.
+    def forms(self) -> tuple[int, ...]:
+        """A number for each tensor; tensors with the same number have the same shape and are cut alike, whatever their
+        stages. Large models have few forms.
         """
-        known: dict[tuple[tuple[int, ...], AxisCuts], int] = {}
+        if self.tiling is not None:
+            return self.tiling.forms
+        known: dict[tuple[tuple[int, ...], bool, Cut | None, Cut | None], int] = {}
         pairs = zip(self.line.tensors, self.partition, strict=True)
-        return [known.setdefault((tensor.shape, cuts), len(known)) for tensor, cuts in pairs]
+        keys = ((each.shape, each.expert, cuts.expert, cuts.tensor) for each, cuts in pairs)
+        return tuple(known.setdefault(key, len(known)) for key in keys)
+
+    @cached_property
+    def _form(self) -> Ints:
+        return interval.ints(self.forms)
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """The first tensor of each class in `_alike`."""
-        firsts: list[int] = np.unique(self._alike, return_index=True)[1].tolist()
+        """The first tensor of each form."""
+        firsts: list[int] = np.unique(self._form, return_index=True)[1].tolist()
         return firsts
 
-    def _key(self, place: Place, tensor: int) -> tuple[int, Place]:
-        """Return a cache key for the shard of a tensor at a place. It contains everything that the shard depends on."""
-        cuts, (pipe, expert, index) = self.partition[tensor], place
-        return self._alike[tensor], (
-            int(pipe in cuts.stages),
-            0 if cuts.expert is None else expert,
-            0 if cuts.tensor is None else index,
-        )
+    @cached_property
+    def _is_on(self) -> Bools:
+        """Whether each stage (row) holds each tensor (column)."""
+        found = np.zeros((self.layout.pipe, len(self.partition)), dtype=bool)
+        for number, cuts in enumerate(self.partition):
+            found[list(cuts.stages), number] = True
+        return found
 
-    def _shard(self, place: Place, tensor: int) -> Shard:
-        key = self._key(place, tensor)
+    @cached_property
+    def _is_first_on(self) -> Bools:
+        """Whether each stage (row) is the first that holds each tensor (column)."""
+        found: Bools = self._is_on & (np.cumsum(self._is_on, axis=0) == 1)
+        return found
+
+    @cached_property
+    def _first_alike(self) -> list[Ints]:
+        """For each form and each shard group of a stage, the first group of the stage that holds the same part.
+
+        ABSENT (-1) for a group that holds nothing. Two parts of a tensor are the same, or have no element in common.
+        """
+        found = list[Ints]()
+        for tensor in self._firsts:
+            known: dict[object, int] = {}
+            first = np.full(self.per_stage(self.line.tensors[tensor].expert), -1, dtype=np.int64)
+            for index in range(len(first)):
+                boxes = tuple(piece.box for piece in self._shard(tensor, *self._indexes(index)).pieces)
+                first[index] = known.setdefault(boxes, index) if boxes else -1
+            found.append(first)
+        return found
+
+    def _indexes(self, index: int) -> tuple[int, int]:
+        """Return the indexes on the expert and tensor axes in the shard groups with number `index` of their stages."""
+        return index % self.layout.expert, index % self.layout.tensor
+
+    def _key(self, tensor: int, expert: int, index: int) -> tuple[int, int, int]:
+        """Return a cache key for the shard of a tensor on its stages; it contains all that the shard depends on."""
+        cuts = self.partition[tensor]
+        return self.forms[tensor], 0 if cuts.expert is None else expert, 0 if cuts.tensor is None else index
+
+    def _shard(self, tensor: int, expert: int, index: int) -> Shard:
+        key, cuts = self._key(tensor, expert, index), self.partition[tensor]
         if key not in self._shards:
-            self._shards[key] = self.partition[tensor].shard(self.line.tensors[tensor].shape, *place)
+            both = [(cut, at) for cut, at in ((cuts.expert, expert), (cuts.tensor, index)) if cut is not None]
+            self._shards[key] = compose(self.line.tensors[tensor].shape, both)
         return self._shards[key]
+
+    def _strips_of(self, tensor: int, expert: int, index: int) -> Strips:
+        """Return the strips of a tensor's shard, relative to the tensor's first coordinate and local address."""
+        key = self._key(tensor, expert, index)
+        if key not in self._strips:
+            split = None if self.tiling is None else self.tiling.tiles[key[0]]
+            shard = self._shard(tensor, expert, index)
+            self._strips[key] = strips_of(shard, self.line.tensors[tensor].shape, split)
+        return self._strips[key]
+
+    # ---- shard groups ------------------------------------------------------------------------------------------------
 
     def local_line(self, place: Place) -> CoordinateLine:
         """Return the coordinate line of the local tensors at a place, with tensors numbered like the logical tensors.
 
         Tensors that are not held at the place are empty.
         """
-        if place not in self._lines:
-            shapes = tuple(self._shard(place, first).shape for first in self._firsts)
-            if shapes not in self._alike_lines:
-                pairs = zip(self.line.tensors, self._alike, strict=True)
-                self._alike_lines[shapes] = CoordinateLine(
-                    tuple(LogicalTensor(held.name, shapes[alike], held.group, held.expert) for held, alike in pairs)
-                )
-            self._lines[place] = self._alike_lines[shapes]
-        return self._lines[place]
+        pipe, *indexes = place
+        shapes = tuple(self._shard(first, *indexes).shape for first in self._firsts)
+        key = pipe, shapes
+        if key not in self._lines:
+            tensors = list[LogicalTensor]()
+            for held, form, is_here in zip(self.line.tensors, self.forms, self._is_on[pipe].tolist(), strict=True):
+                shape = shapes[form] if is_here else NOTHING.shape
+                tensors.append(LogicalTensor(held.name, shape, held.group, held.expert))
+            self._lines[key] = CoordinateLine(tuple(tensors))
+        return self._lines[key]
 
-    def _index_map(self, place: Place, experts: bool) -> Pieces:
-        """Return the coordinates of the dense or expert tensors at a place, as pieces of its local line."""
-        line, alike = self.local_line(place), np.array(self._alike)
-        nothing = np.empty(0, np.int64)
-        parts: list[tuple[Ints, Ints, Ints]] = [(nothing, nothing, nothing)]
-        for one, first in enumerate(self._firsts):
-            numbers = np.flatnonzero((alike == one) & (self.line.experts == experts))
-            if not len(numbers):
-                continue
-            key, bases, local_bases = self._key(place, first), self.line.bases[numbers, None], line.bases[numbers, None]
-            if key not in self._runs:
-                shape = self.line.tensors[first].shape
-                self._runs[key] = [_runs(piece, shape) for piece in self._shard(place, first).pieces]
-            for start, stop, local in self._runs[key]:
-                runs = start + bases, stop + bases, local + local_bases
-                parts.append((runs[0].reshape(-1), runs[1].reshape(-1), runs[2].reshape(-1)))
-        start, stop, local = join(parts)
-        return Pieces(start, stop, np.zeros_like(start), local).tidy()
+    def index_map(self, group: ShardGroup, is_primary: bool = False) -> Strips:
+        """Return where the coordinates that a shard group holds lie on its local line.
 
+        is_primary: whether to leave out those that an earlier group holds, too.
+        """
+        if (group.number, is_primary) not in self._maps:
+            self._maps[group.number, is_primary] = self._index_map(group, is_primary)
+        return self._maps[group.number, is_primary]
 
-def _runs(piece: Placed, shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
-    """Return the runs of a piece that are contiguous in both tensor and buffer: (start, stop, offset), row-major."""
-    whole, dense = row_major(shape), piece.box.shape
-    length, outer = 1, len(dense)
-    while outer and whole[outer - 1] == piece.strides[outer - 1] == length:
-        outer -= 1
-        length *= dense[outer]
-    first = sum(index * step for index, step in zip(piece.box.start, whole, strict=True))
-    start, local = np.array([first], dtype=np.int64), np.array([piece.offset], dtype=np.int64)
-    for dim in range(outer):
-        steps = np.arange(dense[dim], dtype=np.int64)
-        start = (start[:, None] + steps * whole[dim]).reshape(-1)
-        local = (local[:, None] + steps * piece.strides[dim]).reshape(-1)
-    return start, start + length, local
+    def _index_map(self, group: ShardGroup, is_primary: bool) -> Strips:
+        line, parts, (pipe, *indexes) = self.local_line(group.place), list[Strips](), group.place
+        is_here = (self._is_first_on if is_primary else self._is_on)[pipe] & (self.line.experts == group.experts)
+        at = (group.number - self._before(group.experts)) % self.per_stage(group.experts)
+        for form, first in enumerate(self._firsts):
+            numbers = np.flatnonzero(is_here & (self._form == form))
+            if len(numbers) and not (is_primary and self._first_alike[form][at] != at):
+                parts.append(self._strips_of(first, *indexes).repeat(self.line.bases[numbers], line.bases[numbers]))
+        return Strips.join(parts)
+
+    def meeting(self, start: Ints, stop: Ints, is_primary: bool) -> Iterator[ShardGroup]:
+        """Yield the shard groups that may hold some of the given coordinates, in order, and few others.
+
+        is_primary: whether to leave out groups with nothing that no earlier group holds.
+        """
+        filled = np.flatnonzero(self.line.numels)
+        _, tensor, low, high = interval.intersect(start, stop, self.line.bases[filled], self.line.bases[filled + 1])
+        tensor = filled[tensor]
+        low, high, form = low - self.line.bases[tensor], high - self.line.bases[tensor], self._form[tensor]
+        is_on, numbers = self._is_first_on if is_primary else self._is_on, set[int]()
+        for number in np.unique(form).tolist():
+            mine = np.flatnonzero(form == number)
+            first, last = self._spans(number, is_primary)
+            meets = (low[mine, None] < last) & (high[mine, None] > first)
+            stage, index = np.nonzero(is_on[:, tensor[mine]].astype(np.float32) @ meets.astype(np.float32))
+            experts = bool(self.line.experts[tensor[mine[0]]])
+            numbers.update((self._before(experts) + stage * self.per_stage(experts) + index).tolist())
+        return map(self.shard_groups.__getitem__, sorted(numbers))
+
+    def _spans(self, form: int, is_primary: bool) -> tuple[Ints, Ints]:
+        """Return the first coordinate and the end of the part of a form in each shard group of a stage."""
+        firsts, tensor = self._first_alike[form], self._firsts[form]
+        low, high = np.zeros_like(firsts), np.zeros_like(firsts)
+        for index, first in enumerate(firsts.tolist()):
+            if first == index or (first >= 0 and not is_primary):
+                strips = self._strips_of(tensor, *self._indexes(index))
+                low[index], high[index] = strips.start[0], strips.stop[-1]
+        return low, high

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +20,36 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval
 from ds_dynatrain.space.interval import AnyRows, Ints, join
 from ds_dynatrain.space.mesh import Mesh, ShardGroup
+from ds_dynatrain.space.strips import PLAIN
 from ds_dynatrain.space.tensor import BufferId, CoordinateLine, Pieces
 
 Owned = tuple[Ints, Ints, Ints, Ints]
 """Runs and the rank that owns or holds each, as arrays (row, start, stop, rank)."""
 Rows = tuple[Ints, Ints, Ints]
 """Runs as arrays (row, start, stop); or runs that all of several ranks hold, as (ranks, start, stop)."""
-Placed = tuple[Ints, Ints, Ints, Ints, Ints]
-"""Runs and their places in buffers, as arrays (row, start, stop, buffer, offset)."""
+Placed = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
+"""Runs and their places in buffers, as arrays (row, start, stop, buffer, offset of the first element, step).
+
+If the run is part of a strip with several rows, `step` is their distance in the buffer; otherwise it is `PLAIN`."""
 
 ABSENT = -1
 """Sentinel rank: no owner."""
+
+
+class Copies(NamedTuple):
+    """Runs that all of several ranks hold: the ranks of one shard group.
+
+    ranks: the ranks in group order.
+    experts: whether the runs are of expert tensors.
+    each: the elements of all shard groups of this sort, divided by the number of all ranks.
+    start, stop: the runs.
+    """
+
+    ranks: Ints
+    experts: bool
+    each: int
+    start: Ints
+    stop: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +144,21 @@ class EvenSharding:
         part, low, high, rank = interval.cut_every(low - base, high - base, width)
         return row[part], low + base[part], high + base[part], rank
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether all ranks of a shard group hold the same elements."""
+        return self.replicated
+
+    def copies(self, start: Ints, stop: Ints) -> Iterator[Copies]:
+        """Yield the parts of runs that all ranks hold."""
+        _, _, low, high = interval.intersect(start, stop, *self.region())
+        yield self.copies_of(0)[0]._replace(start=low, stop=high)
+
+    def copies_of(self, rank: int) -> list[Copies]:
+        """Return what a rank holds, which all ranks hold."""
+        each = -(-int((self.stop - self.start).sum()) // self.ranks)
+        return [Copies(np.arange(self.ranks), False, each, *self.region())]
+
     def holders(self, start: Ints, stop: Ints) -> Owned:
         """Return each part of a run with each rank that holds it, as (row, start, stop, rank)."""
         if not self.replicated:
@@ -149,7 +183,7 @@ class EvenSharding:
         return join(parts)
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset).
+        """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset, step).
 
         rank: one per row; each rank must hold its row. Rows are split where they are not contiguous in one buffer.
         """
@@ -157,7 +191,7 @@ class EvenSharding:
         offset = (self.at + self.lead - self.start)[segment] + low
         if not self.replicated:
             offset = offset - rank[row] * self.width[segment]
-        return row, low, high, self.buffer[segment], offset
+        return row, low, high, self.buffer[segment], offset, np.full_like(row, PLAIN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +224,7 @@ class OverlappingSharding:
     opening: Ints
 
     replicated = False
+    has_copies = False
     shared = None
 
     @staticmethod
@@ -232,6 +267,14 @@ class OverlappingSharding:
         """Return the runs that at least one rank holds, with adjacent runs merged."""
         return self.part.region()
 
+    def copies(self, start: Ints, stop: Ints) -> Iterator[Copies]:
+        """Yield nothing: each rank holds a part only."""
+        yield from ()
+
+    def copies_of(self, rank: int) -> list[Copies]:
+        """Return nothing, as for `copies`."""
+        return []
+
     def owners(self, start: Ints, stop: Ints) -> Owned:
         """Split runs by the rank that owns each element, and return them as (row, start, stop, rank).
 
@@ -256,12 +299,13 @@ class OverlappingSharding:
         return join([beyond, (row[others], low[others], high[others])])
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset).
+        """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset, step).
 
         rank: one per row; each rank must hold its row.
         """
         row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
-        return row, low, high, self.buffer[tensor], self._offset(tensor, rank[row]) + low - self.start[tensor]
+        offset = self._offset(tensor, rank[row]) + low - self.start[tensor]
+        return row, low, high, self.buffer[tensor], offset, np.full_like(row, PLAIN)
 
     def _offset(self, tensor: Ints, rank: Ints) -> Ints:
         """Return the offset at which each tensor begins in the buffer of the given rank, which must hold the tensor."""
@@ -272,28 +316,26 @@ class OverlappingSharding:
 class GroupedSharding:
     """The sharding of a layout with several axes, which combines one sharding per shard group of the mesh.
 
-    cuts: the sharding of each shard group, on its local line.
-    buffers: all buffers that a rank may have.
+    Only the shard groups that a question is about are looked at. On the line of a tiling, `holding` and `owned` give
+    the coordinates alone; `place` says where they lie.
+
+    cutter: function that returns the sharding of a shard group on its local line.
+    buffers: all buffers that a rank may have; the table of each shard group is the beginning of this one.
     """
 
     mesh: Mesh
-    cuts: tuple[Sharding, ...]
+    cutter: Callable[[ShardGroup], Sharding]
     buffers: tuple[BufferId, ...]
-
-    replicated = False
-
-    @staticmethod
-    def of(mesh: Mesh, cutter: Callable[[ShardGroup], Sharding]) -> GroupedSharding:
-        """Shard one state kind: call `cutter` for each shard group."""
-        cuts = tuple(cutter(group) for group in mesh.shard_groups)
-        different = {id(cut.buffers): cut.buffers for cut in cuts}  # most shard groups share one table
-        table = tuple(dict.fromkeys(name for names in different.values() for name in names))
-        return GroupedSharding(mesh, cuts, table)
 
     @property
     def ranks(self) -> int:
         """Number of ranks in the world."""
         return self.mesh.layout.world_size
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether every rank holds the same elements."""
+        return len(self.mesh.shard_groups) == 1 and self.cutter(self.mesh.shard_groups[0]).replicated
 
     def holding(self, rank: int) -> Pieces:
         """Return the pieces that a rank holds."""
@@ -305,17 +347,17 @@ class GroupedSharding:
 
     def region(self) -> tuple[Ints, Ints]:
         """Return the runs that at least one rank holds, with adjacent runs merged."""
-        return interval.union(*join(self._regions()))
+        return interval.union(*join([self._region(group, is_primary=True) for group in self.mesh.shard_groups]))
 
     @cached_property
     def shared(self) -> list[Rows] | None:
         """The runs that all ranks of a shard group hold, as (ranks, start, stop) per group; None if any rank holds a
         part only.
         """
-        if not all(cut.replicated for cut in self.cuts):
+        groups = self.mesh.shard_groups
+        if not all(self.cutter(group).replicated for group in groups):
             return None
-        pairs = zip(self.mesh.shard_groups, self._regions(), strict=True)
-        return [(group.ranks, *interval.union(*runs)) for group, runs in pairs]
+        return [(group.ranks, *interval.union(*self._region(group))) for group in groups]
 
     def owners(self, start: Ints, stop: Ints) -> Owned:
         """Split runs by the rank that owns each element, and return them as (row, start, stop, rank), sorted by row.
@@ -328,97 +370,112 @@ class GroupedSharding:
         """Return each part of a run with each rank that holds it, as (row, start, stop, rank), sorted by row."""
         return self._ranks(start, stop, is_owned=False)
 
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether all ranks of a shard group hold the same elements; it is so in all groups, or in none."""
+        return self.cutter(self.mesh.shard_groups[0]).has_copies
+
+    def copies(self, start: Ints, stop: Ints) -> Iterator[Copies]:
+        """Yield the parts of runs that all ranks of a shard group hold, for each group. An element that several groups
+        hold belongs to the first of them.
+        """
+        for group in self.mesh.meeting(start, stop, is_primary=True):
+            _, _, low, high = interval.intersect(start, stop, *interval.union(*self._region(group, is_primary=True)))
+            if len(low):
+                yield Copies(group.ranks, group.experts, self._each[group.experts], low, high)
+
+    def copies_of(self, rank: int) -> list[Copies]:
+        """Return what a rank holds and no earlier group does, for each shard group of the rank."""
+        found = []
+        for experts in self.mesh.regions:
+            group = self.mesh.shard_groups[int(self.mesh.groups_of(interval.ints([rank]), experts)[0][0])]
+            runs = interval.union(*self._region(group, is_primary=True))
+            found.append(Copies(group.ranks, experts, self._each[experts], *runs))
+        return found
+
+    @cached_property
+    def _each(self) -> dict[bool, int]:
+        """Elements of experts' tensors (True) and of others, divided by the number of ranks."""
+        experts, numels = self.mesh.line.experts, self.mesh.line.numels
+        return {sort: -(-int(numels[experts == sort].sum()) // self.ranks) for sort in (False, True)}
+
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
         """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).
 
         If a row's holder is `ABSENT`, the whole row is returned.
         """
-        row = np.arange(len(start), dtype=np.int64)
-        for group, cut in self._pairs():
-            index = _index_in(group.ranks, holder[row])
-            away, here = np.flatnonzero(index == ABSENT), np.flatnonzero(index != ABSENT)
-            if not len(here):
-                continue
-            beyond, low, high = interval.subtract(start[here], stop[here], group.index_map.start, group.index_map.stop)
-            part, line, first, last = group.index_map.to_local(start[here], stop[here])
-            left, begin, end = cut.lacking(first, last, index[here][part])
-            at = line[left] + begin - first[left]
-            known, lost = (row[away], start[away], stop[away]), (row[here[beyond]], low, high)
-            row, start, stop = join([known, lost, (row[here[part[left]]], at, at + end - begin)])
-        order = np.lexsort((start, row))
-        return row[order], start[order], stop[order]
+        away = np.flatnonzero(holder == ABSENT)
+        parts = [(away, start[away], stop[away])]
+        for group, rows, low, high, index in self._by_group(start, stop, holder):
+            strips = self.mesh.index_map(group)
+            beyond, first, last = interval.subtract(low, high, strips.start, strips.stop)
+            parts.append((rows[beyond], first, last))
+            hulls = strips.hulls(low, high)
+            left, begin, end = self.cutter(group).lacking(hulls.first, hulls.last, index[hulls.row])
+            kept, first, last = hulls.back(left, begin, end)
+            parts.append((rows[hulls.row[left[kept]]], first, last))
+        return _in_order(parts)
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset).
+        """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset, step).
 
         rank: one per row; each rank must hold its row. The result is sorted by row.
         """
         nothing = np.empty(0, np.int64)
-        parts = [(nothing, nothing, nothing, nothing, nothing)]
-        for group, cut in self._pairs():
-            index = _index_in(group.ranks, rank)
-            rows = np.flatnonzero(index != ABSENT)
-            if not len(rows):
-                continue
-            row, line, low, high = group.index_map.to_local(start[rows], stop[rows])
-            part, first, last, buffer, offset = cut.place(low, high, index[rows][row])
-            begin = line[part] + first - low[part]
-            parts.append((rows[row][part], begin, begin + last - first, self._codes[id(cut.buffers)][buffer], offset))
+        parts = [(nothing, nothing, nothing, nothing, nothing, nothing)]
+        for group, rows, low, high, index in self._by_group(start, stop, rank):
+            cut, hulls = self.cutter(group), self.mesh.index_map(group).hulls(low, high)
+            part, first, last, buffer, offset, _ = cut.place(hulls.first, hulls.last, index[hulls.row])
+            kept, begin, end = hulls.back(part, first, last)
+            part, strip = part[kept], hulls.strip[part[kept]]
+            offset = offset[kept] + hulls.strips.address_of(strip, begin) - first[kept]
+            parts.append((rows[hulls.row[part]], begin, end, buffer[kept], offset, hulls.strips.step[strip]))
         return _in_order(parts)
 
-    @cached_property
-    def _codes(self) -> dict[int, Ints]:
-        """A map from the `id` of each buffer table of `cuts` to the indices of its buffers in `self.buffers`."""
-        number = {name: index for index, name in enumerate(self.buffers)}
-        tables = {id(cut.buffers): cut.buffers for cut in self.cuts}
-        return {key: np.array([number[name] for name in names] or [0], np.int64) for key, names in tables.items()}
+    def _by_group(self, start: Ints, stop: Ints, rank: Ints) -> Iterator[tuple[ShardGroup, Ints, Ints, Ints, Ints]]:
+        """Split rows at the borders of experts' tensors, and yield them for each shard group of the rows' ranks, as
+        (group, rows, start, stop, index of the rank in the group). Rows whose rank is ABSENT are left out.
+        """
+        for experts, (first, last) in self.mesh.regions.items():
+            row, _, low, high = interval.intersect(start, stop, first, last)
+            row, low, high = (column[rank[row] != ABSENT] for column in (row, low, high))
+            number, index = self.mesh.groups_of(rank[row], experts)
+            order = np.argsort(number, kind="stable")
+            numbers, begins = np.unique(number[order], return_index=True)
+            for one, mine in zip(numbers.tolist(), np.split(order, begins[1:]), strict=False):
+                yield self.mesh.shard_groups[one], row[mine], low[mine], high[mine], index[mine]
 
-    def _pairs(self) -> Iterator[tuple[ShardGroup, Sharding]]:
-        return zip(self.mesh.shard_groups, self.cuts, strict=True)
-
-    def _regions(self) -> list[tuple[Ints, Ints]]:
-        """Return the runs of the logical line that each shard group holds."""
-        found = []
-        for group, cut in self._pairs():
-            _, _, start, stop = group.index_map.to_line(*cut.region())
-            found.append((start, stop))
-        return found
+    def _region(self, group: ShardGroup, is_primary: bool = False) -> tuple[Ints, Ints]:
+        """Return the runs that the ranks of a shard group hold."""
+        _, _, start, stop = self.mesh.index_map(group, is_primary).at_addresses(*self.cutter(group).region())
+        return start, stop
 
     def _pieces(self, rank: int, is_owned: bool) -> Pieces:
         """Return the pieces that a rank holds, or owns."""
         parts = [Pieces.empty(self.buffers)]
-        for group, cut in self._pairs():
-            index = np.flatnonzero(group.ranks == rank)
-            if not len(index):
-                continue
+        for experts in self.mesh.regions:
+            number, index = self.mesh.groups_of(interval.ints([rank]), experts)
+            group = self.mesh.shard_groups[int(number[0])]
+            cut, strips = self.cutter(group), self.mesh.index_map(group, is_owned)
             local = cut.owned(int(index[0])) if is_owned else cut.holding(int(index[0]))
-            index_map = group.primary if is_owned else group.index_map
-            row, first, start, stop = index_map.to_line(local.start, local.stop)
-            offset = local.offset[row] + first - local.start[row]
-            code = self._codes[id(cut.buffers)][local.buffer[row]]
-            parts.append(Pieces(start, stop, code, offset, self.buffers))
+            row, strip, start, stop = strips.at_addresses(local.start, local.stop)
+            offset = local.offset[row] + strips.address_of(strip, start) - local.start[row]
+            parts.append(Pieces(start, stop, local.buffer[row], offset, self.buffers))
         return Pieces(*join([part.columns for part in parts]), self.buffers).tidy()
 
     def _ranks(self, start: Ints, stop: Ints, is_owned: bool) -> Owned:
         """Split runs by the rank that owns each element, or by every rank that holds it."""
-        parts = []
-        for group, cut in self._pairs():
-            index_map, ask = (group.primary, cut.owners) if is_owned else (group.index_map, cut.holders)
-            row, line, low, high = index_map.to_local(start, stop)
-            part, first, last, index = ask(low, high)
-            begin = line[part] + first - low[part]
-            parts.append((row[part], begin, begin + last - first, group.ranks[index]))
+        nothing = np.empty(0, np.int64)
+        parts = [(nothing, nothing, nothing, nothing)]
+        for group in self.mesh.meeting(start, stop, is_owned):
+            cut, hulls = self.cutter(group), self.mesh.index_map(group, is_owned).hulls(start, stop)
+            part, first, last, index = (cut.owners if is_owned else cut.holders)(hulls.first, hulls.last)
+            kept, begin, end = hulls.back(part, first, last)
+            parts.append((hulls.row[part[kept]], begin, end, group.ranks[index[kept]]))
         return _in_order(parts)
 
 
 Sharding = EvenSharding | OverlappingSharding | GroupedSharding
-
-
-def _index_in(ranks: Ints, rank: Ints) -> Ints:
-    """Return the index of each `rank` in `ranks`, or ABSENT if it is not there."""
-    order = np.argsort(ranks)
-    at = np.minimum(np.searchsorted(ranks[order], rank), len(ranks) - 1)
-    return np.where(ranks[order][at] == rank, order[at], ABSENT)
 
 
 def _in_order(parts: list[AnyRows]) -> AnyRows:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -242,32 +241,6 @@ class Pieces:
         )
         first, last = interval.chains(joined, len(self))
         return self.take(first, self.start[first], self.stop[last])
-
-    def to_local(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Convert coordinates to buffer offsets: return (row, first coordinate, start, stop) of each part of a run.
-
-        All pieces must lie in one buffer. Coordinates outside the pieces are left out.
-        """
-        row, run, low, high = interval.intersect(start, stop, self.start, self.stop)
-        begin = self.offset[run] + low - self.start[run]
-        return row, low, begin, begin + high - low
-
-    def to_line(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Convert buffer offsets to coordinates: return (row, first offset, start, stop) of each part of a run.
-
-        All pieces must lie in one buffer. Padding is left out.
-        """
-        local, end, origin = self._by_local
-        row, run, low, high = interval.intersect(start, stop, local, end)
-        begin = origin[run] + low - local[run]
-        return row, low, begin, begin + high - low
-
-    @cached_property
-    def _by_local(self) -> tuple[Ints, Ints, Ints]:
-        """The pieces in buffer order: start and stop in the buffer, and start on the line."""
-        order = np.argsort(self.offset, kind="stable")
-        local = self.offset[order]
-        return local, local + (self.stop - self.start)[order], self.start[order]
 
 
 def split_by_tensor(bases: Ints, pieces: Pieces) -> tuple[Ints, Pieces]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
+from itertools import chain
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import zero
-from ds_dynatrain.space.cut import WHOLE, Partitioner, is_partitioned, shared_stages
-from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.space.cut import WHOLE, Partition, Partitioner, is_partitioned, shared_stages
+from ds_dynatrain.space.interval import Ints, ints
 from ds_dynatrain.space.kind import Kind, kind_of, row_of
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.sharding import GroupedSharding, Sharding
+from ds_dynatrain.space.strips import Strips
 from ds_dynatrain.space.tensor import BufferId, CoordinateLine, LogicalTensor, Pieces, split_by_tensor
+from ds_dynatrain.space.tiling import Tiling
 from ds_dynatrain.space.zero import LocalSpace
 
 
@@ -25,6 +28,7 @@ class VirtualParameterSpace:
     members: the member at each rank.
     partitioner: how a layout's pipe, expert and tensor axes partition the tensors, or None if these axes always have
     size 1.
+    tiling: how coordinates number the elements of a tensor, in a space made by `tiled`; None for row-major order.
     tensors, bases: copies of the fields of `line`.
 
     Cached results do not depend on the members, so `with_layout` shares the caches.
@@ -36,11 +40,13 @@ class VirtualParameterSpace:
     layout: Layout
     members: tuple[int, ...]
     partitioner: Partitioner | None = None
+    tiling: Tiling | None = None
     tensors: tuple[LogicalTensor, ...] = field(init=False, repr=False)
     bases: Ints = field(init=False, repr=False)
     _meshes: dict[Layout, Mesh] = field(default_factory=dict, repr=False)
     _shardings: dict[tuple[Layout, str], Sharding] = field(default_factory=dict, repr=False)
     _tables: dict[Layout, tuple[BufferId, ...]] = field(default_factory=dict, repr=False)
+    _tiled: dict[tuple[Layout, Layout], VirtualParameterSpace] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(
@@ -96,7 +102,7 @@ class VirtualParameterSpace:
         tensor-parallel ranks would have different numbers of ZeRO-3 sub-groups.
         """
         cuts = is_partitioned(layout)
-        if not cuts and not self.line.experts.any():
+        if not cuts and not self.line.experts.any() and self.tiling is None:
             return None
         if layout not in self._meshes:
             if cuts and self.partitioner is None:
@@ -104,9 +110,10 @@ class VirtualParameterSpace:
                     f"{layout}: this model is dealt out by data and sequence only; give other axes size 1"
                 )
             partition = self.partitioner(layout) if cuts and self.partitioner else (WHOLE,) * len(self.tensors)
-            mesh = Mesh(self.line, layout, partition)
+            mesh = Mesh(self.line, layout, partition, self.tiling)
             if layout.zero_stage == 3 and layout.tensor > 1:  # they sum norms sub-group by sub-group
-                counts = [zero.subgroup_count(group.line, self.rules, layout) for group in mesh.shard_groups]
+                lines = dict.fromkeys(mesh.local_line(group.place) for group in mesh.shard_groups)
+                counts = [zero.subgroup_count(line, self.rules, layout) for line in lines]
                 if len(set(counts)) > 1:
                     raise LayoutError(
                         f"{layout}: with sub_group_size {self.rules.sub_group_size} the tensor ranks have "
@@ -138,9 +145,42 @@ class VirtualParameterSpace:
             if mesh is None:
                 self._shardings[key] = zero.sharding(self.line, self.rules, layout, held)
             else:  # most shard groups share one local line, so cache by line
+                line_of = mesh.local_line
                 cut = cache(lambda line, experts: zero.sharding(line, self.rules, layout, held, experts))
-                self._shardings[key] = GroupedSharding.of(mesh, lambda group: cut(group.line, group.experts))
+                self._shardings[key] = GroupedSharding(
+                    mesh, lambda group: cut(line_of(group.place), group.experts), self.buffers(layout)
+                )
         return self._shardings[key]
+
+    def tiled(self, target: Layout) -> VirtualParameterSpace:
+        """Return the space in which a switch to a target layout is planned: with a tiling for both layouts, if either
+        cuts tensors along other dims than the first, and otherwise the space itself.
+
+        Buffers and their contents are the same; only coordinates differ. `logical` leads back to those of this space.
+        The result is cached for the latest pair of layouts.
+        """
+        pair = self.layout, target
+        if pair not in self._tiled:
+            meshes = [mesh for mesh in (self.mesh(self.layout), self.mesh(target)) if mesh is not None]
+            forms = list(zip([tensor.shape for tensor in self.tensors], *(mesh.forms for mesh in meshes), strict=True))
+            tiling = Tiling.of(self.line, forms, lambda tensor: chain(*(mesh.shards(tensor) for mesh in meshes)))
+            self._tiled.clear()
+            self._tiled[pair] = self if tiling is None else self._with(tiling)
+        return self._tiled[pair]
+
+    def _with(self, tiling: Tiling) -> VirtualParameterSpace:
+        def partition(layout: Layout) -> Partition:
+            mesh = self.mesh(layout)
+            return (WHOLE,) * len(self.tensors) if mesh is None else mesh.partition
+
+        return replace(self, partitioner=partition, tiling=tiling, _meshes={}, _shardings={}, _tiled={})
+
+    @cached_property
+    def logical(self) -> Strips:
+        """The places of all coordinates on the line of row-major coordinates."""
+        if self.tiling is not None:
+            return self.tiling.strips
+        return Strips.of(ints([0]), len(self.line), ints([0]))
 
     def has(self, kind: str, group: int) -> bool:
         """Return whether the trainable tensors of an optimizer group have a state kind."""
@@ -151,7 +191,9 @@ class VirtualParameterSpace:
         if layout not in self._tables:
             mesh, cut = self.mesh(layout), zero.as_cut(self.rules, layout)
             names: dict[BufferId, None] = {}
-            lines = [self.line] if mesh is None else [group.line for group in mesh.shard_groups]
+            lines = [self.line]
+            if mesh is not None and cut.zero_stage == 3:  # only the number of sub-groups depends on local shapes
+                lines = [mesh.local_line(group.place) for group in mesh.shard_groups]
             for line in dict.fromkeys(lines):
                 names.update(dict.fromkeys(zero.buffer_table(line, self.rules, cut)))
             self._tables[layout] = tuple(names)
@@ -180,7 +222,7 @@ class VirtualParameterSpace:
     def with_groups(self, kind: str, groups: Iterable[int]) -> VirtualParameterSpace:
         """Return a copy of the space with a state kind limited to some optimizer groups, which may include FROZEN."""
         kinds = [replace(each, groups=frozenset(groups)) if each.name == kind else each for each in self.kinds]
-        return replace(self, kinds=tuple(kinds), _shardings={})
+        return replace(self, kinds=tuple(kinds), _shardings={}, _tiled={})
 
     def with_layout(self, layout: Layout, members: Iterable[int]) -> VirtualParameterSpace:
         """Return a copy of the space with another layout and other members."""

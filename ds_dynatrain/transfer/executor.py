@@ -11,8 +11,8 @@ import numpy as np
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.transfer.batched import BatchedMoves, DeviceLink
 from ds_dynatrain.transfer.pulling import Pulling
-from ds_dynatrain.transfer.ready import ReadyPlan, copies
-from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint, copy_matrix
+from ds_dynatrain.transfer.ready import ReadyPlan
+from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint, copy_matrix, pairs
 from ds_dynatrain.transfer.stream import Stream
 from ds_dynatrain.transfer.transport import Transport
 
@@ -96,14 +96,14 @@ def execute(
         lent, into = lent + other.lent, into + other.into
     for places in ready.derived:
         places.among(target)
-    moved = np.flatnonzero(read.addresses() != written.addresses())
-    check_disjoint(lent, [written.rows(moved), *into])
+    moved = np.flatnonzero((read.addresses() != written.addresses()) | (read.step != written.step))
+    check_disjoint(lent, [written.select(moved), *into])
     for other in others:
         other.start()
     for stream in chain.from_iterable(streams[: ready.at_once]):  # overlap communication with local copies
         stream.advance()
     is_all = len(moved) == len(read.begin)
-    read.copy_to(written, ready.copies if is_all else copies(*ready.local, moved))
+    read.copy_to(written, ready.copies if is_all else pairs(*ready.local, moved))
     local_done = time.monotonic()
     for other in others:
         other.run(deadline)
@@ -113,11 +113,12 @@ def execute(
         origin, place = ready.derived[0].keys[out_of.which], ready.derived[1].keys[to.which]
         copy_matrix(target[origin[:2]].detach(), out_of, target[place[:2]].detach(), to)
     derived_done = time.monotonic()
-    bytes_moved = int(read.length[moved].sum())
+    nbytes = read.length * read.number
+    bytes_moved = int(nbytes[moved].sum())
     return TransferStats(
         bytes_sent=ready.bytes_sent,
         bytes_local=bytes_moved,
-        bytes_in_place=int(read.length.sum()) - bytes_moved,
+        bytes_in_place=int(nbytes.sum()) - bytes_moved,
         staging_peak=ready.staging.peak + ready.batches.staging_bytes,
         seconds_local=local_done - begin,
         seconds_exchange=exchange_done - local_done,

@@ -18,8 +18,8 @@ import torch
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan import Exchange
 from ds_dynatrain.transfer.device_memory import HANDLE_BYTES, DeviceMemory
-from ds_dynatrain.transfer.regions import Buffers, Key, MoveRegions, Regions
-from ds_dynatrain.transfer.series import Matrix, pairs
+from ds_dynatrain.transfer.regions import Buffers, Key, MoveRegions, Regions, pairs
+from ds_dynatrain.transfer.series import Matrix
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 WHERE, DONE = 2, 3
@@ -63,8 +63,7 @@ class Pull:
     def of(exchange: Exchange) -> Pull:
         """Build the pulls that replace an exchange of messages."""
         theirs, mine = MoveRegions.of(exchange.receives, "source"), MoveRegions.of(exchange.receives, "target")
-        both = pairs((theirs.which, theirs.begin), (mine.which, mine.begin), theirs.length)
-        return Pull(exchange.peer, MoveRegions.of(exchange.sends, "source"), theirs, mine, both)
+        return Pull(exchange.peer, MoveRegions.of(exchange.sends, "source"), theirs, mine, pairs(theirs, mine))
 
 
 @dataclass

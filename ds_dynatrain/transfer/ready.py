@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.plan import MemberPlan, Moves
-from ds_dynatrain.space.interval import Ints, chains
+from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.transfer.batched import Batches, Batching, Bundles
 from ds_dynatrain.transfer.pulling import Pull, Sharing
-from ds_dynatrain.transfer.regions import MoveRegions
-from ds_dynatrain.transfer.series import Matrix, pairs
+from ds_dynatrain.transfer.regions import MoveRegions, pairs
+from ds_dynatrain.transfer.series import Matrix
 from ds_dynatrain.transfer.stream import SLOTS, MessageOutline, Staging
 from ds_dynatrain.transfer.transport import MESSAGE_BYTES
 
@@ -106,11 +103,11 @@ class ReadyPlan:
             plan,
             on_host,
             local,
-            copies(*local),
+            pairs(*local),
             exchanges,
             at_once,
             derived,
-            _casts(plan.derived, *derived),
+            _casts(*derived),
             staging,
             bytes_sent,
             sharing,
@@ -120,23 +117,14 @@ class ReadyPlan:
         )
 
 
-def copies(read: MoveRegions, written: MoveRegions, rows: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:
-    """Group local moves into pairs of matrices (read, written). rows: the moves to include, by default all."""
-    mine, others = (read.which[rows], read.begin[rows]), (written.which[rows], written.begin[rows])
-    return pairs(mine, others, read.length[rows])
-
-
-def _casts(moves: Moves, read: MoveRegions, written: MoveRegions) -> list[tuple[Matrix, Matrix]]:
-    """Group casts into pairs of matrices (read, written) of elements.
-
-    Moves that are adjacent in both buffers are merged, even if they belong to different tensors.
-    """
-    length = moves.stop - moves.start
-    joined = (np.diff(read.which) == 0) & (np.diff(written.which) == 0)
-    for offset in (moves.source_offset, moves.target_offset):
-        joined &= np.diff(offset) == length[:-1]
-    first, last = chains(joined, len(moves))
-    end = np.cumsum(length)
-    mine = read.which[first], moves.source_offset[first]
-    others = written.which[first], moves.target_offset[first]
-    return pairs(mine, others, end[last] - end[first] + length[first])
+def _casts(read: MoveRegions, written: MoveRegions) -> list[tuple[Matrix, Matrix]]:
+    """Return casts as pairs of matrices (read, written) of elements."""
+    found = list[tuple[Matrix, Matrix]]()
+    for each in pairs(read, written):
+        sizes = read.keys[each[0].which][2], written.keys[each[1].which][2]
+        mine, others = (
+            matrix._replace(begin=matrix.begin // size, step=matrix.step // size, length=matrix.length // size)
+            for matrix, size in zip(each, sizes, strict=True)
+        )
+        found.append((mine, others))
+    return found

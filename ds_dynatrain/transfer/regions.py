@@ -34,8 +34,9 @@ class MoveRegions:
     side: "source" or "target".
     keys: the buffers that the moves use.
     reach: the smallest possible size of each buffer, in bytes.
-    which, begin, length: for each move, the index of its buffer in `keys`, its first byte there, and its number of
-        bytes.
+    which, begin, length, number, step: for each move, the index of its buffer in `keys`, its first byte there, the
+        number of bytes in a row, the number of rows, and their distance. A move whose rows lie end to end in both
+        buffers has a single row.
     """
 
     moves: Moves
@@ -45,23 +46,34 @@ class MoveRegions:
     which: Ints
     begin: Ints
     length: Ints
+    number: Ints
+    step: Ints
 
     @staticmethod
     def of(moves: Moves, side: Side) -> MoveRegions:
         """Compute the regions that moves read (side "source") or write (side "target")."""
         if side == "source":
             kind, buffer, names = moves.source_kind, moves.source_buffer, moves.source_buffers
+            offset, step = moves.source_offset, moves.source_step
         else:
             kind, buffer, names = moves.kind, moves.target_buffer, moves.target_buffers
+            offset, step = moves.target_offset, moves.target_step
         itemsize = np.array([each.itemsize for each in moves.kinds], dtype=np.int64)[kind]
-        begin = itemsize * (moves.source_offset if side == "source" else moves.target_offset)
-        length = itemsize * (moves.stop - moves.start)
+        is_dense = (moves.source_step == moves.length) & (moves.target_step == moves.length)
+        number = np.where(is_dense, 1, moves.number)
+        begin, length = itemsize * offset, itemsize * moves.length * (moves.number // number)
+        step = np.where(is_dense, 0, itemsize * step)
         codes, which = np.unique(kind * max(1, len(names)) + buffer, return_inverse=True)
         keys, reach = [], np.zeros(len(codes), dtype=np.int64)
-        for number, place in zip(*divmod(codes, max(1, len(names))), strict=True):
-            keys.append((moves.kinds[number].name, names[place], moves.kinds[number].itemsize))
-        np.maximum.at(reach, which, begin + length)
-        return MoveRegions(moves, side, tuple(keys), reach, which.reshape(-1), begin, length)
+        for code, place in zip(*divmod(codes, max(1, len(names))), strict=True):
+            keys.append((moves.kinds[code].name, names[place], moves.kinds[code].itemsize))
+        np.maximum.at(reach, which, begin + (number - 1) * step + length)
+        return MoveRegions(moves, side, tuple(keys), reach, which.reshape(-1), begin, length, number, step)
+
+    @property
+    def end(self) -> Ints:
+        """The byte after the last one of each move."""
+        return self.begin + (self.number - 1) * self.step + self.length
 
     def among(self, buffers: Buffers) -> Regions:
         """Return the same regions in the memory of the given buffers.
@@ -81,15 +93,13 @@ class MoveRegions:
                 raise TransferError(f"{where}: {has}, the kind has {itemsize}")
             held = tensor.detach().view(torch.uint8)
             if self.reach[number] > held.numel():
-                is_beyond = (self.which == number) & (self.begin + self.length > held.numel())
-                moves, row = self.moves, int(np.flatnonzero(is_beyond)[0])
+                moves, row = self.moves, int(np.flatnonzero((self.which == number) & (self.end > held.numel()))[0])
                 raise TransferError(
-                    f"{self.side} of {moves.kinds[int(moves.kind[row])].name} [{moves.start[row]}, {moves.stop[row]}): "
-                    f"bytes {self.begin[row]} to {self.begin[row] + self.length[row]} leave a buffer of "
-                    f"{held.numel()} bytes"
+                    f"{self.side} of {moves.kinds[int(moves.kind[row])].name} at coordinate {moves.start[row]}: bytes "
+                    f"{self.begin[row]} to {self.end[row]} leave a buffer of {held.numel()} bytes"
                 )
             data.append(held)
-        return Regions(tuple(data), self.which, self.begin, self.length)
+        return Regions(tuple(data), self.which, self.begin, self.length, self.number, self.step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +107,7 @@ class Regions:
     """The bytes that each move reads or writes, in memory.
 
     data: the buffers as bytes (uint8).
-    which, begin, length: for each move, the index of its buffer in `data`, its first byte there, and its number of
-        bytes.
+    which, begin, length, number, step: as in `MoveRegions`, with indices into `data`.
     bases: the address of each buffer.
     sizes: the length of each buffer in bytes.
     is_on_host: whether all buffers are in host memory.
@@ -108,6 +117,8 @@ class Regions:
     which: Ints
     begin: Ints
     length: Ints
+    number: Ints
+    step: Ints
     bases: Ints = field(init=False)
     sizes: Ints = field(init=False)
     is_on_host: bool = field(init=False)
@@ -127,11 +138,11 @@ class Regions:
 
     def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
         """Copy matrices of bytes one after another into `staged`. On an accelerator the copies are only queued."""
-        self.copy_to(_all_of(staged), _placed(found), is_queued=True)
+        self.copy_to(regions_of(staged), _placed(found), is_queued=True)
 
     def unpack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
         """Copy bytes that `pack` has packed from `staged` to matrices. On an accelerator the copies are only queued."""
-        _all_of(staged).copy_to(self, ((place, matrix) for matrix, place in _placed(found)), is_queued=True)
+        regions_of(staged).copy_to(self, ((place, matrix) for matrix, place in _placed(found)), is_queued=True)
 
     def wait(self) -> None:
         """Wait until the accelerators have completed all queued copies."""
@@ -154,13 +165,40 @@ class Regions:
         """Return the bytes of a matrix that has a single run, as a view of its buffer."""
         return self.data[matrix.which].narrow(0, matrix.begin, matrix.length)
 
-    def rows(self, rows: Ints) -> Regions:
-        """Return the regions of the moves with the given row numbers."""
-        return Regions(self.data, self.which[rows], self.begin[rows], self.length[rows])
+    def select(self, moves: Ints) -> Regions:
+        """Return the regions of the moves with the given numbers."""
+        columns = (self.which, self.begin, self.length, self.number, self.step)
+        return Regions(self.data, *(column[moves] for column in columns))
 
     def addresses(self) -> Ints:
         """Return the address of the first byte of each region."""
         return self.bases[self.which] + self.begin if len(self.data) else self.begin
+
+    def rows(self) -> tuple[Ints, Ints]:
+        """Return the addresses of the first byte and of the end of each row of all regions."""
+        move, nth = interval.expand(self.number)
+        begin = self.addresses()[move] + nth * self.step[move]
+        return begin, begin + self.length[move]
+
+
+def pairs(read: MoveRegions, written: MoveRegions, moves: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:
+    """Return the regions of moves as pairs of matrices of bytes; regions that are adjacent in both buffers are merged.
+
+    moves: the numbers of the moves, by default all.
+    """
+    number, sides = read.number[moves], (read, written)
+    joined = (number[1:] == 1) & (number[:-1] == 1)
+    for side in sides:
+        which, begin, length = side.which[moves], side.begin[moves], side.length[moves]
+        joined &= (np.diff(which) == 0) & (np.diff(begin) == length[:-1])
+    first, last = interval.chains(joined, len(number))
+    found = list[list[Matrix]]()
+    for side in sides:
+        begin, length = side.begin[moves], side.length[moves]
+        merged = np.where(number[first] == 1, begin[last] + length[last] - begin[first], length[first])
+        columns = side.which[moves][first], begin[first], side.step[moves][first], number[first], merged
+        found.append(list(map(Matrix._make, np.stack(columns, axis=1).tolist())))
+    return list(zip(*found, strict=True))
 
 
 def copy_matrix(
@@ -207,15 +245,14 @@ def _touching(parts: list[Regions], start: Ints, stop: Ints) -> tuple[Ints, Ints
     found = []
     for part in parts:
         touched, _, _, _ = interval.intersect(part.bases, part.bases + part.sizes, start, stop)
-        inside = part.rows(np.flatnonzero(np.isin(part.which, touched)))
-        found.append((inside.addresses(), inside.addresses() + inside.length))
+        found.append(part.select(np.flatnonzero(np.isin(part.which, touched))).rows())
     return interval.join(found)
 
 
-def _all_of(staged: torch.Tensor) -> Regions:
+def regions_of(staged: torch.Tensor) -> Regions:
     """Return regions whose only buffer is `staged`, so that matrices can be copied to or from it."""
     nothing = np.empty(0, dtype=np.int64)
-    return Regions((staged,), nothing, nothing, nothing)
+    return Regions((staged,), nothing, nothing, nothing, nothing, nothing)
 
 
 def _placed(found: Sequence[Matrix]) -> Iterator[tuple[Matrix, Matrix]]:

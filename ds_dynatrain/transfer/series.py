@@ -30,42 +30,6 @@ class Matrix(NamedTuple):
         return self.number * self.length
 
 
-def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
-    """Group runs, in order, into few matrices, and merge adjacent runs.
-
-    which, begin, length: the buffer, first byte and number of bytes of each run.
-    """
-    first, count = series(which * (int(length.max(initial=0)) + 1) + length, begin)
-    found = _matrices(which, begin, length, first, count)
-    for at, each in enumerate(found):
-        if each.number > 1 and each.step == each.length:
-            found[at] = Matrix(each.which, each.begin, 0, 1, each.nbytes)
-    return found
-
-
-def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> list[tuple[Matrix, Matrix]]:
-    """Group pairs of runs, in order, into few pairs of matrices of equal shape.
-
-    mine, others: the buffer and the first byte of the first run of each pair, and of the second.
-    length: the number of bytes of both runs of each pair.
-    """
-    (which, begin), (into, at) = mine, others
-    same = (which * (int(into.max(initial=0)) + 1) + into) * (int(length.max(initial=0)) + 1) + length
-    first, count = series(same, begin, at)
-    sides = _matrices(which, begin, length, first, count), _matrices(into, at, length, first, count)
-    return list(zip(*sides, strict=True))
-
-
-def _matrices(which: Ints, begin: Ints, length: Ints, first: Ints, count: Ints) -> list[Matrix]:
-    """Return one matrix for each series of runs. The step of a series with a single run is 0.
-
-    first, count: the number of the first run of each series, and its number of runs.
-    """
-    step = np.where(count > 1, np.append(begin[1:], 0)[first] - begin[first], 0)
-    columns = np.stack((which[first], begin[first], step, count, length[first]), axis=1)
-    return list(map(Matrix._make, columns.tolist()))
-
-
 def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
     """Group consecutive rows into series; return (first row, number of rows) of each.
 

@@ -1,73 +1,74 @@
 """Messages between two members in one exchange: how moves are divided into messages, sent and received.
 
-A large move is sent directly from buffer to buffer, in messages of at most `longest` bytes. Small moves are packed, in
-order, into messages of at most `chunk` bytes, which both members stage. The list of messages depends only on the
-lengths of the moves and on these two numbers, so sender and receiver compute the same list, and messages need no
+A long row of a move is sent directly from buffer to buffer, in messages of at most `longest` bytes. Short rows are
+packed, in order, into messages of at most `chunk` bytes, which both members stage. The list of messages depends only on
+the shapes of the moves and on these two numbers, so sender and receiver compute the same list, and messages need no
 header.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.regions import MoveRegions, Regions
-from ds_dynatrain.transfer.series import Matrix, matrices
+from ds_dynatrain.transfer.series import Matrix
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 SLOTS = 4
 """Most staged messages in flight per direction; enough to overlap packing, transport and unpacking."""
 DIRECT_BYTES = 256 * 1024
-"""Smallest move that is not packed, in bytes: from this size on, a separate message costs less than two copies."""
+"""Shortest row that is not packed, in bytes: from this size on, a separate message costs less than two copies."""
 
 
-@dataclass(frozen=True)
-class MoveBatch:
-    """The moves that one message contains: several whole moves, or a range of bytes of a single one.
+class Part(NamedTuple):
+    """What a message contains of one move: of `number` rows from row `first` on, the bytes [start, stop).
 
-    rows: the row numbers of the moves.
-    start: the first byte of the range in a single move; 0 for several moves.
-    stop: the end of the range in a single move; the total bytes of several moves.
+    move: the number of the move.
     """
 
-    rows: tuple[int, ...]
+    move: int
+    first: int
+    number: int
     start: int
     stop: int
 
     @property
     def nbytes(self) -> int:
-        """Length of the message in bytes."""
-        return self.stop - self.start
+        return self.number * (self.stop - self.start)
 
 
-def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch]:
+def messages(lengths: Iterable[int], numbers: Iterable[int], chunk: int, longest: int) -> list[tuple[Part, ...]]:
     """Divide moves into messages, and return the messages in sending order.
 
-    lengths: the length of each move in bytes.
-    chunk: most bytes of a message of packed moves.
-    longest: most bytes of a message with part of a single large move.
+    lengths: the number of bytes in a row of each move.
+    numbers: the number of rows of each move.
+    chunk: most bytes of a message of packed rows.
+    longest: most bytes of a message with part of a single long row.
     """
-    length = np.array([*lengths], dtype=np.int64)
-    direct = length >= min(DIRECT_BYTES, chunk)
-    found: list[tuple[int, MoveBatch]] = []
-    for row, total in zip(np.flatnonzero(direct).tolist(), length[direct].tolist(), strict=True):
-        cuts = range(0, total, longest)
-        found += [(row, MoveBatch((row,), start, min(start + longest, total))) for start in cuts]
-    small = np.flatnonzero(~direct & (length > 0))
-    ends = np.cumsum(length[small])
-    first, before = 0, 0
-    while first < len(small):  # a message is full when the next move does not fit
-        last = int(np.searchsorted(ends, before + chunk, side="right"))
-        when, after = int(small[last]) if last < len(small) else len(length), int(ends[last - 1])
-        found.append((when, MoveBatch(tuple(small[first:last].tolist()), 0, after - before)))
-        first, before = last, after
-    return [message for _, message in sorted(found, key=lambda each: each[0])]
+    found, packed, room = list[tuple[Part, ...]](), list[Part](), chunk
+    for move, (length, number) in enumerate(zip(lengths, numbers, strict=True)):
+        if length >= min(DIRECT_BYTES, chunk):
+            for row, start in itertools.product(range(number), range(0, length, longest)):
+                found.append((Part(move, row, 1, start, min(start + longest, length)),))
+            continue
+        row = 0
+        while row < number and length:
+            fitting = min(room // length, number - row)
+            if fitting:
+                packed.append(Part(move, row, fitting, 0, length))
+            else:  # the message is full
+                found.append(tuple(packed))
+                packed, room = [], chunk
+            room, row = room - fitting * length, row + fitting
+    return [*found, tuple(packed)] if packed else found
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Parcel:
     """A message, and the places in local buffers that contain its bytes.
 
     nbytes: the length of the message.
-    matrices: the places in the order of the message, as series of runs of bytes.
+    matrices: the places in the order of the message.
     """
 
     nbytes: int
@@ -109,16 +110,29 @@ class MessageOutline:
         Both members get the same messages, but a message may be packed on one member only.
         """
         parcels, reach, slots = list[Parcel](), 0, 0
-        for message in messages(places.length.tolist(), chunk, longest):
-            rows, nbytes = [*message.rows], message.nbytes
-            if len(rows) > 1:
-                found = matrices(places.which[rows], places.begin[rows], places.length[rows])
-            else:
-                begin = int(places.begin[rows[0]]) + message.start
-                found = [Matrix(int(places.which[rows[0]]), begin, 0, 1, nbytes)]
+        columns = [column.tolist() for column in (places.which, places.begin, places.step)]
+        for parts in messages(places.length.tolist(), places.number.tolist(), chunk, longest):
+            found, nbytes = list[Matrix](), 0
+            for part in parts:
+                which, begin, step = (column[part.move] for column in columns)
+                begin += part.first * step + part.start
+                _add(found, Matrix(which, begin, step, part.number, part.stop - part.start))
+                nbytes += part.nbytes
             parcels.append(Parcel(nbytes, tuple(found)))
             reach, slots = max(reach, nbytes), slots + parcels[-1].is_packed
         return MessageOutline(places, tuple(parcels), reach, min(SLOTS, slots))
+
+
+def _add(found: list[Matrix], matrix: Matrix) -> None:
+    """Append a matrix to a list of matrices, or extend the last one by it if both lie end to end in one buffer."""
+    which, begin, step, number, length = matrix
+    if number == 1 or step == length:
+        length, step, number = number * length, 0, 1
+        last = found[-1] if found else matrix
+        if last.number == 1 and (last.which, last.begin + last.length) == (which, begin):
+            found[-1] = last._replace(length=last.length + length)
+            return
+    found.append(Matrix(which, begin, step, number, length))
 
 
 @dataclass(eq=False)

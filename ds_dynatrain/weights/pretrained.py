@@ -23,7 +23,7 @@ from ds_dynatrain.checkpoint.others.safetensors import INDEX, SINGLE, WRITTEN, h
 from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.weights.lora import base_of, persistent_buffers
-from ds_dynatrain.weights.weight_source import ParamMeta, source
+from ds_dynatrain.weights.outputs import ParamMeta
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file by default, as in transformers."""
@@ -34,6 +34,8 @@ OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: int, dtype: torch.dtype | None) -> Path:
     """Write weights and configuration; see `DynatrainEngine.save_pretrained`."""
+    from ds_dynatrain.weights.weight_source import source  # readers of folders import this file without DeepSpeed
+
     given, parts = source(engine), engine._parts
     folder, kept = Path(path).absolute(), dtype or given.dtype
     if kept not in WRITTEN:

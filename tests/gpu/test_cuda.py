@@ -6,13 +6,12 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ds_dynatrain.transfer import digest
-from ds_dynatrain.transfer.regions import Regions
-from ds_dynatrain.transfer.series import matrices
+from ds_dynatrain.transfer.regions import regions_of
+from ds_dynatrain.transfer.series import Matrix
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -69,9 +68,8 @@ def test_a_digest_reads_at_half_the_speed_of_a_copy(dtype: torch.dtype) -> None:
 def test_packing_beside_a_copy(pieces: int) -> None:
     """No bar: the figures are printed. Packing ends in host memory, so a copy there stands beside it."""
     data, staged = values_of(torch.float32).cuda().view(torch.uint8), torch.empty(NBYTES, dtype=torch.uint8)
-    length = np.full(pieces, NBYTES // pieces)
-    held = Regions((data,), np.zeros(pieces, dtype=np.int64), np.arange(pieces) * (NBYTES // pieces), length)
-    found = matrices(held.which, held.begin, held.length)
+    held, size = regions_of(data), NBYTES // pieces
+    found = [Matrix(0, 0, size, pieces, size)]
     copying = speed(lambda: staged.copy_(data), NBYTES)
     packing, unpacking = (
         speed(lambda: held.pack(found, staged), NBYTES),

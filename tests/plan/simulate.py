@@ -7,13 +7,13 @@ the target's buffers there once, out of where the source has it; padding stays a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.plan import MemberPlan, Moves, SwitchPlan, bytes_sent, traffic
-from ds_dynatrain.plan.moves import COLUMNS
 from ds_dynatrain.space import BufferId, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules
 from tests.space.expected import PADDING, Ints, buffers, buffers_under
 
@@ -38,14 +38,24 @@ class Move(NamedTuple):
 
 
 def each(moves: Moves) -> Iterator[Move]:
-    """The runs one by one, with names in place of numbers."""
-    for row in zip(*(getattr(moves, name).tolist() for name in COLUMNS), strict=True):
-        yield Move(*row)._replace(
-            kind=moves.kinds[row[0]].name,
-            source_kind=moves.kinds[row[5]].name,
-            source_buffer=moves.source_buffers[row[6]],
-            target_buffer=moves.target_buffers[row[8]],
-        )
+    """The rows of all blocks one by one, with names in place of numbers."""
+    names = [field.name for field in fields(moves)][: -len(("kinds", "source_buffers", "target_buffers"))]
+    for columns in zip(*(getattr(moves, name).tolist() for name in names), strict=True):
+        block = dict(zip(names, columns, strict=True))
+        for row in range(block["number"]):
+            start = block["start"] + row * block["step"]
+            yield Move(
+                kind=moves.kinds[block["kind"]].name,
+                start=start,
+                stop=start + block["length"],
+                source=block["source"],
+                target=block["target"],
+                source_kind=moves.kinds[block["source_kind"]].name,
+                source_buffer=moves.source_buffers[block["source_buffer"]],
+                source_offset=block["source_offset"] + row * block["source_step"],
+                target_buffer=moves.target_buffers[block["target_buffer"]],
+                target_offset=block["target_offset"] + row * block["target_step"],
+            )
 
 
 def value(vps: VirtualParameterSpace, kind: str, coordinate: Ints) -> Ints:

@@ -38,9 +38,9 @@ class Broken(SwitchPlan):
 
 def lost(moves: Moves) -> Moves:
     """The last run ends one element early."""
-    stop = moves.stop.copy()
-    stop[-1:] -= 1
-    return replace(moves, stop=stop).select(np.flatnonzero(moves.start < stop))
+    length = moves.length.copy()
+    length[-1:] -= 1
+    return replace(moves, length=length).select(np.flatnonzero(length))
 
 
 def twice(moves: Moves) -> Moves:
@@ -62,12 +62,12 @@ def shifted(name: str, by: int) -> Change:
 CHANGES = {
     "lost": (lost, "is not written|reads something else"),  # a weight is cast from what is missing
     "twice": (twice, "writes twice"),
-    "another coordinate": (lambda moves: shifted("start", 1)(shifted("stop", 1)(moves)), "reads something else"),
+    "another coordinate": (shifted("start", 1), "reads something else"),
     "read behind": (shifted("source_offset", 1), "reads something else|is not in"),
     "read before": (shifted("source_offset", -1), "reads something else|is not in"),
     "written behind": (shifted("target_offset", 1), "writes twice|is not in|is not written"),
     "written before": (shifted("target_offset", -1), "writes twice|is not in|is not written"),
-    "too long": (shifted("stop", 1), "reads something else|writes twice|is not in"),
+    "too long": (shifted("length", 1), "reads something else|writes twice|is not in"),
 }
 
 
@@ -97,7 +97,7 @@ def test_padding_is_not_written() -> None:
 
     def longer(moves: Moves) -> Moves:
         """The runs that end with the first tensor reach one element into the second one's coordinates."""
-        return replace(moves, stop=np.where(moves.stop == 5, 6, moves.stop))
+        return replace(moves, length=moves.length + (moves.start + moves.length == 5))
 
     play(plan)
     with pytest.raises(AssertionError, match="is padding"):

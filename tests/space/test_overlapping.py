@@ -72,7 +72,7 @@ def test_questions(tensors: list[LogicalTensor], rules: ZeroRules, layout: Layou
         ) == [(row, at) for row, at in inside if holder[row] == ABSENT or at not in held[holder[row]]]
         for rank, mine in enumerate(held):
             every = np.array(sorted(mine), dtype=np.int64)
-            row, low, _, buffer, offset = cut.place(every, every + 1, np.full_like(every, rank))
+            row, low, _, buffer, offset, _ = cut.place(every, every + 1, np.full_like(every, rank))
             assert row.tolist() == list(range(len(every))) and low.tolist() == every.tolist()
             found = [(*cut.buffers[code], where) for code, where in zip(buffer.tolist(), offset.tolist(), strict=True)]
             assert found == [mine[at] for at in every.tolist()]

@@ -70,7 +70,7 @@ def test_owners_tile_the_kind(
         cut = vps.sharding(layout, kind)
         every = np.array(everything, dtype=np.int64)
         rank_of = np.array([next(r for r in range(layout.data) if at in owned[r]) for at in everything], dtype=np.int64)
-        _, start, _, buffer, offset = cut.place(every, every + 1, rank_of)
+        _, start, _, buffer, offset, _ = cut.place(every, every + 1, rank_of)
         for at, code, where, rank in zip(
             start.tolist(), buffer.tolist(), offset.tolist(), rank_of.tolist(), strict=True
         ):

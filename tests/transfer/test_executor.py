@@ -30,10 +30,12 @@ def moves_of(*runs: tuple[int, int, int], source: int = 0, target: int = 0, kind
     length, read, written = np.array(runs, dtype=np.int64).reshape(-1, 3).T
     stop = np.array(list(accumulate(length.tolist())), dtype=np.int64)
     same = np.zeros_like(length)
+    steps = {"step": same, "source_step": same, "target_step": same}
     return Moves(
         kind=same + kind,
         start=stop - length,
-        stop=stop,
+        length=length,
+        number=same + 1,
         source=same + source,
         target=same + target,
         source_kind=same + origin,
@@ -44,6 +46,7 @@ def moves_of(*runs: tuple[int, int, int], source: int = 0, target: int = 0, kind
         kinds=KINDS,
         source_buffers=(BUFFER,),
         target_buffers=(BUFFER,),
+        **steps,
     )
 
 
@@ -95,6 +98,30 @@ def test_real_plans_arrive_bit_for_bit(
     stage: int, members: tuple[int, ...], next_stage: int, next_members: tuple[int, ...], weight: int, budget: int
 ) -> None:
     layout, target = Layout(zero_stage=stage, data=len(members)), Layout(zero_stage=next_stage, data=len(next_members))
+    check(layout, members, target, next_members, weight, budget)
+
+
+@pytest.mark.parametrize("budget", [SMALL_BUDGET, 1 << 30])
+@pytest.mark.parametrize("weight", [2, 4])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Layout(zero_stage=1, tensor=4), Layout(zero_stage=1, tensor=2, data=2)),
+        (Layout(zero_stage=3, tensor=2), Layout(zero_stage=1, tensor=3)),
+        (Layout(zero_stage=1, data=2, tensor=2), Layout(zero_stage=3, data=2, tensor=2)),
+        (Layout(zero_stage=2, data=3), Layout(zero_stage=0, tensor=4)),
+    ],
+    ids=str,
+)
+def test_blocks_arrive_bit_for_bit(source: Layout, target: Layout, weight: int, budget: int) -> None:
+    members = tuple(range(source.world_size)), tuple(reversed(range(target.world_size)))
+    check(source, members[0], target, members[1], weight, budget)
+
+
+def check(
+    layout: Layout, members: tuple[int, ...], target: Layout, next_members: tuple[int, ...], weight: int, budget: int
+) -> None:
+    """Every element arrives, padding and sources stay as they are, and staging keeps to the budget."""
     vps = space(layout, members, weight)
     state, plan = logical_state(vps), plan_switch(vps, target, next_members)
     sources: dict[int, Buffers] = {member: {} for member in plan.members}
@@ -199,27 +226,29 @@ def test_a_peer_that_never_answers_is_named_in_time(in_time: Callable[[float, fl
     in_time(time.monotonic() - begin, 1.0)
 
 
-@given(lengths=st.lists(st.integers(0, 300), max_size=30), chunk=st.integers(100, 200), longest=st.integers(200, 400))
-def test_messages_cover_every_byte_once_in_order(lengths: list[int], chunk: int, longest: int) -> None:
-    found = messages(lengths, chunk, longest)
-    seen: dict[int, int] = {}
-    for message in found:
-        if len(message.rows) > 1:
-            assert message.start == 0
-            assert message.nbytes == sum(lengths[row] for row in message.rows) <= chunk
-            seen |= {row: lengths[row] for row in message.rows}
-        else:
-            assert message.start == seen.get(message.rows[0], 0)
-            assert 0 < message.nbytes <= longest
-            seen[message.rows[0]] = message.stop
-    assert seen == {row: length for row, length in enumerate(lengths) if length}
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9)), max_size=20),
+    chunk=st.integers(100, 200),
+    longest=st.integers(200, 400),
+)
+def test_messages_cover_every_byte_once_in_order(rows: list[tuple[int, int]], chunk: int, longest: int) -> None:
+    found = messages([length for length, _ in rows], [number for _, number in rows], chunk, longest)
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for parts in found:
+        nbytes = sum(part.nbytes for part in parts)
+        assert 0 < nbytes <= (longest if len(parts) == parts[0].number == 1 else chunk)
+        for part in parts:
+            for row in range(part.first, part.first + part.number):
+                seen.setdefault(part.move, []).extend((row, at) for at in range(part.start, part.stop))
+    every = [[(row, at) for row in range(number) for at in range(length)] for length, number in rows]
+    assert seen == {move: expected for move, expected in enumerate(every) if expected}
 
 
 def test_messages_of_large_moves_are_direct() -> None:
-    found = messages([10, 1 << 20, 20, 3 << 20], 4 << 20, 2 << 20)
-    assert [(message.rows, message.nbytes) for message in found] == [
-        ((1,), 1 << 20),
-        ((3,), 2 << 20),
-        ((3,), 1 << 20),
-        ((0, 2), 30),
+    found = messages([10, 1 << 20, 20, 3 << 20], [1] * 4, 4 << 20, 2 << 20)
+    assert [([part.move for part in parts], sum(part.nbytes for part in parts)) for parts in found] == [
+        ([1], 1 << 20),
+        ([3], 2 << 20),
+        ([3], 1 << 20),
+        ([0, 2], 30),
     ]

@@ -14,8 +14,8 @@ from torch import nn
 
 from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.space import Layout
+from ds_dynatrain.weights.outputs import ParamMeta
 from ds_dynatrain.weights.pretrained import Writer, cut
-from ds_dynatrain.weights.weight_source import ParamMeta
 from tests.engine import axis_walks, mixtures
 from tests.engine.language_models import transformers
 from tests.engine.models import small_gpt

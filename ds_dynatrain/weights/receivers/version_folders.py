@@ -19,9 +19,9 @@ from ds_dynatrain.checkpoint.extents import WORD
 from ds_dynatrain.errors import CheckpointDamaged, ConfigError
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.weights.lora import persistent_buffers
+from ds_dynatrain.weights.outputs import ParamMeta
 from ds_dynatrain.weights.pretrained import SHARD_BYTES, Writer, cut
 from ds_dynatrain.weights.update import Outgoing, Receiver
-from ds_dynatrain.weights.weight_source import ParamMeta
 
 RECORD = "update.json"
 _NAME = re.compile(r"v(\d{8})")
