@@ -149,24 +149,20 @@ class Sides:
 
     def receivers(self, kind: Kind, sender: int) -> Rows:
         """Split the runs that a source rank sends by receiver; return (start, stop, target rank)."""
-        cut = self.source(self.read_from(kind))
-        if not cut.replicated:
+        cut, target = self.source(self.read_from(kind)), self.target(kind.name)
+        if cut.replicated:  # all members of the source have it
+            _, start, stop, rank = target.holders(*cut.region())
+            start, stop, rank = (column[self.source_ranks[rank] == ABSENT] for column in (start, stop, rank))
+        else:
             owned = cut.owned(sender)
-            _, start, stop, rank = self.target(kind.name).holders(owned.start, owned.stop)
+            _, start, stop, rank = target.holders(owned.start, owned.stop)
             for name in kind.sources:
                 row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
                 rank = rank[row]
-            if kind.derived_from is not None:
-                row, start, stop = self.target(kind.derived_from).lacking(start, stop, rank)
-                rank = rank[row]
-            return start, stop, rank
-        nothing = interval.ints([])
-        parts = [(nothing, nothing, nothing)]
-        for newcomer in np.flatnonzero(self.source_ranks == ABSENT).tolist():
-            low, high, senders = self.senders(kind, newcomer, self.needs(kind, newcomer, ABSENT).remote)
-            mine = senders == sender
-            parts.append((low[mine], high[mine], np.full(int(mine.sum()), newcomer, dtype=np.int64)))
-        return interval.join(parts)
+        if kind.derived_from is not None:
+            row, start, stop = self.target(kind.derived_from).lacking(start, stop, rank)
+            rank = rank[row]
+        return _share(start, stop, rank, cut.ranks, sender) if cut.replicated else (start, stop, rank)
 
 
 def _runs(cut: Sharding, rank: int) -> Runs:
@@ -196,3 +192,22 @@ def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:
     row, share, low, high = interval.intersect(before, before + length, bounds[filled], bounds[filled + 1])
     step = (start - before)[row]
     return low + step, high + step, (filled[share] + rotation) % ranks
+
+
+def _share(start: Ints, stop: Ints, receiver: Ints, ranks: int, sender: int) -> Rows:
+    """Return the share of one source rank in the runs that each receiver needs, as `_even_shares` divides them.
+
+    receiver: the target rank of each run.
+    """
+    order = np.lexsort((start, receiver))
+    start, stop, receiver = start[order], stop[order], receiver[order]
+    ends = np.cumsum(stop - start)
+    begins, opens = ends - stop + start, np.diff(receiver, prepend=-1) != 0
+    first, last = interval.chains(~opens[1:], len(start))
+    base, total, share = begins[first], ends[last] - begins[first], (sender - receiver[first]) % ranks
+    one = np.cumsum(opens) - 1
+    low = np.maximum(begins, (base + share * total // ranks)[one])
+    high = np.minimum(ends, (base + (share + 1) * total // ranks)[one])
+    kept = np.flatnonzero(low < high)
+    step = (start - begins)[kept]
+    return low[kept] + step, high[kept] + step, receiver[kept]
