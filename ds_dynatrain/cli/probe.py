@@ -7,18 +7,30 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ds_dynatrain.elastic.environment import NODE
 from ds_dynatrain.errors import ConfigError, TransferError
-from ds_dynatrain.plan import LinkClass, Topology
-from ds_dynatrain.transfer import GroupTransport, Neighbors, RoutedTransport, Transport, allocate, prefault
+from ds_dynatrain.plan import LinkClass, Topology, plan_switch
+from ds_dynatrain.space import BufferId, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+from ds_dynatrain.transfer import (
+    Buffers,
+    GroupTransport,
+    Neighbors,
+    ReadyPlan,
+    RoutedTransport,
+    Transport,
+    allocate,
+    execute,
+    prefault,
+)
 
 COMMAND = "torchrun --nproc-per-node=MEMBERS -m ds_dynatrain.cli probe --write cluster.toml"
 LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -28,6 +40,7 @@ FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 20, 1 << 28, 4
 LONG_SECONDS = 0.02
 """Messages grow until one takes this long."""
 REPEATS, MESSAGES = 5, 64
+STAGING_BYTES = 1 << 28
 TAG = 1
 SAME = 0.8
 """From this part of their speed alone on, members do not disturb each other."""
@@ -113,7 +126,50 @@ class Links:
                 lines.append(f"{name}: not measured, as there is no such pair of members; its figures are assumed.")
         memory = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
         topology = Topology(self.nodes, links["memory"], links["node"], links["network"], memory)
+        if self.device.type == "cpu":
+            topology = self._with_overhead(topology)
+        else:
+            lines.append("overhead: not measured on this device; a switch takes longer than its links alone.")
         return topology.to_toml("\n".join(lines))
+
+    def _with_overhead(self, topology: Topology) -> Topology:
+        """Return the topology with the overhead of moves: all members exchange their parts of a small model's state."""
+        start, _ = self._moves(topology, width=8)
+        seconds, links_alone = self._moves(topology, width=256)
+        return replace(topology, overhead_seconds=start, overhead_factor=max(1.0, (seconds - start) / links_alone))
+
+    def _moves(self, topology: Topology, width: int) -> tuple[float, float]:
+        """Let each member take over the state of the one before it; return the seconds (measured, expected)."""
+        size = len(self.nodes)
+        shapes = [(3 * width, width), (width, width), (width,), (4 * width, width), (width, 4 * width), (width,)]
+        tensors = [LogicalTensor(f"{layer}.{n}", shape) for layer in range(12) for n, shape in enumerate(shapes)]
+        layout, members = Layout(data=size, zero_stage=1), [(rank + 1) % size for rank in range(size)]
+        vps = VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(2), layout, range(size))
+        part = plan_switch(vps, layout, members).for_member(self.rank)
+        source, target = (self._state(vps, layout, rank) for rank in (self.rank, members.index(self.rank)))
+        ready = ReadyPlan.of(part, STAGING_BYTES)
+        act = partial(execute, ready, source, target, self.near, SECONDS)
+        self._slowest(act)
+        measured = statistics.median(self._slowest(act) for _ in range(REPEATS))
+        mine = [(self.rank, self.rank, part.local.nbytes)]
+        mine += [(self.rank, each.peer, each.sends.nbytes) for each in part.rounds]
+        pairs = np.array([pair for pairs in _gathered(mine) for pair in pairs], np.int64)
+        return measured, topology.seconds(*pairs.T).expected
+
+    def _state(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> Buffers:
+        """Return buffers for the state of a rank, touched."""
+        found: dict[tuple[str, BufferId], torch.Tensor] = {}
+        for kind in vps.kinds:
+            pieces, dtype = (
+                vps.holding(layout, rank, kind.name),
+                torch.float32 if kind.itemsize == 4 else torch.bfloat16,
+            )
+            for number, name in enumerate(pieces.buffers):
+                ends = (pieces.offset + pieces.stop - pieces.start)[pieces.buffer == number]
+                if len(ends):
+                    found[kind.name, name] = allocate(int(ends.max()), dtype)
+                    prefault(found[kind.name, name])
+        return found
 
     def _where(self) -> str:
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "host memory"
@@ -137,7 +193,7 @@ class Links:
         act = partial(self._act, flows, way, nbytes)
         return nbytes / statistics.median(self._slowest(act) for _ in range(REPEATS))
 
-    def _slowest(self, act: Callable[[], None]) -> float:
+    def _slowest(self, act: Callable[[], object]) -> float:
         """Return the time that the slowest process needs; all processes call it, and all get the same figure."""
         dist.barrier()
         begin = time.perf_counter()

@@ -184,6 +184,8 @@ class Sides:
     def _still_needed(self, kind: Kind, start: Ints, stop: Ints) -> Rows:
         """Return the parts of runs of the source that target ranks have to receive, as (start, stop, target rank)."""
         _, start, stop, rank = self.target(kind.name).holders(start, stop)
+        if self.source(self.read_from(kind)).replicated:  # only newcomers do not have it
+            start, stop, rank = (column[self.source_ranks[rank] == ABSENT] for column in (start, stop, rank))
         for name in kind.sources:
             row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
             rank = rank[row]

@@ -44,7 +44,7 @@ class LinkSeconds:
     """Seconds that the traffic of a plan takes.
 
     memory, node, network: the least time of each class of links; they work side by side.
-    expected: the time if each member uses its links one after the other, latencies included.
+    expected: the time if each member uses its links one after the other, with latencies and overheads.
     """
 
     memory: float
@@ -65,6 +65,8 @@ class Topology:
     node_of: a map from member to the name of its node.
     memory, node, network: the links inside a member, between members of a node, and between nodes.
     device_memory_bytes: the memory of each member's device; None if unknown.
+    overhead_seconds: the time of a switch's moves that do not depend on bytes.
+    overhead_factor: how many times longer moves take than their links alone: short runs, packing, waiting for others.
     origin: where the figures come from: a file, or "assumed".
     """
 
@@ -73,6 +75,8 @@ class Topology:
     node: LinkClass = LinkClass(1e9, 1e-4)
     network: LinkClass = LinkClass(1e9, 1e-4)
     device_memory_bytes: float | None = None
+    overhead_seconds: float = 0.0
+    overhead_factor: float = 1.0
     origin: str = ASSUMED
 
     @staticmethod
@@ -90,8 +94,9 @@ class Topology:
         """Read a cluster file. Raises ConfigError, which names the file and the key, if it cannot be used."""
         cluster = _cluster_in(Path(path))
         found = cluster.node_of(str(path))
-        links = cluster.memory, cluster.node, cluster.network
-        return Topology(found, *links, device_memory_bytes=cluster.device_memory_bytes, origin=str(path))
+        links, overhead = (cluster.memory, cluster.node, cluster.network), cluster.overhead
+        memory = cluster.device_memory_bytes
+        return Topology(found, *links, memory, overhead.seconds, overhead.factor, str(path))
 
     def to_toml(self, comment: str = "") -> str:
         """Return the text of a cluster file that `read` turns into this topology."""
@@ -104,6 +109,7 @@ class Topology:
             lines.append(f"latency_seconds = {link.latency_seconds:.6g}")
             if link.at_once is not None:
                 lines.append(f"at_once = {link.at_once:.6g}")
+        lines += ["", "[overhead]", f"seconds = {self.overhead_seconds:.6g}", f"factor = {self.overhead_factor:.6g}"]
         lines += ["", "[members]"]
         for name in dict.fromkeys(self.node_of.values()):
             quoted = name.replace("\\", "\\\\").replace('"', '\\"')
@@ -162,10 +168,19 @@ class Topology:
                     shared = np.maximum(shared, together[nodes])
             floors.append(float(np.maximum(busiest, shared).max()))
             expected += np.maximum(busiest, shared) + waits
-        return LinkSeconds(floors[MEMORY], floors[NODE], floors[NETWORK], float(expected.max()))
+        total = self.overhead_seconds + self.overhead_factor * float(expected.max())
+        return LinkSeconds(floors[MEMORY], floors[NODE], floors[NETWORK], total)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What moves take beyond their links; see `Topology`."""
+
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+    factor: Annotated[float, Field(ge=1)] = 1.0
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -179,6 +194,7 @@ class ClusterFile:
     node: LinkClass
     network: LinkClass
     memory: LinkClass = Topology.memory
+    overhead: Overhead = Overhead()
     nodes: Count | None = None
     members_per_node: Count | None = None
     members: dict[str, list[Annotated[int, Field(ge=0)]]] = field(default_factory=dict)

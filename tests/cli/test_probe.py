@@ -49,6 +49,7 @@ def test_two_members_of_a_node(tmp_path: Path) -> None:
     assert text in printed and "network: not measured" in text
     assert [*found.node_of] == [0, 1] and len(found.names) == 1
     assert found.network == Topology.network
+    assert found.overhead_factor >= 1 and 0 < found.overhead_seconds < 1
     for link in (found.memory, found.node):
         assert 1e7 < link.bytes_per_second < 1e12 and 0 < link.latency_seconds < 0.1
 

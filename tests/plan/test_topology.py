@@ -27,7 +27,7 @@ def test_the_example() -> None:
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path, names = tmp_path / "cluster.toml", {0: 'a "b"', 1: "c", 5: 'a "b"'}
-    made = Topology(names, LinkClass(3e9), LinkClass(2e9, 1e-5, 2.0), LinkClass(1e9, 1e-4), 8e9, str(path))
+    made = Topology(names, LinkClass(3e9), LinkClass(2e9, 1e-5, 2.0), LinkClass(1e9, 1e-4), 8e9, 1e-3, 1.5, str(path))
     path.write_text(made.to_toml("measured\ntoday"), encoding="utf-8")
     assert Topology.read(path) == made
 
@@ -77,6 +77,12 @@ def test_latency_is_expected_for_each_message() -> None:
     topology = Topology.uniform(1, 2, node=LinkClass(1e9, latency_seconds=0.5))
     found = topology.seconds(ints([0]), ints([1]), ints([GB]), messages=ints([4]))
     assert (found.floor, found.expected) == (1.0, 3.0)
+
+
+def test_overheads_are_expected_and_not_in_the_floor() -> None:
+    topology = Topology.uniform(1, 2, node=LinkClass(1e9), overhead_seconds=0.5, overhead_factor=2.0)
+    found = topology.seconds(ints([0]), ints([1]), ints([3 * GB]))
+    assert (found.floor, found.expected) == (3.0, 6.5)
 
 
 def test_no_traffic_takes_no_time() -> None:
