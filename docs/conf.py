@@ -19,7 +19,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
 include_patterns = [
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/*/*.md"),
-    *("examples/README.md", "examples/elastic/README.md", "ds_dynatrain/README.md", "tools/README.md"),
+    *("examples/README.md", "examples/elastic/README.md", "examples/rl/README.md", "ds_dynatrain/README.md"),
+    "tools/README.md",
 ]
 exclude_patterns = ["build", ".venv*"]
 html_theme = "alabaster"

@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, str] = {
     "compare": "ds_dynatrain.comparison.command:compare",
     "compare-exact": "ds_dynatrain.exact.command:compare_exact",
     "balance": "ds_dynatrain.balance.command:balance",
+    "plan": "ds_dynatrain.dry_run.command:plan",
 }
 """Map from a command of `ds-dynatrain` to the function that typer calls for it."""
 ROWS: Mapping[str, str] = {

@@ -159,17 +159,18 @@ def layout_of(
 
 def part(model: str, source: Layout, target: Layout) -> tuple[float, float, int, int]:
     """The last rank's part in the target: CPU seconds, MB above the import, blocks, peers."""
-    before, vps = peak_bytes(), space(source, model)
+    before, vps = resident_bytes(), space(source, model)
     begin = time.process_time()
     mine = plan_switch(vps, target, range(target.world_size)).for_member(target.world_size - 1)
     seconds = time.process_time() - begin
     blocks = len(mine.local) + len(mine.derived) + sum(len(each.sends) + len(each.receives) for each in mine.rounds)
-    return seconds, (peak_bytes() - before) / 1e6, blocks, len(mine.rounds)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return seconds, (peak - before) / 1e6, blocks, len(mine.rounds)
 
 
-def peak_bytes() -> int:
-    """Most memory that this process had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident_bytes() -> int:
+    """Memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def plan_row(model: str, name: str, source: dict[str, int], target: dict[str, int]) -> list[object]:

@@ -134,9 +134,9 @@ def first_sentence(found: Any) -> str:
     return text.partition(". ")[0].rstrip(".").replace("|", "\\|")
 
 
-def commands_page(head: str, intro: str, commands: Iterable[tuple[str, Any]], more: Iterable[str] = ()) -> str:
-    """Commands with their arguments and options, by the words that call them. more: lines before them."""
-    lines = [f"# {head}", "", NOTE, "", intro, "", *more]
+def commands_page(head: str, intro: str, commands: Iterable[tuple[str, Any]]) -> str:
+    """Commands with their arguments and options, by the words that call them."""
+    lines = [f"# {head}", "", NOTE, "", intro, ""]
     for words, each in commands:
         lines += [f"## {words}", "", paragraphs(each.help), ""]
         lines += table(each)
@@ -158,9 +158,8 @@ def pages() -> dict[Path, str]:
         FOLDER / "cli.md": commands_page(
             "The command `ds-dynatrain`",
             "Each command takes `--help`. Arguments (in capitals) come in the order of the table. "
-            "`python -m ds_dynatrain.cli` is the same command.",
+            "`python -m ds_dynatrain.cli` is the same command. `--version` prints the version.",
             [*alone, *((f"checkpoint {name}", each) for name, each in below)],
-            table(whole),
         ),
         DOCS / "configuration.md": keys_page(),
     }

@@ -11,32 +11,33 @@ from ds_dynatrain.exits import saying
 
 
 def balance(
-    profile: Annotated[Path, typer.Argument(help="The profile: what `Profile.save` wrote.", show_default=False)],
+    profile: Annotated[Path, typer.Argument(help="The profile that `Profile.save` wrote.", show_default=False)],
     stages: Annotated[
-        int | None, typer.Option(min=1, help="Pipeline stages. Without it: any number that --members can have.")
+        int | None, typer.Option(min=1, help="Number of pipeline stages. Default: any that --members allows.")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="Bytes that each member has, such as 80e9. Without it: enough.")
+        float | None, typer.Option(help="Bytes of memory per member, such as 80e9. Default: no limit.")
     ] = None,
     members: Annotated[
-        int | None, typer.Option(min=1, help="Members. Without it: a member for each stage, or those of the profile.")
+        int | None, typer.Option(min=1, help="Number of members. Default: one per stage, or the profile's.")
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Of a data rank in a step. Without it: as large as those that were timed.")
+        int | None,
+        typer.Option(min=1, help="Micro-batches per data rank and step. Default: of the size that was timed."),
     ] = None,
-    zero_stage: Annotated[int, typer.Option(min=0, max=3)] = 1,
+    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="The ZeRO stage.")] = 1,
     present: Annotated[
-        str | None, typer.Option(help="The present boundaries, such as 0,3,7. Without it: uniform ones.")
+        str | None, typer.Option(help="The current boundaries, such as 0,3,7. Default: uniform boundaries.")
     ] = None,
     bytes_per_second: Annotated[
-        float, typer.Option(help="What a member sends. Without it messages take no time.")
+        float, typer.Option(help="A member's sending speed. Default: messages take no time.")
     ] = float("inf"),
-    latency_seconds: Annotated[float, typer.Option(help="Of one message.")] = 0.0,
+    latency_seconds: Annotated[float, typer.Option(help="Latency of a message.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say how the layers of a profile would best be cut into pipeline stages, and what a step would take.
+    """Predict how best to split a profile's layers into pipeline stages, and how long a step would take.
 
-    It predicts, and changes nothing. Needs neither torch nor DeepSpeed.
+    Changes nothing, and needs neither torch nor DeepSpeed.
 
     Example: ds-dynatrain balance profile.json --stages 4 --memory 80e9
 

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from ds_dynatrain.checkpoint import ManifestRow, Reader, Saved, latest
-from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.terminal import stdout_console
 
 COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
 """Columns of a progress bar that counts bytes."""

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.elastic.address import Address, Announced, Endpoint, announced, read_endpoint
 from ds_dynatrain.elastic.connection import ask_status, ask_to_leave
 from ds_dynatrain.elastic.environment import job_token
@@ -23,6 +22,7 @@ from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import is_lost, is_unprotected
 from ds_dynatrain.errors import ConfigError, ElasticError
+from ds_dynatrain.terminal import stdout_console
 
 Answer = TypeVar("Answer")
 

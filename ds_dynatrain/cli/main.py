@@ -15,7 +15,7 @@ from ds_dynatrain.version import __version__
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        help="A file with the job's token. Without it: DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN, else this user's."
+        help="A file with the job's token. Default: DYNATRAIN_TOKEN_FILE, then DYNATRAIN_TOKEN, then your user's token."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -48,21 +48,20 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(help="A DeepSpeed configuration file.", show_default=False)] = None,
     processes: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Processes of the launch. Without it: WORLD_SIZE, else dynatrain.layout.data, else 1."
-        ),
+        typer.Option(min=1, help="Number of processes. Default: WORLD_SIZE, then dynatrain.layout.data, then 1."),
     ] = None,
     as_json: AsJson = False,
     table: Annotated[bool, typer.Option("--table", help="Print the whole support table as Markdown.")] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Also what an exact job needs; so with a configuration of one.")
+        bool,
+        typer.Option("--exact", help="Also check what an exact job needs; implied by a configuration with `exact`."),
     ] = False,
 ) -> None:
-    """Say whether a job would start here, with a configuration if one is given, and what to do if not.
+    """Say whether a job would start here, with the given configuration if any, and what to do if not.
 
     Example: ds-dynatrain doctor ds_config.json --processes 8
 
-    Exit code: 0 it would start, 1 it would be refused or not be exact, 2 the configuration cannot be read.
+    Exit code: 0 if the job would start, 1 if it would be refused or not be exact, 2 if the configuration is unreadable.
     """
     from ds_dynatrain.cli import show
 
@@ -90,34 +89,36 @@ def doctor(
 
 @app.command()
 def coordinator(
-    address: Annotated[str, typer.Argument(help="HOST:PORT to listen at: the --rdzv-endpoint of every torchrun.")],
-    nnodes: Annotated[str, typer.Option(help="MIN:MAX nodes; these count, not those of torchrun.")],
-    job: Annotated[str, typer.Option(help="The job's name, --rdzv-id. Without it: that of the first node.")] = "",
+    address: Annotated[str, typer.Argument(help="HOST:PORT to listen on, which is every torchrun's --rdzv-endpoint.")],
+    nnodes: Annotated[str, typer.Option(help="MIN:MAX nodes; overrides torchrun's --nnodes.")],
+    job: Annotated[str, typer.Option(help="The job's name (--rdzv-id). Default: the first node's.")] = "",
     token_file: TokenFile = None,
-    store_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the store for groups; 0: a free one.")] = 0,
-    silent_seconds: Annotated[float, typer.Option(help="After this long without a heartbeat a member is lost.")] = 5.0,
+    store_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the store for process groups; 0: any free port.")
+    ] = 0,
+    silent_seconds: Annotated[float, typer.Option(help="A member without a heartbeat for this long is lost.")] = 5.0,
     stuck_seconds: Annotated[
-        float, typer.Option(help="After this long in which its main thread stands still a member is lost; 0: never.")
+        float, typer.Option(help="A member whose main thread stands still for this long is lost; 0: never.")
     ] = 300.0,
-    recovery_seconds: Annotated[float, typer.Option(help="How long to wait for members of a running job first.")] = 3.0,
+    recovery_seconds: Annotated[float, typer.Option(help="How long to wait first for members of a running job.")] = 3.0,
     announce: Annotated[
-        Path | None, typer.Option(help="Write the address into this file, for --rdzv-endpoint=file:FILE.")
+        Path | None, typer.Option(help="A file to write the address to, for --rdzv-endpoint=file:FILE.")
     ] = None,
     http: Annotated[
-        str | None, typer.Option(help="HOST:PORT at which a browser and Prometheus see the job. Without it: nowhere.")
+        str | None, typer.Option(help="HOST:PORT of the page for browsers and Prometheus. Default: no page.")
     ] = None,
     http_token_file: Annotated[
-        Path | None, typer.Option(help="A file with what they have to say; by default one that is made.")
+        Path | None, typer.Option(help="A file with the readers' token. Default: a file that is created.")
     ] = None,
 ) -> None:
-    """Coordinate the nodes of one elastic job, from its start to its end, so that no node is special.
+    """Coordinate the nodes of an elastic job from start to end, so that no node is special.
 
-    It may be killed and started again: members go on, reconnect, and tell it the state of the job. With --announce it
-    may be started elsewhere, at any port; one that runs still ends then.
+    The coordinator can be killed and restarted: members continue, reconnect, and report the state of the job. With
+    --announce it can be started elsewhere, on any port; a coordinator that is still running then exits.
 
     Example: ds-dynatrain coordinator 10.0.0.1:29400 --nnodes 2:8 --job run-7 --token-file run-7.token
 
-    Exit code: 0 the job has finished, 2 it could not listen, or another one has taken its place.
+    Exit code: 0 if the job has finished, 2 if it could not listen or a newer coordinator has replaced it.
     """
     from ds_dynatrain.cli import jobs as membership
     from ds_dynatrain.elastic.settings import Settings
@@ -136,11 +137,11 @@ def status(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which members an elastic job has, what they do, and what changed last.
+    """Show an elastic job's members, what each of them is doing, and the last change.
 
     Example: ds-dynatrain status 10.0.0.1:29400 --token-file run-7.token
 
-    Exit code: 0, or 2 if no coordinator answers or it refuses.
+    Exit code: 0, or 2 if no coordinator answers or it rejects the request.
     """
     from ds_dynatrain.cli import jobs as membership
 
@@ -155,16 +156,16 @@ def status(
 @app.command()
 def leave(
     address: Coordinator,
-    node: Annotated[str, typer.Argument(help="The node: what `ds-dynatrain status` shows before the slash.")],
+    node: Annotated[str, typer.Argument(help="The node, as `ds-dynatrain status` shows it before the slash.")],
     token_file: TokenFile = None,
 ) -> None:
     """Let a node hand over its state and leave an elastic job, as SIGTERM to its torchrun does.
 
-    Returns as soon as its workers were told; the status shows when they have gone.
+    Returns once the workers have been told; the status shows when they have left.
 
     Example: ds-dynatrain leave 10.0.0.1:29400 NODE --token-file run-7.token
 
-    Exit code: 0, or 2 if there is no such node, no coordinator answers, or it refuses.
+    Exit code: 0, or 2 if there is no such node, no coordinator answers, or it rejects the request.
     """
     from ds_dynatrain.cli import jobs as membership
 
@@ -202,15 +203,15 @@ def probe(
 for name, path in COMMANDS.items():
     app.command(name)(named(path))
 
-checkpoint = typer.Typer(no_args_is_help=True, help="Look into universal checkpoints, prove them, convert them.")
+checkpoint = typer.Typer(no_args_is_help=True, help="Inspect, verify and convert checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
 
-Where = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: then the latest.")]
+Where = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints (the latest is used).")]
 
 
 @checkpoint.command()
 def inspect(path: Where, as_json: AsJson = False) -> None:
-    """Say what is in a checkpoint: steps, layout, state kinds, bytes. Tensors are not read.
+    """Show what a checkpoint contains: steps, layout, state kinds, bytes. Tensors are not read.
 
     Example: ds-dynatrain checkpoint inspect checkpoints
 
@@ -232,35 +233,37 @@ def inspect(path: Where, as_json: AsJson = False) -> None:
 def convert(
     path: Annotated[
         Path,
-        typer.Argument(help="A checkpoint, or a folder of them: then the latest. With --to universal another tool's."),
+        typer.Argument(
+            help="A checkpoint, or a folder of checkpoints (the latest is used); with --to universal: another tool's."
+        ),
     ],
     out: Annotated[
         Path,
         typer.Argument(
             help="A new safetensors file (in a folder: model.safetensors) or DCP folder; for universal and "
-            "deepspeed-universal the folder of checkpoints."
+            "deepspeed-universal, the folder of checkpoints."
         ),
     ],
     to: Annotated[
-        Format, typer.Option(help="The format to write. safetensors has weights alone; universal is ours.")
+        Format, typer.Option(help="The format to write. safetensors holds only weights; universal is ds_dynatrain's.")
     ] = Format.SAFETENSORS,
     dtype: Annotated[
-        WeightType | None, typer.Option(help="The type that all weights get. Without it: as they were.")
+        WeightType | None, typer.Option(help="The type to convert all weights to. Default: unchanged.")
     ] = None,
     trust_pickle: Annotated[
         bool,
         typer.Option(
             "--trust-pickle",
-            help="With --to universal: run what files say that hold more than tensors and plain values.",
+            help="With --to universal: also unpickle code, not only tensors and plain values.",
         ),
     ] = False,
 ) -> None:
-    """Write a checkpoint in the format of another tool, or with --to universal another tool's in ours.
+    """Convert a checkpoint to another tool's format or, with --to universal, from another tool's format.
 
     Example: ds-dynatrain checkpoint convert checkpoints model.safetensors --dtype bfloat16
 
-    It goes tensor by tensor. Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the other one
-    cannot be written.
+    Converts tensor by tensor. Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the output cannot
+    be written.
     """
     from ds_dynatrain.cli import conversion
 
@@ -275,7 +278,7 @@ def verify(path: Where) -> None:
 
     Example: ds-dynatrain checkpoint verify checkpoints
 
-    Exit code: 0 all is as it was saved, 1 something is not (a line each), 2 there is none to read.
+    Exit code: 0 if everything is as it was saved, 1 if not (a line for each difference), 2 if there is no checkpoint.
     """
     from ds_dynatrain.cli import checkpoints
 

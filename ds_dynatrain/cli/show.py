@@ -13,11 +13,11 @@ from rich.table import Table
 
 from ds_dynatrain.cli.configuration import JobReport
 from ds_dynatrain.cli.doctor import Environment
-from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.exact.machine import ExactMachine
 from ds_dynatrain.report.check import Check
 from ds_dynatrain.support import Finding, Verdict, all_tables
 from ds_dynatrain.support.markdown import markdown, note
+from ds_dynatrain.terminal import stdout_console
 
 OFF = "off"
 _MARKS = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}

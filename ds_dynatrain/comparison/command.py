@@ -44,36 +44,34 @@ class WayName(str, Enum):
 def compare(
     size: Annotated[
         list[Size] | None,
-        typer.Option(help="Model; repeat the option for more. Default: all but tiny."),
+        typer.Option(help="Size of the model; repeatable. Default: all sizes except tiny."),
     ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option(
-            help="As data=4,zero_stage=1:data=3,zero_stage=2; repeat the option for more. Default: two usual ones."
+            help="A change, such as data=4,zero_stage=1:data=3,zero_stage=2; repeatable. Default: two typical changes."
         ),
     ] = None,
     way: Annotated[
         list[WayName] | None,
-        typer.Option(help="How the change is made; repeat the option for more. Default: all."),
+        typer.Option(help="How to make the change; repeatable. Default: all ways."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md, compare.html.")] = Path("compare"),
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median is shown.")] = 1,
-    limit_seconds: Annotated[float, typer.Option(min=1, help="For one launch of ranks.")] = 300.0,
-    scratch: Annotated[
-        Path | None, typer.Option(help="Where checkpoints go. Without it: the temporary folder.")
-    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of measurements of each way; the median is shown.")] = 1,
+    limit_seconds: Annotated[float, typer.Option(min=1, help="Time limit of one launch of ranks.")] = 300.0,
+    scratch: Annotated[Path | None, typer.Option(help="Folder for checkpoints. Default: the temporary folder.")] = None,
     figures: Annotated[
-        Path | None, typer.Option("--from", help="Measure nothing: draw what is in this compare.json.")
+        Path | None, typer.Option("--from", help="Measure nothing, and draw the results in this compare.json.")
     ] = None,
 ) -> None:
-    """Measure one change done live, by our checkpoint, by DeepSpeed's universal one and by torch's, in real processes.
+    """Measure a change made live, and through checkpoints of ds_dynatrain, DeepSpeed and torch, in real processes.
 
     Takes about forty minutes on two quiet cores, most of it for 125M. Needs DeepSpeed, and matplotlib for the page.
-    What is measured is in compare.json after every way; --from draws it if the rest is never measured.
+    compare.json is written after every way; --from draws it, even if the rest was never measured.
 
     Example: ds-dynatrain compare --size 8M --way live --way restart --out compare
 
-    Exit code: 0 all ways were measured or said why they cannot, 1 not even a live switch could be, 2 wrong options.
+    Exit code: 0 if all ways were measured or said why they cannot be, 1 if no live switch was, 2 for bad options.
     """
     with saying("compare"):
         try:  # fail before minutes of measuring

@@ -14,16 +14,19 @@ from ds_dynatrain.exits import REFUSED, saying
 
 def compare_exact(
     one: Annotated[Path, typer.Argument(help="A report file (report.jsonl) of a job with dynatrain.exact.")],
-    other: Annotated[Path, typer.Argument(help="That of another run of it: in another world, on other machines.")],
+    other: Annotated[
+        Path,
+        typer.Argument(help="The report file of a different run of the same job, in any layout and on any machines."),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say whether two runs of an exact job are bit-identical, or name the first step that differs, and what in it.
+    """Say whether two runs of an exact job are bit-identical, or name the first step that differs and what differs.
 
     Needs neither torch nor DeepSpeed.
 
     Example: ds-dynatrain compare-exact two_ranks.jsonl four_ranks.jsonl
 
-    Exit code: 0 they are in all steps that both have, 1 they are not, 2 a file cannot be read or they are of two jobs.
+    Exit code: 0 if all common steps are identical, 1 if not, 2 if a file is unreadable or the jobs differ.
     """
     with saying("compare-exact"):
         runs, found = compared(one, other)

@@ -179,7 +179,10 @@ class Sides:
             return self._still_needed(kind, *rows)
         parts = [NO_ROWS]
         for each in cut.copies_of(sender):
-            rows = self._own_share(each, sender, target.ranks_near(each.start, each.stop))
+            rank = target.ranks_near(each.start, each.stop)
+            if cut.replicated:  # only newcomers do not have it
+                rank = rank[self.source_ranks[rank] == ABSENT]
+            rows = self._own_share(each, sender, rank)
             parts.append(_held(target, *self._still_needed(kind, *rows)))
         return interval.join(parts)
 

@@ -347,12 +347,9 @@ class Preparation:
         if kinds not in self.costs:
             ready = [self.moves(kinds), *([self.moves(kinds, is_late=True)] if self.proposal.late else [])]
             exchanges = [each for part in ready for each in part.plan.rounds]
-            sent, received = (
-                sum(moves.nbytes for moves in one)
-                for one in ([each.sends for each in exchanges], [each.receives for each in exchanges])
-            )
-            in_flight = min(self.budget_bytes, sent + received)
-            peak = peak_bytes(self.plan(kinds), self.control.member, in_flight)
+            sent = sum(each.sends.nbytes for each in exchanges)
+            received = sum(each.receives.nbytes for each in exchanges)
+            peak = peak_bytes(self.plan(kinds), self.control.member, min(self.budget_bytes, sent + received))
             self.costs[kinds] = Cost(sent, max(sent, received), peak)
         return self.costs[kinds]
 

@@ -51,7 +51,7 @@ from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import LoadReason, rest_carry, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
-from ds_dynatrain.reshard.certificate import SIDES, Doubts, certify, differing, explained, joined_sides, shares
+from ds_dynatrain.reshard.certificate import SIDES, Shares, certify, differing, explained, folded, joined_sides, shares
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.digest_sides import SideDigests, side_digests
 from ds_dynatrain.reshard.encoding import blank_tensors, decode, encode, fingerprint
@@ -112,6 +112,8 @@ class Transaction:
         self.rest: dict[str, Any] = {}
         self.new_streams: streams.Streams | None = None
         self.digests: dict[str, SideDigests] = {"source": {}, "target": {}}
+        self.shares: dict[str, Shares | None] = {}
+        """This member's part of the digests of both sides."""
         self.kept_share: SideDigests = {}
         """Digests of the part of the source that lies in buffers that the next layout reuses."""
         self.digest = ""
@@ -146,10 +148,10 @@ class Transaction:
                 self.control.lost, self.interrupt = None, lost.__cause__
             return VoteResult(False, str(lost))
         self.interrupt = decision.interrupt
-        if decision.said and "doubts" in decision.said:
-            decision = replace(decision, reason=self._explained(decision.said["doubts"]))
-        elif decision.said:
+        if decision.said and "digest" in decision.said:
             self.digest = str(decision.said["digest"])
+        elif decision.said:
+            decision = replace(decision, reason=f"CertificateError: {self._explained()}")
         return decision
 
     def conclude(self, decision: VoteResult) -> None:
@@ -396,13 +398,12 @@ class Transaction:
             )
 
     def _report(self) -> dict[str, Any]:
-        """Return this member's digests of both sides, as terms of the sums over all members."""
+        """Return the folds of this member's digests of both sides, as terms of the sums over all members."""
         self._measure()
-        report = dict[str, Any]()
+        vps = self.preparation.vps
         for side, (layout, members, rank) in self.sides.items():
-            vps = self.preparation.vps
-            report[side] = None if rank is None else shares(vps, layout, members, rank, self.digests[side])
-        return report
+            self.shares[side] = None if rank is None else shares(vps, layout, members, rank, self.digests[side])
+        return {side: mine and folded(mine) for side, mine in self.shares.items()}
 
     def _measure(self) -> None:
         """Record the bytes that this member holds at once: the source, new buffers of the target, and staging."""
@@ -416,24 +417,33 @@ class Transaction:
     # ---- the judgement -------------------------------------------------------------------------------------------
 
     def _judge(self, report: dict[str, Any]) -> VoteResult:
-        """Return the decision that follows from the reports of all members. Called on the first member."""
-        vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
-        try:
-            said = certify(vps, *layouts, report)
-        except CertificateError as error:
-            return VoteResult(False, f"CertificateError: {error}")
-        return VoteResult("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
+        """Return the decision that follows from the folds of all members. Called on the first member."""
+        said = self._certified(report)
+        return VoteResult("digest" in said, "" if "digest" in said else "the digests of state differ", said=said)
 
-    def _explained(self, wrong: dict[str, Doubts]) -> str:
-        """Return a message that names the members whose copies differ. The message is the same on all members."""
-        side = next(each for each in SIDES if wrong[each])
-        layout, members, _ = self.sides[side]
-        among, own = self._session(self.session.key), self.digests[side] or None
-        what = among, "differing", self.preparation.vps, layout, members, own, wrong[side], side
+    def _certified(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Return what `certify` finds: {"digest": ...}, {"doubts": ...}, or the text of its error as {"error": ...}."""
         try:
-            return f"CertificateError: {explained(*what)}"
+            return certify(self.preparation.vps, self.proposal.source_layout, self.proposal.layout, report)
+        except CertificateError as error:
+            return {"error": str(error)}
+
+    def _explained(self) -> str:
+        """Return a message that names the tensor that differs, and the members whose copies differ if copies do.
+
+        Called on all members, after folds have differed. The message is the same on all of them.
+        """
+        among = self._session(self.session.key)
+        try:
+            said = among.reduce("shares", self.shares, joined_sides, self._certified)
+            if "doubts" not in said:
+                return str(said.get("error", "the digests of state differ, and those of no tensor do"))
+            side = next(each for each in SIDES if said["doubts"][each])
+            layout, members, _ = self.sides[side]
+            own, wrong = self.digests[side] or None, said["doubts"][side]
+            return explained(among, "differing", self.preparation.vps, layout, members, own, wrong, side)
         except (DynatrainError, td.DistError) as error:  # the switch is rolled back in any case
-            return f"CertificateError: copies of one state differ, and it is not known whose ({error})"
+            return f"the digests of state differ, and it is not known whose ({error})"
 
     # ---- commit, or undo -----------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class Mesh:
 
     @cached_property
     def shard_groups(self) -> tuple[ShardGroup, ...]:
-        """All shard groups; groups of experts come last."""
+        """The shard groups; groups of experts come last."""
         stages, found = np.arange(self.layout.world_size).reshape(self.layout.pipe, -1), list[ShardGroup]()
         for experts in self.regions:
             for stage in stages:
@@ -179,9 +179,9 @@ class Mesh:
 
     @cached_property
     def _first_alike(self) -> list[Ints]:
-        """For each form and each shard group of a stage, the first group of the stage that holds the same part.
+        """The first shard group of a stage with the same part, for each form and each group of the stage.
 
-        ABSENT (-1) for a group that holds nothing. Two parts of a tensor are the same, or have no element in common.
+        It is -1 if the group holds nothing. Two parts of a tensor are the same, or have no element in common.
         """
         found = list[Ints]()
         for tensor in self._firsts:

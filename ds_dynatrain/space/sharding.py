@@ -181,9 +181,11 @@ class EvenSharding:
         beyond = ~absent[row]
         parts = [(np.flatnonzero(absent), start[absent], stop[absent]), (row[beyond], low[beyond], high[beyond])]
         if not self.replicated:
-            row, low, high, owner = self.owners(start, stop)
-            others = ~absent[row] & (owner != holder[row])
-            parts.append((row[others], low[others], high[others]))
+            row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
+            part = (self.start - self.lead)[segment] + holder[row] * self.width[segment]
+            for first, last in ((low, np.minimum(high, part)), (np.maximum(low, part + self.width[segment]), high)):
+                others = ~absent[row] & (first < last)
+                parts.append((row[others], first[others], last[others]))
         return join(parts)
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:

@@ -29,7 +29,7 @@ DIRECT_BYTES = 256 * 1024
 
 
 class Part(NamedTuple):
-    """What a message contains of one move: of `number` rows from row `first` on, the bytes [start, stop).
+    """The part of a move in a message: of `number` rows from row `first` on, the bytes [start, stop).
 
     move: the number of the move.
     """

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ds_dynatrain.space import (
     FROZEN,
     MASTER,
     WEIGHT,
+    AxisCuts,
     BufferId,
     Kind,
     Layout,
     LogicalTensor,
+    Partition,
     VirtualParameterSpace,
     ZeroRules,
     standard_kinds,
+    uneven,
 )
 from ds_dynatrain.transfer import Buffers
 
 PAD = 3
 SENTINEL = -12345.0
-SHAPES = ((97, 131), (131,), (7,), (300, 211), (1,), (64, 64), (5, 3))
+SHAPES = ((97, 131), (131,), (7,), (300, 211), (1,), (64, 64), (6, 5000), (5, 3))
 
 
 def space(layout: Layout, members: tuple[int, ...], weight: int = 2) -> VirtualParameterSpace:
-    """Seven tensors in two groups, one of them frozen."""
+    """Eight tensors in two groups, one of them frozen; the tensor axis cuts matrices along their columns."""
     last = len(SHAPES) - 1
     tensors = [
         LogicalTensor(f"t{number}", shape, FROZEN if number == last else int(number > 3))
         for number, shape in enumerate(SHAPES)
     ]
     rules = ZeroRules(sub_group_size=20_000)
-    return VirtualParameterSpace.of(tensors, rules, standard_kinds(weight), layout, members)
+    return VirtualParameterSpace.of(tensors, rules, standard_kinds(weight), layout, members, columns)
+
+
+def columns(layout: Layout) -> Partition:
+    """Columns as evenly as possible; vectors and what is too narrow whole."""
+    found = list[AxisCuts]()
+    for shape in SHAPES:
+        ends = [shape[-1] * part // layout.tensor for part in range(layout.tensor + 1)]
+        is_cut = len(shape) == 2 and shape[1] >= layout.tensor
+        cut = uneven(1, [high - low for low, high in itertools.pairwise(ends)])
+        found.append(AxisCuts(tensor=cut if is_cut else None))
+    return tuple(found)
 
 
 def dtype_of(kind: Kind) -> torch.dtype:

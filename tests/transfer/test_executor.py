@@ -98,6 +98,30 @@ def test_real_plans_arrive_bit_for_bit(
     stage: int, members: tuple[int, ...], next_stage: int, next_members: tuple[int, ...], weight: int, budget: int
 ) -> None:
     layout, target = Layout(zero_stage=stage, data=len(members)), Layout(zero_stage=next_stage, data=len(next_members))
+    check(layout, members, target, next_members, weight, budget)
+
+
+@pytest.mark.parametrize("budget", [SMALL_BUDGET, 1 << 30])
+@pytest.mark.parametrize("weight", [2, 4])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Layout(zero_stage=1, tensor=4), Layout(zero_stage=1, tensor=2, data=2)),
+        (Layout(zero_stage=3, tensor=2), Layout(zero_stage=1, tensor=3)),
+        (Layout(zero_stage=1, data=2, tensor=2), Layout(zero_stage=3, data=2, tensor=2)),
+        (Layout(zero_stage=2, data=3), Layout(zero_stage=0, tensor=4)),
+    ],
+    ids=str,
+)
+def test_blocks_arrive_bit_for_bit(source: Layout, target: Layout, weight: int, budget: int) -> None:
+    members = tuple(range(source.world_size)), tuple(reversed(range(target.world_size)))
+    check(source, members[0], target, members[1], weight, budget)
+
+
+def check(
+    layout: Layout, members: tuple[int, ...], target: Layout, next_members: tuple[int, ...], weight: int, budget: int
+) -> None:
+    """Every element arrives, padding and sources stay as they are, and staging keeps to the budget."""
     vps = space(layout, members, weight)
     state, plan = logical_state(vps), plan_switch(vps, target, next_members)
     sources: dict[int, Buffers] = {member: {} for member in plan.members}

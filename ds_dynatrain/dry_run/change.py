@@ -1,0 +1,241 @@
+"""The dry run of one change of layout: from a job, two layouts and a topology to the answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from ds_dynatrain.dry_run import answer
+from ds_dynatrain.dry_run.job import Job
+from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.plan import (
+    LinkClass,
+    Picture,
+    SwitchPlan,
+    Topology,
+    assign_slots,
+    held_bytes,
+    picture_of,
+    plan_switch,
+)
+from ds_dynatrain.plan.topology import ASSUMED
+from ds_dynatrain.space import Layout
+from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.support.axes import smaller
+
+LINK_TIMES, DIGEST_BYTES_PER_SECOND, REBUILD_SECONDS, VOTE_SECONDS = 1.25, 1.1e12, 0.2, 0.1
+"""Coefficients of the expectation, from docs/figures/training.md: time of moves over that of the raw bytes, speed of
+the digests of a certificate on a device, time to build DeepSpeed's optimizer anew, time of the votes."""
+COEFFICIENTS = (
+    f"expected: moves take {LINK_TIMES:g} x the raw time of their bytes, one class of links after the other; digests "
+    f"of both sides run at {DIGEST_BYTES_PER_SECOND / 1e12:g} TB/s; building the optimizer takes {REBUILD_SECONDS:g} s "
+    f"and votes {VOTE_SECONDS:g} s (docs/figures/training.md; measured on at most four ranks)"
+)
+NOT_COUNTED = (
+    "not counted: activations, gradients, padding, the reserve of an allocator; setting up process groups and kernels; "
+    "training continues until the pause",
+    "the global batch divides over the target's ranks",
+)
+MOST_FOR_ROUNDS, MOST_PAIRS = 256, 1000
+
+
+def answered(job: Job, source: Layout, target: Layout, topology: Topology) -> answer.Answer:
+    """Return the answer to what a change from one layout to another would cost.
+
+    topology: the members of the cluster; the first ones train in the source.
+    """
+    refused, figures, ways = job.refusal(source, target), None, list[str]()
+    given = "assumed" if topology.origin == ASSUMED else f"from {topology.origin}"
+    said = [*job.assumed, f"links {given}: {_links(topology)}", COEFFICIENTS, *NOT_COUNTED]
+    cluster = len(topology.node_of)
+    if max(source.world_size, target.world_size) > cluster:
+        large = source if source.world_size > cluster else target
+        why = f"{large} needs {large.world_size} members and the cluster has {cluster}"
+        refused = SwitchRefused(why, f"nearest: {smaller(large, cluster)}")
+    else:
+        try:
+            figures = _figures(job, source, target, topology)
+        except SwitchRefused as error:
+            refused = refused or error
+        if refused is None and figures is not None:
+            refused, ways = _memory_refusal(job, source, target, figures)
+    if refused is not None and refused.way_out:
+        ways.insert(0, refused.way_out)
+    return answer.Answer(
+        model=job.model.name,
+        parameters=job.model.parameters,
+        source=source.to_dict(),
+        target=target.to_dict(),
+        fits=refused is None,
+        refusal=refused.reason if refused is not None else "",
+        ways_out=ways,
+        figures=figures,
+        assumptions=said,
+    )
+
+
+def _links(topology: Topology) -> str:
+    classes: Mapping[str, LinkClass] = {
+        "inside a member": topology.memory,
+        "inside a node": topology.node,
+        "between nodes": topology.network,
+    }
+    return ", ".join(f"{name} {link.bytes_per_second / 1e9:g} GB/s" for name, link in classes.items())
+
+
+def _figures(job: Job, source: Layout, target: Layout, topology: Topology) -> answer.ChangeFigures:
+    every, names = sorted(topology.node_of), topology.names
+    vps = job.space(source, target, every[: source.world_size])
+    plan = plan_switch(vps, target, assign_slots(vps, target, every, topology.node_of))
+    places = topology.node_index(np.array(plan.members, dtype=np.int64))
+    found = picture_of(plan, places)
+    before, after = (Counter(topology.node_of[each] for each in side) for side in (vps.members, plan.target_members))
+    apart = np.where(np.eye(len(found.by_node), dtype=bool), 0, found.by_node).astype(np.int64)
+    out, into = np.zeros((2, len(names)), np.int64)
+    out[: len(apart)], into[: len(apart)] = apart.sum(1), apart.sum(0)
+    sent = int(found.gives.sum())
+    most = int(np.maximum(found.gives, found.takes).argmax())
+    nodes = [
+        answer.NodeBytes(name=name, before=before[name], after=after[name], sent=int(out[at]), received=int(into[at]))
+        for at, name in enumerate(names)
+        if before[name] or after[name]
+    ]
+    return answer.ChangeFigures(
+        members=list(plan.target_members),
+        bytes=answer.MovedBytes(
+            kept=int(found.kept.sum()),
+            cast=int(found.cast.sum()),
+            in_node=int(found.sent[0].sum()),
+            between_nodes=int(found.sent[1].sum()),
+            sent=sent,
+            minimum=sent,
+            excess={"parts that lie elsewhere": sent - _least_by_sizes(plan)},
+        ),
+        busiest=answer.BusiestMember(
+            member=plan.members[most],
+            node=topology.node_of[plan.members[most]],
+            sent=int(found.gives[most]),
+            received=int(found.takes[most]),
+            sent_between_nodes=int(found.sent[1, most]),
+            received_between_nodes=int(found.received[1, most]),
+        ),
+        memory=_memory(job, plan, found, topology),
+        seconds=_seconds(plan, found, topology, places),
+        nodes=nodes,
+        freed=[name for name in names if before[name] and not after[name]],
+        pairs=_pairs(apart, names, nodes),
+        rounds=_rounds(plan, topology),
+    )
+
+
+def _least_by_sizes(plan: SwitchPlan) -> int:
+    """Return what has to be sent because members hold more afterwards than before, whatever their parts are."""
+    sides, total = plan.sides, 0
+    for kind in sides.kinds:
+        before = np.append(held_bytes(sides.vps, sides.vps.layout, [kind.name]), 0)[sides.source_ranks]
+        after = held_bytes(sides.vps, sides.layout, [kind.name])
+        if kind.derived_from is not None:
+            master = sides.vps.kind(kind.derived_from)
+            after = after - held_bytes(sides.vps, sides.layout, [master.name]) // master.itemsize * kind.itemsize
+        total += int(np.maximum(after - before, 0).sum())
+    return total
+
+
+def _memory(job: Job, plan: SwitchPlan, found: Picture, topology: Topology) -> answer.PeakMemory:
+    """Return the memory of the member that needs the most."""
+    sides, sizes = plan.sides, np.zeros((2, len(found.members)), np.int64)
+    sizes[0, np.searchsorted(found.members, sides.vps.members)] = held_bytes(sides.vps, sides.vps.layout, plan.kinds)
+    sizes[1, np.searchsorted(found.members, sides.members)] = held_bytes(sides.vps, sides.layout, plan.kinds_after)
+    flying = np.minimum(job.budget_bytes, found.gives + found.takes)
+    peak = sizes.sum(0) + flying
+    most, device = int(peak.argmax()), topology.device_memory_bytes
+    return answer.PeakMemory(
+        member=plan.members[most],
+        before=int(sizes[0, most]),
+        after=int(sizes[1, most]),
+        peak=int(peak[most]),
+        lean=int((sizes.max(0) + flying).max()),
+        device=None if device is None else int(device),
+    )
+
+
+def _seconds(plan: SwitchPlan, found: Picture, topology: Topology, places: Ints) -> answer.ChangeSeconds:
+    """Return the least time of each class of links, and the expected time of each phase."""
+    own = {"memory": found.kept / topology.memory.bytes_per_second}
+    for row, name in enumerate(("node", "network")):
+        link: LinkClass = getattr(topology, name)
+        own[name] = np.zeros(len(places))
+        for end in (found.sent[row], found.received[row]):
+            alone = end / link.bytes_per_second
+            together = np.bincount(places, alone) / (link.at_once or np.inf)
+            own[name] = np.maximum.reduce([own[name], alone, together[places]])
+    floors = {name: float(each.max(initial=0.0)) for name, each in own.items()}
+    sides = plan.sides
+    digested = [held_bytes(sides.vps, layout, plan.kinds).max() for layout in (sides.vps.layout, sides.layout)]
+    phases = {
+        "votes": VOTE_SECONDS,
+        "rebuild": REBUILD_SECONDS,
+        "moves": LINK_TIMES * float(np.sum([*own.values()], axis=0).max()),
+        "certificate": float(sum(digested)) / DIGEST_BYTES_PER_SECOND,
+    }
+    return answer.ChangeSeconds(**floors, floor=max(floors.values()), phases=phases, expected=sum(phases.values()))
+
+
+def _pairs(apart: Ints, names: tuple[str, ...], nodes: list[answer.NodeBytes]) -> list[tuple[int, int, int]]:
+    """Return (node, node, bytes) for the pairs of nodes that exchange the most."""
+    number = {node.name: at for at, node in enumerate(nodes)}
+    busy = np.flatnonzero(apart)
+    most = busy[np.argsort(-apart.ravel()[busy], kind="stable")][:MOST_PAIRS]
+    found = []
+    for at in most.tolist():
+        sender, receiver = divmod(at, apart.shape[1])
+        found.append((number[names[sender]], number[names[receiver]], int(apart.ravel()[at])))
+    return found
+
+
+def _rounds(plan: SwitchPlan, topology: Topology) -> list[answer.ExchangeRound]:
+    """Return the rounds of exchanges in their order; nothing if there are many members.
+
+    Pairs with the same key of `plan.rounds` exchange at the same time.
+    """
+    count = len(plan.members)
+    if count > MOST_FOR_ROUNDS:
+        return []
+    members = np.array(plan.members, dtype=np.int64)
+    by_pair = picture_of(plan, np.arange(count)).by_node
+    one, other = np.nonzero(np.triu(np.maximum(by_pair, by_pair.T), 1))
+    nodes, found = topology.node_index(members), dict[tuple[bool, int], float]()
+    for a, b in zip(one.tolist(), other.tolist(), strict=True):
+        is_near = bool(nodes[a] == nodes[b])
+        link = topology.node if is_near else topology.network
+        seconds = max(by_pair[a, b], by_pair[b, a]) / link.bytes_per_second + link.latency_seconds
+        key = is_near, int(members[a] ^ members[b])
+        found[key] = max(found.get(key, 0.0), float(seconds))
+    return [
+        answer.ExchangeRound(between_nodes=not is_near, seconds=found[is_near, at]) for is_near, at in sorted(found)
+    ]
+
+
+def _memory_refusal(
+    job: Job, source: Layout, target: Layout, figures: answer.ChangeFigures
+) -> tuple[SwitchRefused | None, list[str]]:
+    """Return why the devices have too little memory, and what would fit; (None, []) if they have enough."""
+    memory = figures.memory
+    if memory.device is None or memory.peak <= memory.device:
+        return None, []
+    ways = []
+    if memory.lean <= memory.device:
+        ways.append(f'a lean switch, through a checkpoint: {memory.lean / 1e9:.1f} GB ("memory": "lean")')
+    for stage in range(target.zero_stage + 1, 4):
+        other = target.replace(zero_stage=stage)
+        if job.refusal(source, other) is None:
+            vps = job.space(source, other, range(source.world_size))
+            after = int(held_bytes(vps, other, vps.present_kinds(other)).max())
+            if memory.before + after + job.budget_bytes <= memory.device:
+                ways.append(f"{other}: at most {(memory.before + after + job.budget_bytes) / 1e9:.1f} GB")
+    return SwitchRefused(
+        f"member {memory.member} needs {memory.peak / 1e9:.1f} GB at the peak ({memory.before / 1e9:.1f} before, "
+        f"{memory.after / 1e9:.1f} after, the rest in flight), and its device has {memory.device / 1e9:.1f} GB"
+    ), ways or ["more ranks, or a higher ZeRO stage"]

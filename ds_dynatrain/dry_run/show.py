@@ -1,0 +1,98 @@
+"""The answer of a dry run as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ds_dynatrain.dry_run.answer import Answer, ChangeFigures
+from ds_dynatrain.terminal import stdout_console
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def size(number: float) -> str:
+    """Return a number of bytes in words."""
+    scale, unit = next(((scale, unit) for scale, unit in _UNITS if number >= scale), (1.0, "B"))
+    return f"{number / scale:.3g} {unit}" if number < 1000 * scale else f"{number / scale:,.0f} {unit}"
+
+
+def layout_text(layout: dict[str, int | list[int]]) -> str:
+    """Return a layout without its axes of size 1."""
+    shown = {name: value for name, value in layout.items() if value != 1 or name in ("data", "zero_stage")}
+    return " ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def answer(found: Answer, as_json: bool) -> None:
+    """Print an answer as text or as one JSON object."""
+    if as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    console = stdout_console()
+    console.print(f"[bold]{escape(found.model)}[/]: {layout_text(found.source)} → {layout_text(found.target)}")
+    said = "[bold green]fits[/]" if found.fits else f"[bold red]refused[/]: {escape(found.refusal)}"
+    console.print(said, soft_wrap=True)
+    for way in found.ways_out:
+        console.print(f"  what would work: {escape(way)}", soft_wrap=True)
+    if found.figures is not None:
+        _print_rows(console, lines(found.figures))
+    console.print("\nassumed")
+    for line in found.assumptions:
+        console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def suggestions(found: list[Answer], as_json: bool) -> None:
+    """Print suggested layouts, cheapest to reach first."""
+    if as_json:
+        print(TypeAdapter(list[Answer]).dump_json(found, indent=2).decode())
+        return
+    table = Table("layout", "expected", "floor", "sent", "between nodes", "peak", box=None)
+    for each in found:
+        if (figures := each.figures) is not None:
+            seconds, moved = figures.seconds, figures.bytes
+            cells = f"{seconds.expected:.2f} s", f"{seconds.floor:.3f} s", size(moved.sent), size(moved.between_nodes)
+            table.add_row(layout_text(each.target), *cells, size(figures.memory.peak))
+    stdout_console().print(table)
+
+
+def lines(figures: ChangeFigures) -> list[tuple[str, str]]:
+    """Return the figures as (what, how much)."""
+    moved, memory, seconds, busiest = figures.bytes, figures.memory, figures.seconds, figures.busiest
+    device = "" if memory.device is None else f" of {size(memory.device)}"
+    freed = f"{len(figures.freed)}: {', '.join(figures.freed[:8])}" if figures.freed else "none"
+    excess = ", ".join(f"{size(number)} {cause}" for cause, number in moved.excess.items())
+    phases = ", ".join(f"{name} {value:.3f}" for name, value in seconds.phases.items())
+    return [
+        ("kept", size(moved.kept)),
+        ("cast from masters", size(moved.cast)),
+        ("sent", f"{size(moved.sent)} ({size(moved.between_nodes)} between nodes)"),
+        ("minimum", f"{size(moved.minimum)} for any assignment of members to ranks"),
+        ("beyond what the sizes need", excess),
+        (
+            "busiest member",
+            f"{busiest.member} on {busiest.node}: sends {size(busiest.sent)}, receives {size(busiest.received)}",
+        ),
+        (
+            "peak memory",
+            f"{size(memory.peak)}{device} on member {memory.member}: {size(memory.before)} before, "
+            f"{size(memory.after)} after; lean {size(memory.lean)}",
+        ),
+        (
+            "seconds, at least",
+            f"{seconds.floor:.3f} (memory {seconds.memory:.3f}, node {seconds.node:.3f}, "
+            f"network {seconds.network:.3f})",
+        ),
+        ("seconds, expected", f"{seconds.expected:.2f} ({phases})"),
+        ("nodes that become free", freed),
+    ]
+
+
+def _print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for what, said in rows:
+        table.add_row(what, escape(said))
+    console.print(table)
