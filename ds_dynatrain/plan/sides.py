@@ -175,8 +175,7 @@ class Sides:
         target = self.target(kind.name)
         if not cut.has_copies:
             owned = cut.owned(sender)
-            _, *rows = target.holders(owned.start, owned.stop)
-            return self._still_needed(kind, *rows)
+            return self._still_needed(kind, *target.holders(owned.start, owned.stop)[1:])
         parts = [NO_ROWS]
         for each in cut.copies_of(sender):
             rank = target.ranks_near(each.start, each.stop)
