@@ -15,6 +15,7 @@ import argparse
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from figures import keep, machine, table
@@ -36,7 +37,7 @@ NODE = 8
 LARGE, SMALL = (80, 8192, 28672, 128256), (16, 512, 1792, 8192)
 """Layers, width, width of the feed-forward part, words."""
 BAR_SENDER, BAR_NODES = 1.25, 1.1
-SIZES: tuple[dict[str, int], ...] = (
+SIZES: tuple[dict[str, Any], ...] = (
     {"data": 64},
     {"data": 56},
     {"data": 32},

@@ -172,20 +172,21 @@ class Sides:
     def receivers(self, kind: Kind, sender: int) -> Rows:
         """Split the runs that a source rank sends by receiver; return (start, stop, target rank)."""
         cut = self.source(self.read_from(kind))
+        target = self.target(kind.name)
         if not cut.has_copies:
             owned = cut.owned(sender)
-            return self._still_needed(kind, owned.start, owned.stop)
+            return self._still_needed(kind, *target.holders(owned.start, owned.stop)[1:])
         parts = [NO_ROWS]
         for each in cut.copies_of(sender):
-            start, stop, rank = self._still_needed(kind, each.start, each.stop)
-            parts.append(self._own_share(each, sender, start, stop, rank))
+            rank = target.ranks_near(each.start, each.stop)
+            if cut.replicated:  # only newcomers do not have it
+                rank = rank[self.source_ranks[rank] == ABSENT]
+            rows = self._own_share(each, sender, rank)
+            parts.append(_held(target, *self._still_needed(kind, *rows)))
         return interval.join(parts)
 
-    def _still_needed(self, kind: Kind, start: Ints, stop: Ints) -> Rows:
-        """Return the parts of runs of the source that target ranks have to receive, as (start, stop, target rank)."""
-        _, start, stop, rank = self.target(kind.name).holders(start, stop)
-        if self.source(self.read_from(kind)).replicated:  # only newcomers do not have it
-            start, stop, rank = (column[self.source_ranks[rank] == ABSENT] for column in (start, stop, rank))
+    def _still_needed(self, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> Rows:
+        """Return the parts of runs that target ranks neither hold before the switch nor can cast after it."""
         for name in kind.sources:
             row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
             rank = rank[row]
@@ -217,22 +218,21 @@ class Sides:
         able = near if len(near) else copies.ranks
         return np.roll(able, -int(self._turn(copies, rank)))
 
-    def _own_share(self, copies: Copies, sender: int, start: Ints, stop: Ints, rank: Ints) -> Rows:
-        """Return the parts of runs that go from a source rank to the given target ranks, as `shares` has it."""
-        node, there = self.source_nodes[copies.ranks], self.target_nodes[rank]
-        mine = self.source_nodes[sender]
-        is_near, has_near = there == mine, np.isin(there, node)
-        start, stop, rank, is_near = (column[is_near | ~has_near] for column in (start, stop, rank, is_near))
-        near = copies.ranks[node == mine]
-        count = np.where(is_near, len(near), len(copies.ranks))
-        place = np.where(is_near, *(int(np.flatnonzero(able == sender)[0]) for able in (near, copies.ranks)))
-        width = width_of_shares(copies, len(start))
-        first = start // width
-        share = first + (place - self._turn(copies, rank) - first) % count  # the first one that is this sender's
-        row, nth = interval.expand(np.maximum(-(-(-(-stop // width) - share) // count), 0))
-        begin = (share[row] + nth * count[row]) * width[row]
-        low, high = np.maximum(start[row], begin), np.minimum(stop[row], begin + width[row])
-        return low, high, rank[row]
+    def _own_share(self, copies: Copies, sender: int, rank: Ints) -> Rows:
+        """Return the runs that a source rank would send to target ranks that lack all, as `shares` has it."""
+        node, there, mine = self.source_nodes[copies.ranks], self.target_nodes[rank], self.source_nodes[sender]
+        width = width_of_shares(copies, len(copies.start))
+        _, low, high, share = interval.cut_every(copies.start, copies.stop, width)
+        parts = [NO_ROWS]
+        for able, to in ((node == mine, rank[there == mine]), (node == node, rank[~np.isin(there, node)])):
+            count, place = int(able.sum()), int(np.flatnonzero(copies.ranks[able] == sender)[0])
+            order = np.argsort(share % count, kind="stable")
+            turns, wanted = (share % count)[order], (place - self._turn(copies, to)) % count
+            first, last = (np.searchsorted(turns, wanted, side=side) for side in ("left", "right"))
+            row, nth = interval.expand(last - first)
+            at = order[first[row] + nth]
+            parts.append((low[at], high[at], to[row]))
+        return interval.join(parts)
 
     def _turn(self, copies: Copies, rank: Ints | int) -> Ints:
         """Return the index of target ranks in their shard groups: each begins with another sender."""
@@ -244,6 +244,15 @@ def width_of_shares(copies: Copies, rows: int) -> Ints:
     """Return the length of the runs that are dealt out in turn to those who hold copies, for each of some rows."""
     share = copies.each // TURNS if copies.each >= TURNS * SMALLEST_SHARE else max(1, copies.each)
     return np.full(rows, share, dtype=np.int64)
+
+
+def _held(cut: Sharding, start: Ints, stop: Ints, rank: Ints) -> Rows:
+    """Return the parts of each run that its rank holds, as (start, stop, rank)."""
+    apart = np.arange(len(start), dtype=np.int64) * (int(stop.max(initial=0)) + 1)  # runs lie one after another
+    row, low, high = cut.lacking(start, stop, rank)
+    lacks = interval.union(low + apart[row], high + apart[row])
+    row, low, high = interval.subtract(start + apart, stop + apart, *lacks)
+    return low - apart[row], high - apart[row], rank[row]
 
 
 def _runs(cut: Sharding, rank: int) -> Runs:

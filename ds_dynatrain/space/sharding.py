@@ -154,6 +154,10 @@ class EvenSharding:
         _, _, low, high = interval.intersect(start, stop, *self.region())
         yield self.copies_of(0)[0]._replace(start=low, stop=high)
 
+    def ranks_near(self, start: Ints, stop: Ints) -> Ints:
+        """Return all ranks."""
+        return np.arange(self.ranks, dtype=np.int64)
+
     def copies_of(self, rank: int) -> list[Copies]:
         """Return what a rank holds, which all ranks hold."""
         each = -(-int((self.stop - self.start).sum()) // self.ranks)
@@ -273,6 +277,10 @@ class OverlappingSharding:
         """Yield nothing: each rank holds a part only."""
         yield from ()
 
+    def ranks_near(self, start: Ints, stop: Ints) -> Ints:
+        """Return all ranks."""
+        return np.arange(self.ranks, dtype=np.int64)
+
     def copies_of(self, rank: int) -> list[Copies]:
         """Return nothing, as for `copies`."""
         return []
@@ -385,6 +393,11 @@ class GroupedSharding:
             _, _, low, high = interval.intersect(start, stop, *interval.union(*self._region(group, is_primary=True)))
             if len(low):
                 yield Copies(group.ranks, group.experts, self._each[group.experts], low, high)
+
+    def ranks_near(self, start: Ints, stop: Ints) -> Ints:
+        """Return the ranks of the shard groups that hold any of some runs."""
+        groups = self.mesh.meeting(start, stop, is_primary=False)
+        return np.concatenate([interval.ints([]), *(group.ranks for group in groups)])
 
     def copies_of(self, rank: int) -> list[Copies]:
         """Return what a rank holds and no earlier group does, for each shard group of the rank."""
