@@ -75,6 +75,12 @@ def launched(script: str, *arguments: str) -> str:
     return run.stdout
 
 
+@pytest.mark.timeout(250)
+def test_a_loop_over_parameters_and_send_bring_the_same_weights() -> None:
+    loop, sent, equal = launched("openrlhf_like.py", "--layers=1", "--width=32", "--laps=1").splitlines()[-3:]
+    assert int(loop.split()[1]) > 10 * int(sent.split()[1]) and "all equal at the rollout engine" in equal
+
+
 @pytest.mark.timeout(450)
 @pytest.mark.usefixtures("shared_memory")
 def test_rollouts_of_a_shared_pool_give_the_rewards_of_one_that_keeps_its_size(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from figures import keep, machine, table
 from launch import launch
 
 from ds_dynatrain.balance.choose import Members, Search, choose, is_possible
-from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal, peak_bytes, shares_of
 from ds_dynatrain.balance.profile import LayerCost, Profile
+from ds_dynatrain.balance.step_time import step_time
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import Layout
 

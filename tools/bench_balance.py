@@ -32,10 +32,10 @@ from launch import launch
 from stage_bars import Panel, draw
 
 from ds_dynatrain.balance.choose import Members, Search, choose
-from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.partition import Problem, partition, uniform
 from ds_dynatrain.balance.profile import Floats, LayerCost, Profile
+from ds_dynatrain.balance.step_time import step_time
 from ds_dynatrain.space import Layout
 
 FORWARD, BACKWARD, PARAMETERS = 0.0117, 0.0264, 12 * 256**2

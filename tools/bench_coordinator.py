@@ -56,10 +56,10 @@ CHANGES = ("a bit", "no tag", "once more", "the order", "left out", "of another 
 
 
 @contextmanager
-def coordinator(members: int, token: str, port: int) -> Iterator[int]:
-    """The process of one, which begins with the usual limit of files."""
-    command = [sys.executable, "-m", "ds_dynatrain.cli", "coordinator", f"127.0.0.1:{port}", f"--nnodes=1:{members}"]
-    command += ["--recovery-seconds=1"]
+def coordinator(members: int, token: str, port: int, least: int = 1) -> Iterator[int]:
+    """The process of one for `least` to `members` nodes, which begins with the usual limit of files."""
+    command = [sys.executable, "-m", "ds_dynatrain.cli", "coordinator", f"127.0.0.1:{port}"]
+    command += [f"--nnodes={least}:{members}", "--recovery-seconds=1"]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

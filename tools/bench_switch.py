@@ -5,6 +5,7 @@ python tools/bench_switch.py --sizes 30M --laps 1     # a quick look
 python tools/bench_switch.py --write docs/figures  # put the tables into the document
 python tools/bench_switch.py --sizes 30M --variants all  # offload, fp16, BF16_Optimizer, LoRA, three groups instead
 python tools/bench_switch.py --sizes 25M --variants axes  # other models: tensor, expert, pipe and sequence sizes change
+python tools/bench_switch.py --cluster cluster.toml  # also what a cluster file of four members predicts of the moves
 
 One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
 least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
@@ -23,14 +24,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from axes import AXES
 from figures import keep, machine, table
 from launch import launch
 from variants import VARIANTS, Change
 
+from ds_dynatrain.plan import Topology
+
 PROCESSES = 4
 LIMIT_SECONDS = 900
 FACTOR, ALLOWANCE_MS = 1.25, 100.0
+CLOSE = 0.25
 START = {"data": 2, "zero_stage": 1}
 RING: tuple[tuple[str, dict[str, int]], ...] = (
     ("2→4", {"data": 4}),
@@ -88,6 +93,13 @@ class Switch:
         working = self.any["event"]["target"]["members"]
         return float(max(record["pause_ms"] for member, record in self.records.items() if member in working))
 
+    def expected_ms(self, topology: Topology) -> float:
+        """The time of the moves that a topology predicts from the bytes of each pair."""
+        pairs = [(member, member, record["local_bytes"]) for member, record in self.records.items()]
+        for member, record in self.records.items():
+            pairs += [(member, int(peer), sent) for peer, (sent, _) in record["peers"].items() if sent]
+        return 1e3 * topology.seconds(*np.array(pairs, np.int64).T).expected
+
     def phase(self, name: str) -> float:
         """The longest of one phase, or of one part of a phase."""
         return float(max(r["phases_ms"].get(name, r.get(f"{name}_ms", 0.0)) for r in self.records.values()))
@@ -122,7 +134,7 @@ def measure(size: str, dtype: str, variant: str, laps: int, immediate: int, **se
     return [Switch(switches[generation]) for generation in sorted(switches)]
 
 
-def summary(size: str, title: str, name: str, switches: list[Switch]) -> Record:
+def summary(size: str, title: str, name: str, switches: list[Switch], topology: Topology | None) -> Record:
     """Medians of one change, its bytes, and the verdict on its bar."""
     ahead = [switch for switch in switches if switch.mode == "ahead"] or switches
     immediate = [switch for switch in switches if switch.mode == "immediate"]
@@ -145,6 +157,7 @@ def summary(size: str, title: str, name: str, switches: list[Switch]) -> Record:
         "pause_ms": median(switch.pause_ms for switch in ahead),
         "certificate_ms": median(switch.most("certificate_ms") for switch in ahead),
         "immediate_ms": median(switch.apart_ms for switch in immediate) if immediate else None,
+        "expected_ms": None if topology is None else median(switch.expected_ms(topology) for switch in ahead),
         "phases_ms": {
             phase: median(switch.phase(phase) for switch in ahead)
             for phase in ("meet", "drain", "digest", "rebuild", "move", "exchange", "local", "derived", "carry")
@@ -190,6 +203,18 @@ def _summary_row(case: str, rows: list[Record]) -> list[object]:
     ]
 
 
+def prediction(rows: list[Record]) -> str:
+    """One sentence: how close expected and measured seconds of the moves are; empty without a cluster file."""
+    ratios = [row["expected_ms"] / row["phases_ms"]["move"] for row in rows if row["expected_ms"] is not None]
+    close = sum(abs(ratio - 1) <= CLOSE for ratio in ratios)
+    return (
+        f"The expected time of the moves is within {CLOSE:.0%} of the measured one in {close} of {len(ratios)} cases; "
+        f"expected / measured: {', '.join(f'{ratio:.2f}' for ratio in ratios)}.\n"
+        if ratios
+        else ""
+    )
+
+
 def _span(values: Iterable[float]) -> str:
     """The smallest and the largest; empty if there are none."""
     found = sorted(values)
@@ -208,6 +233,7 @@ def main() -> None:
     parser.add_argument("--immediate", type=int, default=1, help="laps with immediate switches (default 1)")
     parser.add_argument("--transport", default="auto", choices=list(WAYS), help="as dynatrain.transport")
     parser.add_argument("--repeats", type=int, default=3, help="raw exchanges after each switch (default 3)")
+    parser.add_argument("--cluster", type=Path, help="a cluster file of four members, to compare its predictions")
     parser.add_argument("--out", type=Path, default=Path("build/bench_switch.json"), help="the figures as JSON")
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs/figures")
     args = parser.parse_args()
@@ -216,18 +242,22 @@ def main() -> None:
     kinds = [(known[name].title, known[name].dtype, name) for name in variants]
     section = "bench_axes" if set(variants) & set(AXES) else "bench_variants" if variants else "bench_switch"
     settings = {"repeats": args.repeats, "transport": args.transport}
+    topology = None if args.cluster is None else Topology.read(args.cluster)
     rows: list[Record] = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for size in args.sizes:
         for title, dtype, variant in kinds or [(dtype, dtype, "") for dtype in args.dtypes]:
             switches = measure(size, dtype, variant, args.laps, args.immediate, **settings)
             for name, _ in lap_of(variant)[0]:
-                rows.append(summary(size, title, name, [switch for switch in switches if switch.name == name]))
+                rows.append(
+                    summary(size, title, name, [switch for switch in switches if switch.name == name], topology)
+                )
             text = document(rows, args.laps, args.immediate, args.transport)
             args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
             if args.write is not None:
                 keep(args.write, section, text)
     print(text)
+    print(prediction(rows), end="")
 
 
 if __name__ == "__main__":

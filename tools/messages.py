@@ -1,5 +1,5 @@
 """A seeded sample of the messages that a user can meet, for somebody who judges them by rule 12 of the rules of
-style (docs/dev/tests-and-style.md).
+style (CONTRIBUTING.md).
 
 python tools/messages.py                      # 100 messages, seed 2026
 python tools/messages.py --count 20 --seed 7

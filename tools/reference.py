@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from enum import Enum
@@ -37,7 +38,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.extension.Extension",
     ),
     "The engine": ("ds_dynatrain.engine.dynatrain_engine.DynatrainEngine",),
-    "DeepSpeed's calls that do more here": ("ds_dynatrain.engine.pipeline_engine.DynatrainPipelineEngine",),
+    "Pipelines": ("ds_dynatrain.engine.pipeline_engine.DynatrainPipelineEngine",),
     "What the engine gives": (
         "ds_dynatrain.reshard.pending.PendingSwitch",
         "ds_dynatrain.reshard.pending.SwitchEstimate",
@@ -51,7 +52,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "Weights": (
         "ds_dynatrain.weights.weight_source.source",
         "ds_dynatrain.weights.weight_source.WeightSource",
-        "ds_dynatrain.weights.weight_source.ParamMeta",
+        "ds_dynatrain.weights.outputs.ParamMeta",
     ),
     "Loaders": (
         "ds_dynatrain.data.loader.Loader",
@@ -78,6 +79,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Where autodoc finds what users hold in their hands; `ds_dynatrain` itself has the first ones, too."""
+HOME = "ds_dynatrain"
+HOOKS = f"{HOME}.extension.Extension"
+"""The class whose methods docs/extensions.md lists by the time at which they are called."""
 
 
 def names_page(head: str, intro: str) -> str:
@@ -91,21 +95,21 @@ def names_page(head: str, intro: str) -> str:
 
 
 def listed(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Names and their first sentences; of the engine those of its calls."""
+    """Yield names with their first sentences, except hooks and overrides that another page or tool describes."""
     for path in names:
         found = find(path)
         yield shown(path), first_sentence(found)
-        if inspect.isclass(found):
+        if inspect.isclass(found) and path != HOOKS:
             for name, member in vars(found).items():
-                if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+                theirs = any(name in vars(base) for base in found.__mro__ if base.__module__.split(".")[0] != HOME)
+                if not (name.startswith("_") or theirs) and (callable(member) or isinstance(member, property)):
                     yield f"{shown(path)}.{name}", first_sentence(member)
 
 
 def directives(names: tuple[str, ...]) -> Iterator[str]:
     """Sphinx's, for each name."""
     for path in names:
-        kind = "autoclass" if inspect.isclass(find(path)) else "autofunction"
-        yield from (f".. {kind}:: {path}", "")
+        yield f".. {'autoclass' if inspect.isclass(find(path)) else 'autofunction'}:: {path}"
 
 
 def find(path: str) -> Any:
@@ -130,12 +134,11 @@ def first_sentence(found: Any) -> str:
     return text.partition(". ")[0].rstrip(".").replace("|", "\\|")
 
 
-def commands_page(head: str, intro: str, commands: Iterable[tuple[str, Any]], more: Iterable[str] = ()) -> str:
-    """Commands with their arguments and options, by the words that call them. more: lines before them."""
-    lines = [f"# {head}", "", NOTE, "", intro, "", *more]
+def commands_page(head: str, intro: str, commands: Iterable[tuple[str, Any]]) -> str:
+    """Commands with their arguments and options, by the words that call them."""
+    lines = [f"# {head}", "", NOTE, "", intro, ""]
     for words, each in commands:
-        usage = " ".join(["ds-dynatrain", words, *(operand(one) for one in each.params if is_argument(one))])
-        lines += [f"## {words}", "", "```text", f"{usage} [OPTIONS]", "```", "", paragraphs(each.help), ""]
+        lines += [f"## {words}", "", paragraphs(each.help), ""]
         lines += table(each)
     return "\n".join(lines)
 
@@ -148,14 +151,15 @@ def pages() -> dict[Path, str]:
     return {
         FOLDER / "api.md": names_page(
             "Public names",
-            "All names that a script uses, from their docstrings. Errors have "
-            "[a page of their own](../troubleshoot.md#exceptions).",
+            "All names that a script uses, from their docstrings. Methods that DeepSpeed, Accelerate or Lightning also "
+            "have are not listed. [Extensions](../extensions.md#the-hooks) and [errors](../troubleshoot.md#exceptions) "
+            "have their own pages.",
         ),
         FOLDER / "cli.md": commands_page(
             "The command `ds-dynatrain`",
-            "Each command takes `--help`. `python -m ds_dynatrain.cli` is the same command.",
+            "Each command takes `--help`. Arguments (in capitals) come in the order of the table. "
+            "`python -m ds_dynatrain.cli` is the same command. `--version` prints the version.",
             [*alone, *((f"checkpoint {name}", each) for name, each in below)],
-            table(whole),
         ),
         DOCS / "configuration.md": keys_page(),
     }
@@ -167,7 +171,7 @@ def table(command: Any) -> list[str]:
     for one in command.params:
         if one.name == "help":
             continue
-        name = operand(one).strip("[]") if is_argument(one) else ", ".join(one.opts)
+        name = one.name.upper() if is_argument(one) else ", ".join(one.opts)
         is_plain = (
             one.default is None or isinstance(one.default, bool) or one.default in ("", ()) or callable(one.default)
         )
@@ -197,15 +201,10 @@ def is_argument(one: Any) -> bool:
     return not one.opts[0].startswith("-")
 
 
-def operand(one: Any) -> str:
-    """How it stands in the usage."""
-    name = one.name.upper()
-    return name if one.required else f"[{name}]"
-
-
 def paragraphs(text: str) -> str:
-    """A help text, a line for each paragraph."""
-    return "\n\n".join(" ".join(each.split()) for each in inspect.cleandoc(text).split("\n\n"))
+    """Return a help text with a line for each paragraph, and its example as code."""
+    joined = "\n\n".join(" ".join(each.split()) for each in inspect.cleandoc(text).split("\n\n"))
+    return re.sub(r"^Example: (.*)$", r"Example: `\1`", joined, flags=re.MULTILINE)
 
 
 def main() -> None:

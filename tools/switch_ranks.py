@@ -27,7 +27,7 @@ from workload import SIZES, Samples, config, quiet
 
 import ds_dynatrain
 from ds_dynatrain.membership.session import VoteResult
-from ds_dynatrain.plan import plan_switch
+from ds_dynatrain.plan import bytes_sent, plan_switch
 from ds_dynatrain.reshard.switch import Transaction
 
 BATCH, LENGTH = 12, 8
@@ -71,6 +71,7 @@ class Watch:
             "phases_ms": dict(outcome.phases_ms),
             "pause_ms": 1e3 * pause,
             "peers": {exchange.peer: (exchange.sends.nbytes, exchange.receives.nbytes) for exchange in rounds},
+            "local_bytes": stats.bytes_local,
             "exchange_ms": 1e3 * stats.seconds_exchange,
             "local_ms": 1e3 * stats.seconds_local,
             "derived_ms": 1e3 * stats.seconds_derived,
@@ -93,7 +94,7 @@ def least_bytes(transaction: Transaction, processes: int) -> dict[str, int]:
     proposal, vps, kinds = transaction.proposal, transaction.preparation.vps, transaction.kinds
     others = (member for member in range(processes) if member != vps.members[0])
     slots = itertools.permutations(others, proposal.layout.world_size - 1)
-    best = min(plan_switch(vps, proposal.layout, (vps.members[0], *rest), kinds).bytes_sent for rest in slots)
+    best = min(bytes_sent(plan_switch(vps, proposal.layout, (vps.members[0], *rest), kinds)) for rest in slots)
     return {"minimum": bytes_minimum(vps, proposal.layout, proposal.members, kinds), "best_slots": best}
 
 

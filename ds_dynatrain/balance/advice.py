@@ -11,11 +11,11 @@ import numpy as np
 
 from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
 from ds_dynatrain.balance.config import BalanceConfig
-from ds_dynatrain.balance.cost import StepTime, step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.decision import BalanceDecision, DecisionHistory, Offer, decide
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import Bools, Profile
+from ds_dynatrain.balance.step_time import StepTime, step_time
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 

@@ -18,10 +18,10 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_dynatrain.balance.cost import FREE, LinkCosts, StepTime, column_seconds, step_time
 from ds_dynatrain.balance.deal import Deal, gathered_bytes, peak_bytes, shares_of, taken_bytes
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
 from ds_dynatrain.balance.profile import Floats, Profile
+from ds_dynatrain.balance.step_time import FREE, LinkCosts, StepTime, column_seconds, step_time
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import STAGES, Layout

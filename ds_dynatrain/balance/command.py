@@ -42,8 +42,8 @@ def balance(
 
     Exit code: 0, or 2 if the profile cannot be used or nothing fits.
     """
-    from ds_dynatrain.balance.cost import Link
     from ds_dynatrain.balance.prediction import PredictionOptions, advise, report, show
+    from ds_dynatrain.balance.step_time import Link
 
     with saying("balance"):
         link = Link(bytes_per_second, latency_seconds)

@@ -14,10 +14,10 @@ from ds_dynatrain.adapters.model.stage_module import PipelineShaper
 from ds_dynatrain.balance.balancer import Balancer
 from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
 from ds_dynatrain.balance.config import BalanceConfig
-from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
 from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.step_time import step_time
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import ConfigError, LayoutError, ProfileError, SwitchRefused

@@ -12,10 +12,10 @@ from typing import Any
 import typer
 
 from ds_dynatrain.balance.choose import Members, Search, choose, is_possible
-from ds_dynatrain.balance.cost import Link, LinkCosts, StepTime, step_time
 from ds_dynatrain.balance.deal import Deal, cut_of, peak_bytes
 from ds_dynatrain.balance.partition import PLENTY, uniform
 from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.step_time import Link, LinkCosts, StepTime, step_time
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space.layout import Layout
 

@@ -7,6 +7,7 @@
 | `configuration` | checks a configuration file against the support table and with DeepSpeed itself |
 | `show` | prints the doctor's report as tables or JSON |
 | `checkpoints`, `conversion` | show and check the contents of checkpoints; convert to and from other tools' formats |
+| `probe` | measures links under torchrun and writes a cluster file |
 | `jobs` | runs a coordinator, shows the status of an elastic job, asks a node to leave |
 
 May import `balance`, `buddies`, `comparison` and `exact`; start with `main`.

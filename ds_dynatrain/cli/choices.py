@@ -20,3 +20,10 @@ class WeightType(str, Enum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class TransportChoice(str, Enum):
+    """The ways of bytes between members of a node, as in `dynatrain.transport`."""
+
+    AUTO = "auto"
+    GLOO = "gloo"

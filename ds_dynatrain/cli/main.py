@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ds_dynatrain.cli.choices import Format, WeightType
+from ds_dynatrain.cli.choices import Format, TransportChoice, WeightType
 from ds_dynatrain.exits import REFUSED, saying
 from ds_dynatrain.extension import COMMANDS, named
 from ds_dynatrain.version import __version__
@@ -171,6 +171,32 @@ def leave(
     with saying("leave"):
         told = membership.leave(address, node, token_file)
     typer.echo(f"told to leave: {', '.join(told)}")
+
+
+@app.command()
+def probe(
+    write: Annotated[Path | None, typer.Option(help="The cluster file to write.")] = None,
+    transport: Annotated[
+        TransportChoice, typer.Option(help="As dynatrain.transport: gloo does not read the memory of other members.")
+    ] = TransportChoice.AUTO,
+) -> None:
+    """Measure memory, links inside nodes and links between nodes, under torchrun with a process for each member.
+
+    Members on hosts of one name are one node; DYNATRAIN_NODE gives it another name. Start it in each process of a
+    launch: torchrun --nproc-per-node=8 -m ds_dynatrain.cli probe --write cluster.toml
+
+    Example: ds-dynatrain probe --write cluster.toml
+
+    Exit code: 0, or 2 outside of torchrun, or if the processes do not reach each other.
+    """
+    from ds_dynatrain.cli import probe as links
+
+    with saying("probe"):
+        text = links.probe(transport.value)
+        if text is not None and write is not None:
+            write.write_text(text, encoding="utf-8")
+    if text is not None:
+        typer.echo(text, nl=False)
 
 
 for name, path in COMMANDS.items():

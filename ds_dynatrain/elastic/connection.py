@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import random
 import secrets
 import select
 import socket
@@ -55,11 +56,17 @@ READ_BYTES = 1 << 16
 SEND_SECONDS = 10.0
 """How long the coordinator may leave bytes unread before the connection counts as broken."""
 RETRY_SECONDS = 0.2
-"""Pause between two attempts to reach a coordinator that does not answer."""
+"""Mean pause between two attempts to reach a coordinator that does not answer."""
 ANSWER_SECONDS = 5.0
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 Answer = TypeVar("Answer", bound=Message)
+
+
+def retry_pause() -> float:
+    """Return the seconds until the next attempt to reach a coordinator; random, so that thousands of peers do not try
+    in step."""
+    return random.uniform(0.5, 1.5) * RETRY_SECONDS
 
 
 def new_nonce() -> str:
@@ -290,7 +297,7 @@ def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> 
                     error,
                 )
             warned = True
-        time.sleep(RETRY_SECONDS)
+        time.sleep(retry_pause())
 
 
 def ask_status(endpoint: Endpoint, token: str | None = None, seconds: float = ANSWER_SECONDS) -> Status:

@@ -192,7 +192,7 @@ class Coordinator:
         if before is not None:
             before.abort()
         self.history.announced(time.monotonic())
-        self._stirred.set()
+        self._stir()
         try:
             while True:
                 message = await peer.receive()
@@ -210,8 +210,7 @@ class Coordinator:
                     case Report():
                         self.membership.report(member, message, now)
                         self.history.reported(member, message, self.membership.world, now)
-                        if self.membership.deadline < self._wakes_at:
-                            self._stirred.set()
+                        self._stir()
                     case _:
                         raise MessageError(f"{message.kind}: a worker sends report, switched, probed or bye")
         except (PeerRefused, MessageError) as error:
@@ -223,7 +222,7 @@ class Coordinator:
                 del self._workers[member]
                 self.membership.disconnected(member, "its connection ended", time.monotonic())
                 self.history.gone(member)
-            self._stirred.set()
+            self._stir()
 
     async def _attend_agent(self, peer: Peer, node: str) -> None:
         if self.membership.is_finished:
@@ -251,6 +250,12 @@ class Coordinator:
             self._stirred.set()
 
     # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def _stir(self) -> None:
+        """Have `_keep_time` run soon if it has anything to do earlier than it expects."""
+        is_over = self.membership.is_finished and not self.connected
+        if is_over or self.membership.deadline < self._wakes_at:
+            self._stirred.set()
 
     async def _keep_time(self) -> None:
         """Carry out the membership's decisions when they are due. Returns once the job has finished and all peers have

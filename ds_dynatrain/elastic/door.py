@@ -1,7 +1,9 @@
 """Server side of connections: a peer must soon prove that it knows the token, or its connection is closed.
 
-Honest peers prove it within milliseconds. When too many connections are unproved, the oldest is closed, so honest peers
-get in however many strangers connect. Reads may wait, but are bounded in bytes and time; writes never wait.
+Honest peers prove it within milliseconds. While too many connections are unproved, further ones wait in the kernel's
+queue, so thousands of workers that connect at once get in one after another. An unproved connection is closed for them
+only once it has had its fair time, so honest peers get in however many strangers connect. Reads may wait, but are
+bounded in bytes and time; writes never wait.
 """
 
 from __future__ import annotations
@@ -34,11 +36,17 @@ from ds_dynatrain.errors import MessageError, PeerRefused
 
 MOST_UNREAD = 2 * LARGEST_MESSAGE
 """The maximum number of bytes buffered for a peer that does not read. Beyond this its connection is dropped."""
-MOST_STRANGERS = 512
+MOST_STRANGERS = 2048
 """The maximum number of simultaneous connections whose peers have not proved the token.
 
 The number is also limited to a quarter of the files that this process may open.
 """
+STRANGERS_A_SECOND = 4096
+"""The rate of silent connections up to which nobody has to wait for them. It sets the fair time of each."""
+ACCEPTED_TOGETHER = 16
+"""Number of connections accepted before other tasks run."""
+ROOM_SECONDS = 0.005
+"""Interval between two looks for room while too many connections are unproved."""
 PROVE_SECONDS = 2.0
 """How long a new connection may take to prove that its peer knows the token."""
 LINE_SECONDS = 1.0
@@ -109,7 +117,9 @@ class Door:
         self._attend = attend
         self._most = min(MOST_STRANGERS, _files() // 4)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unproved: dict[asyncio.Task[None], None] = {}
+        self._fair_seconds = self._most / STRANGERS_A_SECOND
+        self._unproved: dict[asyncio.Task[None], float] = {}
+        """Map from each unproved connection to the time at which it was accepted, oldest first."""
         self._complaints = Complaints()
 
     async def serve(self) -> None:
@@ -117,13 +127,23 @@ class Door:
         self._listener.setblocking(False)
         try:
             while True:
-                await self._accept()
+                for _ in range(ACCEPTED_TOGETHER):
+                    await self._make_room()
+                    await self._accept()
                 await asyncio.sleep(0)  # an accept that does not wait would starve other tasks
         finally:
             self._listener.close()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _make_room(self) -> None:
+        """Wait until there is room for another unproved connection. Closes the oldest one once it has had its time."""
+        while len(self._unproved) >= self._most:
+            if time.monotonic() - next(iter(self._unproved.values())) >= self._fair_seconds:
+                self._close_oldest()
+            else:
+                await asyncio.sleep(ROOM_SECONDS)
 
     async def _accept(self) -> None:
         try:
@@ -135,10 +155,8 @@ class Door:
             return
         task = asyncio.create_task(self._take(link, str(there)))
         self._tasks.add(task)
-        self._unproved[task] = None
+        self._unproved[task] = time.monotonic()
         task.add_done_callback(self._forget)
-        if len(self._unproved) > self._most:
-            self._close_oldest()
 
     def _close_oldest(self) -> None:
         if self._unproved:

@@ -6,6 +6,7 @@ A member's id is `NODE/LOCAL_RANK`. A node gets a new id whenever its agent star
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -91,9 +92,19 @@ class Generation(WireRecord):
         """Prefix of this generation's keys in the key-value store."""
         return f"world/{self.term}/{self.generation}"
 
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        """Map from each member to its rank."""
+        return {member: rank for rank, member in enumerate(self.members)}
+
     def rank(self, member: str) -> int | None:
         """Return the rank of a member; None if the member is not in this world."""
-        return self.members.index(member) if member in self.members else None
+        return self.ranks.get(member)
+
+    @cached_property
+    def leavers(self) -> frozenset[str]:
+        """The leaving members as a set."""
+        return frozenset(self.leaving)
 
 
 NO_WORLD = Generation.model_construct(term="", generation=0, change="planned", members=())

@@ -7,7 +7,7 @@ address that its process groups use, so the results about a host outlive its pro
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
@@ -73,12 +73,13 @@ class HostLinks:
             return []
         speakers = {entry.host: entry for entry in reversed(list(roster)) if entry.host}
         standing = {roster[one].host for one in there} if self.stands_still(now) else set[str]()
-        doubted = {host: self._doubted(host) for host in speakers}
+        doubted = self._doubted()
         slower = min(2 * self._pause, RAREST * self._seconds)
-        self._pause = slower if standing and not any(doubted.values()) else self._seconds
+        self._pause = slower if standing and doubted.keys().isdisjoint(speakers) else self._seconds
         self._probe_at = now + self._pause
         probes = list[ProbeMembers]()
-        for host, others in doubted.items():
+        for host in speakers:
+            others = doubted.get(host, set())
             asked = (others | standing if host in standing else others).intersection(speakers) - {host}
             peers = tuple(speakers[other].reach for other in sorted(asked))
             parts = (peers[start : start + MOST_PROBED] for start in range(0, len(peers), MOST_PROBED))
@@ -135,9 +136,13 @@ class HostLinks:
     def _are_parted(self, one: str, other: str) -> bool:
         return min(self._failures[one, other], self._failures[other, one]) >= FAILURES
 
-    def _doubted(self, host: str) -> set[str]:
-        """Return the hosts with a recorded failure to or from this host."""
-        return {one if other == host else other for one, other in self._failures if host in (one, other)}
+    def _doubted(self) -> dict[str, set[str]]:
+        """Return a map from each host with a recorded failure, to or from it, to the other hosts of these failures."""
+        found = defaultdict[str, set[str]](set)
+        for one, other in self._failures:
+            found[one].add(other)
+            found[other].add(one)
+        return found
 
 
 def largest_reaching(nodes: Sequence[Node], are_parted: Callable[[Node, Node], bool]) -> tuple[Node, ...]:

@@ -19,7 +19,7 @@ from enum import IntEnum
 
 from torch._C._distributed_c10d import Store
 
-from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
+from ds_dynatrain.elastic.connection import Connection, connect, logger, readable, retry_pause
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.generation import LONGEST_TEXT, Generation, member_id
 from ds_dynatrain.elastic.main_thread import OWN_WAITS, WAITING, MainThread
@@ -449,7 +449,7 @@ class Member:
     def _come_back(self) -> bool:
         """Reconnect and announce this member again. Returns False if the process has to end or is stopping."""
         begin = time.monotonic()
-        while not self._stopping.wait(RETRY_SECONDS):
+        while not self._stopping.wait(retry_pause()):
             self._see_termination()
             try:
                 old = self._connection

@@ -31,7 +31,7 @@ Every event has a method that takes the time as an argument; `advance` returns t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from ds_dynatrain.elastic.generation import LONGEST_TEXT, NO_WORLD, Generation, member_id, node_of, nodes_of
@@ -195,7 +195,8 @@ class MembershipStateMachine:
         All members hold the state once one of them has entered the generation. Before that only survivors and leaving
         members hold it.
         """
-        return world.generation <= self._entered or member in (*world.members[: world.survivors], *world.leaving)
+        is_survivor = world.ranks.get(member, world.survivors) < world.survivors
+        return world.generation <= self._entered or is_survivor or member in world.leavers
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
         """Return whether the other members no longer need a silent member.
@@ -203,7 +204,7 @@ class MembershipStateMachine:
         They do not if the member's state has been handed over, or if another member has entered a later generation
         without it.
         """
-        if member in self._world.leaving and self._is_handed_over:
+        if member in self._world.leavers and self._is_handed_over:
             return True
         has_changed = self._world.generation > missed.world.generation
         return has_changed and self._is_entered and not self._takes_part(member)
@@ -256,7 +257,7 @@ class MembershipStateMachine:
         entry = self._remove(member)
         if entry is None:
             return
-        if member in self._world.leaving and not self._is_handed_over:
+        if member in self._world.leavers and not self._is_handed_over:
             if said.newest < self._world.generation:
                 self._is_gone(member, "ended before it heard that the others may ask for its state", now)
                 return
@@ -282,7 +283,8 @@ class MembershipStateMachine:
 
         A process does not know its exit code when it says good-bye, so it may have reported a regular end before.
         """
-        ended = [member for member in (*self._done, *self.roster.members) if node_of(member) == node]
+        ended = [member for member in self._done if node_of(member) == node]
+        ended += [entry.member for entry in self.roster.on(node)]
         for member in [] if self.is_finished else ended:
             self._done.discard(member)
             self._remove(member)
@@ -491,7 +493,7 @@ class MembershipStateMachine:
         """End the recovery: take over the newest world, and give up members that this world does not list or that have
         not returned."""
         recovery, self._recovery = self._recovery, None
-        started = self._world.everyone
+        started = dict.fromkeys(self._world.everyone)
         if started and recovery is not None and not self._may_hold_state(recovery):
             outside = [one for one in self.roster.members if recovery.heard_of(one) and one not in started]
             return [self._give_up(one, now) for one in outside]
@@ -511,7 +513,7 @@ class MembershipStateMachine:
             if report.broken == world.generation:
                 self._break(member, report)
         told = *self._let_go(recovery), *self._passed_over(recovery, started)
-        present = self._present((*world.everyone, *told))
+        present = dict.fromkeys(self._present((*world.everyone, *told)))
         strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
         over = [one for one in strangers if one not in present or one in started]
         effects: list[Effect] = [self._give_up(one, now) for one in over]
@@ -533,7 +535,7 @@ class MembershipStateMachine:
         leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
         return [member for member in leaving if (recovery.told(member) or NO_WORLD).generation < self._world.generation]
 
-    def _passed_over(self, recovery: Recovery, started: Iterable[str]) -> list[str]:
+    def _passed_over(self, recovery: Recovery, started: Container[str]) -> list[str]:
         """Return the members that have come back and may still join: they hold no state, and the world does not list
         them.
 
@@ -542,7 +544,7 @@ class MembershipStateMachine:
         world, found = self._world, list[str]()
         for entry in self.roster:
             told = recovery.told(entry.member)
-            if told is None or entry.member in (*world.members, *started):
+            if told is None or self._works(entry.member) or entry.member in started:
                 continue
             if entry.report.entered or not recovery.has_reported(entry.member):  # it holds state, or may hold some
                 continue
@@ -582,7 +584,7 @@ class MembershipStateMachine:
         if not is_failure and not self._is_settled:
             return None
         stay = tuple(one for one in self._in_order(members) if one in self.roster and not self._is_leaving(one))
-        leaving, late = self._leaving(old), self._left_out(now) if is_failure else ()
+        leaving, late = self._leaving(old), frozenset(self._left_out(now) if is_failure else ())
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
         needs_who_leaves = bool(leaving) and not stay  # newcomers wait for the state that these save
         joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
@@ -610,7 +612,7 @@ class MembershipStateMachine:
     def _in_order(self, members: tuple[str, ...]) -> tuple[str, ...]:
         """Return the members of the current generation and those that have come back, in their earlier order."""
         base = min((one.world for one in self._back.values()), key=lambda world: world.generation, default=NO_WORLD)
-        return tuple(one for one in dict.fromkeys((*base.members, *members)) if one in members or one in self._back)
+        return tuple(one for one in dict.fromkeys((*base.members, *members)) if self._works(one) or one in self._back)
 
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
         """Return the members that should join the staying ones: whole nodes, up to MAX nodes in all, and at least MIN
@@ -624,7 +626,7 @@ class MembershipStateMachine:
         """
         if self._done:
             return ()
-        nodes = self.roster.complete_nodes(apart=(*self._back, *self._world.members))
+        nodes = self.roster.complete_nodes(apart=self._back.keys() | self._world.ranks.keys())
         nodes = [node for node in nodes if self._may_rejoin or not any(map(self._was_left_behind, node))]
         nodes = [node for node in nodes if not are_built or all(self._has_built(one) for one in node)]
         nodes = self.links.reaching(self.roster, nodes, stay)
@@ -677,7 +679,7 @@ class MembershipStateMachine:
     @property
     def _can_go_alone(self) -> bool:
         """Whether the other members can train without the late ones."""
-        world, late = self._world, self._late
+        world, late = self._world, frozenset(self._late)
         if not self._present(world.members if self._is_entered else self._survivors):
             return False
         stay = [one for one in self._present(world.members) if not self.roster[one].report.leaving and one not in late]
@@ -729,7 +731,7 @@ class MembershipStateMachine:
 
         If all members leave, there are no others, and each member is waited for until it has gone.
         """
-        return self._is_settled and bool(self._world.members)
+        return bool(self._world.members) and self._is_settled
 
     @property
     def _is_entered(self) -> bool:
@@ -746,7 +748,7 @@ class MembershipStateMachine:
         """Return whether a leaving member may be the only holder of the state for which the members of the current
         generation wait."""
         world = self._world
-        return member in world.leaving and bool(world.members) and not world.survivors and not self._is_entered
+        return member in world.leavers and bool(world.members) and not world.survivors and not self._is_entered
 
     @property
     def _survivors(self) -> tuple[str, ...]:
@@ -801,18 +803,18 @@ class MembershipStateMachine:
         return "waiting" if entry.report.ready else "warming"
 
     def _works(self, member: str) -> bool:
-        return member in self._world.members
+        return member in self._world.ranks
 
     def _takes_part(self, member: str) -> bool:
         """Return whether others may wait for a member in a collective, because the member works or hands over its
         state."""
-        return member in self._world.everyone
+        return member in self._world.ranks or member in self._world.leavers
 
     def _is_gone(self, member: str, why: str, now: float) -> None:
         self._gone[member] = why
         if len(self._gone) > REMEMBERED_GONE:
             del self._gone[next(iter(self._gone))]
-        if member in self._world.leaving and not self._is_handed_over:
+        if member in self._world.leavers and not self._is_handed_over:
             self._breach = f"{member} broke off its hand-over ({why})"
         self._note(now)
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ds_dynatrain.elastic.address import Address, Endpoint, read_endpoint
-from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger
+from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, retry_pause
 from ds_dynatrain.elastic.environment import LOCAL_RANK, NODE, WorkerPlace, hand_over, job_token, new_node
 from ds_dynatrain.elastic.generation import node_of
 from ds_dynatrain.elastic.hosting import CoordinatorHost
@@ -239,7 +239,7 @@ class AgentLine:
     def _reconnect(self) -> bool:
         """Connect again, however long that takes. Returns False if the coordinator refuses the agent or `close` is
         called."""
-        while not self._ended.wait(RETRY_SECONDS):
+        while not self._ended.wait(retry_pause()):
             try:
                 self._connection = Connection.open(self._endpoint, self._token, self._job)
                 self._connection.send(Agent(node=self._node))

@@ -83,10 +83,11 @@ class RosterEntry:
 
 
 class Roster:
-    """The workers that count as alive, keyed by id."""
+    """The workers that count as alive, keyed by id, and the same ones by node."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RosterEntry] = {}
+        self._nodes: defaultdict[str, dict[str, RosterEntry]] = defaultdict(dict)
         self._arrivals = 0
 
     def __contains__(self, member: object) -> bool:
@@ -106,6 +107,10 @@ class Roster:
         """Ids of the workers, in the order in which they were added."""
         return tuple(self._entries)
 
+    def on(self, node: str) -> list[RosterEntry]:
+        """Return the workers of a node."""
+        return list(self._nodes.get(node, {}).values())
+
     def add(self, said: Announce, now: float) -> RosterEntry:
         """Add a worker. Raises PeerRefused if its announcement is invalid or contradicts another worker's."""
         member = member_id(said.node, said.local_rank)
@@ -122,24 +127,33 @@ class Roster:
             raise PeerRefused(
                 f"{member}: there are {MOST_MEMBERS} members, and no room for more; end some, or start another job"
             )
-        for other in self:
-            if node_of(other.member) == said.node and other.local_size != said.local_size:
+        for other in self.on(said.node):
+            if other.local_size != said.local_size:
                 raise PeerRefused(
                     f"{member} says that its node has {said.local_size} workers, {other.member} says "
                     f"{other.local_size}; start both with one LOCAL_WORLD_SIZE, or give the nodes different names"
                 )
         entry = RosterEntry(member, said.local_rank, said.local_size, said.pid, said.nonce, heard=now, reach=said.reach)
-        self._entries[member] = entry
+        self._put(entry)
         return entry
+
+    def _put(self, entry: RosterEntry) -> None:
+        self._entries[entry.member] = self._nodes[node_of(entry.member)][entry.member] = entry
 
     def restore(self, entry: RosterEntry, now: float) -> None:
         """Put back a worker that was removed and has been heard from again."""
         entry.heard = now
-        self._entries[entry.member] = entry
+        self._put(entry)
 
     def remove(self, member: str) -> RosterEntry | None:
         """Remove a worker and return its entry; None if it is not in the roster."""
-        return self._entries.pop(member, None)
+        entry = self._entries.pop(member, None)
+        if entry is not None:
+            here = self._nodes[node_of(member)]
+            del here[member]
+            if not here:
+                del self._nodes[node_of(member)]
+        return entry
 
     def update(self, member: str, report: Report, now: float) -> bool:
         """Store a worker's report, and return whether the report can matter for membership.
@@ -165,11 +179,11 @@ class Roster:
         Nodes are in the order in which they became ready.
         apart: members that do not count as waiting, because they work.
         """
-        nodes: defaultdict[str, list[RosterEntry]] = defaultdict(list)
-        for entry in self:
-            if entry.is_waiting and entry.member not in apart:
-                nodes[node_of(entry.member)].append(entry)
-        complete = [node for node in nodes.values() if len(node) == node[0].local_size]
+        waiting = (
+            [entry for entry in node.values() if entry.is_waiting and entry.member not in apart]
+            for node in self._nodes.values()
+        )
+        complete = [node for node in waiting if node and len(node) == node[0].local_size]
         complete.sort(key=lambda node: max(entry.arrival for entry in node))
         return [tuple(entry.member for entry in sorted(node, key=lambda one: one.local_rank)) for node in complete]
 
@@ -210,7 +224,9 @@ class Recovery:
     def is_complete(self) -> bool:
         """Whether all members of the newest world have returned and reported."""
         world = self.choose()
-        return world is not None and self._reported.issuperset(world.everyone)
+        if world is None or len(self._reported) < len(world.everyone):
+            return False
+        return self._reported.issuperset(world.everyone)
 
     def expect(self, patience: float) -> None:
         """Record that there was an earlier job whose members may still return.

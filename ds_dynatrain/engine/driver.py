@@ -20,7 +20,7 @@ from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.copies.copy import lacks_frozen
 from ds_dynatrain.engine.elastic import Elastic, GenerationBoards
 from ds_dynatrain.engine.parts import EngineParts, open_engines
-from ds_dynatrain.engine.restoring import let_go, restore, serve, void_before
+from ds_dynatrain.engine.restoring import StateRecovery, let_go, void_before
 from ds_dynatrain.errors import ElasticError, SwitchRefused
 from ds_dynatrain.extension import backups_of
 from ds_dynatrain.membership import agreement
@@ -276,6 +276,7 @@ class Driver:
         boards = self._open_boards
         mine = boards.of()[0].member
         nodes = self.elastic.candidates(boards.world, self.machine.registry).nodes
+        all_nodes = {**self.engines[0].candidates.nodes, **nodes}
         parts = [
             (engine, proposal, boards.of(place))
             for place, (engine, proposal) in enumerate(zip(self.engines, action.proposals, strict=True))
@@ -290,9 +291,10 @@ class Driver:
                     rank = proposal.members.index(mine)
                     refusals[engine.job.number] = engine.switcher.rehearse(proposal.layout, rank)
         wanted = [
-            partial(needs, engine, proposal.layout, proposal.members, proposal.late) for engine, proposal in moving
+            partial(needs, engine, proposal.layout, proposal.members, all_nodes, proposal.late)
+            for engine, proposal in moving
         ]
-        memory = NodeMemory(mine, wanted, {**self.engines[0].candidates.nodes, **nodes})
+        memory = NodeMemory(mine, wanted, all_nodes)
         for engine, proposal, its in parts:
             with engine.turn():
                 if proposal.moves_nothing:
@@ -414,14 +416,15 @@ class Driver:
 
     @_do.register
     def _restore(self, action: Restore) -> None:
-        where = self._open_boards, self.machine.registry, self.elastic
-        is_whole = restore(self.engines, action.proposals, action.copies, *where)
-        self._carry_out(self.machine.restored(self._own(), is_whole))
+        self._carry_out(self.machine.restored(self._own(), self._recovery(action).restore()))
 
     @_do.register
     def _serve(self, action: Serve) -> None:
+        self._recovery(action).serve()
+
+    def _recovery(self, action: Restore | Serve) -> StateRecovery:
         where = self._open_boards, self.machine.registry, self.elastic
-        serve(self.engines, action.proposals, action.copies, *where)
+        return StateRecovery(self.engines, action.proposals, action.copies, *where)
 
     @_do.register
     def _spend(self, action: Spend) -> None:

@@ -168,7 +168,8 @@ class Switcher:
             wanted = layout if layout is not None else engine.layout
             return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
         budget = engine.settings.memory_budget_bytes
-        cost = estimate(plan_switch(engine.vps, target, members), budget, self.bytes_per_second)
+        plan = plan_switch(engine.vps, target, members, nodes=engine.candidates.nodes)
+        cost = estimate(plan, budget, self.bytes_per_second)
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self.bytes_per_second)
         copies = sum(extension.memory_in(target, members) for extension in engine.job.extensions)
         return SwitchEstimate(target, members, *figures, copies, self._targets.step_ms(target, members))
@@ -300,6 +301,7 @@ class Switcher:
             apart=groups.of_all,
             number=engine.job.number,
             has_sequence=engine.job.has_sequence,
+            nodes=known,
         )
         PROCESS.membership.guard(preparation)
         engine.preparation, engine.attempt = preparation, proposal.generation
@@ -451,7 +453,7 @@ class Switcher:
         if not engine.idle:
             (engine.settle_state if outcome.committed else engine.note_safe)()
         pause_ms = 1e3 * (time.perf_counter() - transaction.begin) if outcome.pause_ms is None else outcome.pause_ms
-        event = event_of(engine, preparation, outcome, transaction.was, pause_ms)
+        event = event_of(engine, preparation, outcome, transaction.was, pause_ms, self.bytes_per_second)
         engine.last_switch, self._first_step_is_due = event, True
         if not (outcome.is_rebuilt and outcome.committed and outcome.pause_ms is not None):  # else done in the pause
             engine.host.compilations.begin(is_anew=outcome.is_rebuilt)
@@ -463,9 +465,8 @@ class Switcher:
                 write_to_monitors(engine.deepspeed, event)
             PROCESS.membership.tell(engine, event)
         if event.outcome == "committed":
-            if event.bytes_sent and not preparation.proposal.late:
-                busiest = preparation.figures(outcome.kinds).bytes_busiest  # as `estimate` counts
-                self.bytes_per_second = busiest / (1e-3 * event.phases_ms["move"])
+            if event.bytes_busiest and not preparation.proposal.late:  # late moves share the links with training
+                self.bytes_per_second = event.bytes_busiest / (1e-3 * event.move_ms)
             for listener in self.listeners:
                 listener(event)
 
@@ -495,7 +496,9 @@ class Switcher:
         """Give up a preparation, and return the event that reports this, with a pause of 0."""
         self.engine.close_preparation()
         was = self.engine.layout, self.engine.members
-        event = replace(event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0), outcome=how)
+        outcome = Outcome(reason=reason)
+        event = event_of(self.engine, preparation, outcome, was, 0.0, self.bytes_per_second)
+        event = replace(event, outcome=how)
         self.engine.last_switch = event
         self._answer(event)
         return event

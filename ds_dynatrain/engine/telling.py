@@ -21,18 +21,19 @@ def event_of(
     measured: Measured,
     was: tuple[Layout, tuple[int, ...]],
     pause_ms: float,
+    bytes_per_second: float,
 ) -> SwitchEvent:
     """Return the event of a switch as this member reports it. Bytes are sums over all members, phases are this member's
-    own."""
+    own.
+
+    bytes_per_second: the link speed with which the duration of the moves is predicted.
+    """
     proposal = preparation.proposal
     everyone = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
-    kinds = measured.kinds
-    has_figures = measured.stats is not None and not measured.is_uncertain  # otherwise the board does not answer
-    figures = preparation.figures(kinds) if has_figures else None
     outcome: Outcome = "committed" if measured.committed else "rolled_back"
     certificate = None
     if measured.digest:
-        certificate = CertificateSummary(len(engine.host.model_map.tensors), tuple(kinds), measured.digest)
+        certificate = CertificateSummary(len(engine.host.model_map.tensors), measured.kinds, measured.digest)
     return SwitchEvent(
         outcome=outcome,
         generation=proposal.generation,
@@ -42,7 +43,10 @@ def event_of(
         bytes_kept=everyone["kept"],
         bytes_local=everyone["local"],
         bytes_sent=everyone["sent"],
-        bytes_minimum=figures.bytes_sent + everyone["layers"] if figures is not None else 0,
+        bytes_minimum=everyone["planned"],
+        bytes_busiest=everyone["busiest"],
+        move_ms=everyone["move_ms"],
+        predicted_move_ms=1e3 * everyone["busiest"] / bytes_per_second,
         phases_ms=measured.phases_ms,
         pause_ms=pause_ms,
         late_bytes=everyone["late_bytes"],
@@ -54,7 +58,7 @@ def event_of(
         communicators_kept=everyone["communicators_kept"],
         connect_ms=everyone["connect_ms"],
         connect_pause_ms=everyone["connect_pause_ms"],
-        memory_bound_bytes=figures.highest_peak_bytes if figures is not None else 0,
+        memory_bound_bytes=everyone["memory_bound"],
         cause=proposal.cause,
         predicted_gain=proposal.predicted_gain,
         certificate=certificate,

@@ -93,17 +93,22 @@ def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[],
         raise SwitchFailed(failed)
 
 
-def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:
+def meet(session: Session, proposal: Proposal, step: int, place: str, carry: Any = None) -> Any:
     """Wait at the boundary of the switch for all other members, and check that they are at the same step and loader.
+
+    Return rank 0's carry on all members.
+
+    carry: on rank 0, a record for all other members.
 
     Raises MemberMissing if members do not come in time, SwitchRefused if one is at another step or loader.
     """
     member, leader = session.board.member, proposal.source_members[0]
     here = [member, place, step if member in proposal.source_members else None]
-    mine = {"leader": here if member == leader else None, "elsewhere": [here]}
+    mine = {"leader": [here, carry] if member == leader else None, "elsewhere": [here]}
     said = session.reduce("meet", mine, _places, _judge_places, f"meeting of switch {proposal.generation}")
-    if said is not None:
-        raise SwitchRefused(*said)
+    if said["refusal"] is not None:
+        raise SwitchRefused(*said["refusal"])
+    return said["carry"]
 
 
 def _places(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -113,13 +118,13 @@ def _places(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {"leader": one["leader"] or other["leader"], "elsewhere": sorted(stands.values())[:MOST_PLACES]}
 
 
-def _judge_places(found: dict[str, Any]) -> list[str] | None:
-    """Return the reason and the advice if a member is at a different loader or step from rank 0; else None."""
-    _, wanted, at = found["leader"]
+def _judge_places(found: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's carry, and the reason and the advice if a member is at a different loader or step from rank 0."""
+    (_, wanted, at), carry = found["leader"]
     for member, place, step in found["elsewhere"]:
         if place != wanted:
             reason = f"member {member} waits in {place!r} and rank 0 stands in {wanted!r}"
-            return [reason, "use one train loader at the step of a switch on all members"]
+            return {"refusal": [reason, "use one train loader at the step of a switch on all members"]}
         if step is not None and step != at:
-            return [f"member {member} stands at step {step}, rank 0 at step {at}", ""]
-    return None
+            return {"refusal": [f"member {member} stands at step {step}, rank 0 at step {at}", ""]}
+    return {"refusal": None, "carry": carry}

@@ -12,7 +12,7 @@ import hmac
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -46,6 +46,8 @@ AGAIN_SECONDS = 0.1
 
 TAG_BYTES = 32
 """Length of an HMAC-SHA256 tag."""
+_ABSENT = "?"
+"""Text that no record has. Comparing a key with it reads the key in one message to the store, and does not wait."""
 _WITH_ARRAYS = b"\x00"
 _LENGTH = 8
 _MARK = "__array__"
@@ -98,7 +100,8 @@ class Control:
 
     def read(self, key: str) -> Any | None:
         """Return the value under `key`; None if it has not been posted yet."""
-        return self.value(key) if self._store.check([key]) else None
+        found = self._found([key])
+        return None if found is None else self._unpacked(key, found[0])
 
     def value(self, key: str) -> Any:
         """Return the value under `key`, which must have been posted."""
@@ -222,7 +225,7 @@ class Control:
         look = begin + STOP_SECONDS
         if not is_there:
             time.sleep(shortest)
-        while not self._store.check(names):
+        while (values := self._found(names)) is None:
             now = time.monotonic()
             if now > end:
                 missing = [member for member, name in keys.items() if not self._store.check([name])]
@@ -239,8 +242,14 @@ class Control:
                 stop()
                 look = now + min(max(STOP_SECONDS, LATER * (now - begin)), MOST_STOP_SECONDS)
             time.sleep(max(shortest, min(LATER * (now - begin), longest)))
-        values = self._store.multi_get(names)
         return {member: self._unpacked(key, value) for (member, key), value in zip(keys.items(), values, strict=True)}
+
+    def _found(self, keys: list[str]) -> Sequence[bytes] | None:
+        """Return the records under these keys if all of them were posted; otherwise None."""
+        if len(keys) == 1:
+            found = self._store.compare_set(keys[0], _ABSENT, _ABSENT)
+            return None if found == _ABSENT.encode() else [found]
+        return self._store.multi_get(keys) if self._store.check(keys) else None
 
     def _packed(self, key: str, value: Any) -> bytes:
         data = pack(value)

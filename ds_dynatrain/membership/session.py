@@ -264,8 +264,9 @@ class Session:
                     answer = {"said": joined if judge is None else judge(joined)}
                 except Exception as error:  # the others wait for an answer, whatever the error is
                     answer = {"failed": _words(error, self.board.member)}
-                self.board.decide(key, answer)
-            found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
+                found = self.board.decide(key, answer)
+            else:
+                found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
         except MemberMissing as missing:
             found = self.board.decide(key, self._account(place, missing))
         except SwitchFailed as given_up:  # an answer counts: members that have read it rely on this one

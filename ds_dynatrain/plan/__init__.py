@@ -2,9 +2,9 @@
 
 `slots` assigns members to the ranks of the new world. `sides` compares source and target: it finds what each member
 lacks and which member sends it. `moves` turns that into moves. `plan` is the whole plan as one member sees it, and the
-parts of absent members that another member carries out; `rounds` orders its exchanges. `cost` estimates bytes, memory
-and time of a whole plan.
-`copies` determines which state is lost when a member dies, and which buffers of a rank must therefore be copied.
+parts of absent members that another member carries out; `rounds` orders its exchanges. `picture` counts the bytes of
+all members at once, `cost` estimates memory and time, and `topology` knows nodes and the speed of the links between
+members. `copies` determines which state is lost when a member dies, and which buffers of a rank must be copied.
 Nothing here communicates: a plan follows from two layouts and two lists of members alone.
 
 May import `space`; start with `plan`.
@@ -17,8 +17,9 @@ from ds_dynatrain.plan.copies import (
     needs_copies,
     outlives_a_node,
 )
-from ds_dynatrain.plan.cost import Cost, bytes_sent, estimate, state_bytes, traffic
+from ds_dynatrain.plan.cost import Cost, estimate, peak_bytes, state_bytes
 from ds_dynatrain.plan.moves import Moves
+from ds_dynatrain.plan.picture import Picture, bytes_sent, held_bytes, peaks, picture_of, traffic
 from ds_dynatrain.plan.plan import (
     Exchange,
     MemberPlan,
@@ -29,22 +30,31 @@ from ds_dynatrain.plan.plan import (
 )
 from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.slots import assign_slots, slot_costs
+from ds_dynatrain.plan.topology import LinkClass, LinkSeconds, Topology
 
 __all__ = [
     "Cost",
     "Exchange",
+    "LinkClass",
+    "LinkSeconds",
     "MemberPlan",
     "Moves",
+    "Picture",
     "StandInPlan",
     "SwitchPlan",
+    "Topology",
     "assign_slots",
     "bytes_sent",
     "estimate",
     "has_one_holder",
     "has_single_holders",
+    "held_bytes",
     "is_copied",
     "needs_copies",
     "outlives_a_node",
+    "peak_bytes",
+    "peaks",
+    "picture_of",
     "plan_switch",
     "rounds",
     "slot_costs",

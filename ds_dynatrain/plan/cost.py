@@ -1,4 +1,4 @@
-"""What a switch costs: bytes per member, peak memory, and time."""
+"""Costs of a switch: bytes per member, peak memory, and time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ds_dynatrain.plan.picture import peaks, picture_of
 from ds_dynatrain.plan.plan import SwitchPlan
-from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
+from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated cost of a switch.
+    """The cost of a switch, or of one member's part in it.
 
     bytes_sent: the total over all members.
     bytes_busiest: bytes in the busiest direction of the busiest member, for which all others wait.
@@ -22,33 +23,11 @@ class Cost:
     seconds: the time to transfer `bytes_busiest` at the given bandwidth.
     """
 
-    bytes_sent: int
-    bytes_busiest: int
-    highest_peak_bytes: int
+    bytes_sent: int = 0
+    bytes_busiest: int = 0
+    highest_peak_bytes: int = 0
     peak_bytes: Mapping[int, int] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-def traffic(plan: SwitchPlan) -> dict[int, tuple[int, int]]:
-    """Return a map from member to the numbers of bytes that it (sends, receives)."""
-    sides, found = plan.sides, dict[int, tuple[int, int]]()
-    sent, received = np.zeros(len(sides.vps.members), np.int64), np.zeros(len(sides.members), np.int64)
-    for rank in range(len(sides.members)):
-        for kind in sides.kinds:
-            needs = sides.needs(kind, rank, int(sides.source_ranks[rank]))
-            start, stop, sender = sides.senders(kind, rank, needs.remote)
-            received[rank] += (stop - start).sum() * kind.itemsize
-            np.add.at(sent, sender, (stop - start) * kind.itemsize)
-    for member in plan.members:
-        source_rank, rank = sides.source_rank.get(member, ABSENT), sides.target_rank.get(member, ABSENT)
-        gives = int(sent[source_rank]) if source_rank != ABSENT else 0
-        found[member] = gives, int(received[rank]) if rank != ABSENT else 0
-    return found
-
-
-def bytes_sent(plan: SwitchPlan) -> int:
-    """Return the number of bytes that all members send."""
-    return sum(sent for sent, _ in traffic(plan).values())
 
 
 def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
@@ -57,18 +36,18 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
     budget_bytes: the maximum number of bytes in flight per member.
     bytes_per_second: the bandwidth of a member in each direction.
     """
-    sides, kinds = plan.sides, plan.sides.names
-    after = list(kinds)
-    for kind in sides.vps.present_kinds(sides.layout):  # gradients are allocated at the target even if none moves
-        if row_of(kind).is_gradient and kind not in kinds:
-            after.append(kind)
-    peak, total, busiest = {}, 0, 0
-    for member, (sent, received) in traffic(plan).items():
-        total, busiest = total + sent, max(busiest, sent, received)
-        source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), kinds)
-        target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), after)
-        peak[member] = source + target + min(budget_bytes, sent + received)
-    return Cost(total, busiest, max(peak.values(), default=0), peak, busiest / bytes_per_second)
+    found = picture_of(plan)
+    peak, busiest = peaks(plan, found, budget_bytes), int(np.maximum(found.gives, found.takes).max(initial=0))
+    by_member = dict(zip(plan.members, peak.tolist(), strict=True))
+    return Cost(int(found.gives.sum()), busiest, int(peak.max(initial=0)), by_member, busiest / bytes_per_second)
+
+
+def peak_bytes(plan: SwitchPlan, member: int, in_flight_bytes: int) -> int:
+    """Return the bytes of a member's state before and after the switch plus its bytes in flight."""
+    sides = plan.sides
+    source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), plan.kinds)
+    target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), plan.kinds_after)
+    return source + target + in_flight_bytes
 
 
 def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Collection[str]) -> int:

@@ -10,8 +10,8 @@ import numpy as np
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan.moves import Moves, for_all, moves, runs
 from ds_dynatrain.plan.rounds import rounds
-from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides
-from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace
+from ds_dynatrain.plan.sides import ANYWHERE, AS_LAID_OUT, Sides
+from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
 from ds_dynatrain.space.interval import Ints
 
 
@@ -35,7 +35,7 @@ class MemberPlan:
 
     local: copies from the member's own source buffers, made before these are released.
     derived: casts from the member's own target buffers, made after all other moves.
-    rounds: exchanges with peers, in order. Both members omit a round in which neither sends a byte.
+    rounds: exchanges with peers, in order; a peer is listed only if one of the two sends a byte.
     """
 
     member: int
@@ -96,6 +96,13 @@ class SwitchPlan:
         return self.sides.names
 
     @property
+    def kinds_after(self) -> tuple[str, ...]:
+        """Names of the state kinds that exist after the switch: gradients are allocated even if none moves."""
+        vps, layout = self.sides.vps, self.sides.layout
+        others = (kind for kind in vps.present_kinds(layout) if row_of(kind).is_gradient and kind not in self.kinds)
+        return *self.kinds, *others
+
+    @property
     def members(self) -> tuple[int, ...]:
         """The members before or after the switch, in ascending order."""
         return tuple(sorted({*self.sides.vps.members, *self.sides.members}))
@@ -130,11 +137,10 @@ class SwitchPlan:
         sends, receives = moves(sides, sent), moves(sides, received)  # sorted by peer
         busy = {*sends.target.tolist(), *receives.source.tolist()}
         exchanges = []
-        for peer in rounds(self.members, member) if busy else ():
-            if peer is not None and peer in busy:
-                mine = sends.select(slice(*np.searchsorted(sends.target, [peer, peer + 1])))
-                theirs = receives.select(slice(*np.searchsorted(receives.source, [peer, peer + 1])))
-                exchanges.append(Exchange(peer, mine, theirs))
+        for peer in rounds(busy, member, sides.nodes):
+            mine = sends.select(slice(*np.searchsorted(sends.target, [peer, peer + 1])))
+            theirs = receives.select(slice(*np.searchsorted(receives.source, [peer, peer + 1])))
+            exchanges.append(Exchange(peer, mine, theirs))
         return MemberPlan(member, moves(sides, local), moves(sides, derived, is_derived=True), tuple(exchanges))
 
 
@@ -144,6 +150,7 @@ def plan_switch(
     target_members: Iterable[int],
     kinds: Iterable[str] | None = None,
     held_as: Mapping[str, str] = AS_LAID_OUT,
+    nodes: Mapping[int, str] = ANYWHERE,
 ) -> SwitchPlan:
     """Return the plan that moves the state from the current layout and members of `vps` to the target.
 
@@ -151,12 +158,13 @@ def plan_switch(
     layout holds.
     held_as: a map from a kind to the kind whose partitioning it has at the source, such as {"weight": "master"} if
     weights are read from buffers to which masters were cast.
+    nodes: the node of each member, the same on all members, so that members read from their own nodes first.
 
     Raises LayoutError if the members do not fill the world or an axis is not supported, and SwitchRefused for a kind
     that no member holds.
     """
     names = vps.present_kinds() if kinds is None else kinds
-    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
+    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as, nodes))
 
 
 # ---- stand-ins -------------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ Coordinates are those of `space`, in which the parts of a cut matrix are few run
 
 Senders and receivers compute the same result without communication. A receiver splits the runs that it lacks by their
 owners at the source. A sender starts from the runs that it owns, finds the target ranks that will hold them, and drops
-what these members already hold or can cast. If the source is replicated, the runs that a receiver lacks are divided
-evenly over all source ranks, beginning with a different rank for each receiver.
+what these members already hold or can cast. If all ranks of a shard group hold the same, they take turns: runs of one
+length are dealt out to those on the receiver's node, or to all if there are none, beginning with another for each
+receiver.
 """
 
 from __future__ import annotations
@@ -19,11 +20,20 @@ import numpy as np
 from ds_dynatrain.errors import LayoutError, SwitchRefused
 from ds_dynatrain.space import ABSENT, Kind, Layout, Sharding, VirtualParameterSpace, interval, row_of
 from ds_dynatrain.space.interval import Ints, Runs
+from ds_dynatrain.space.sharding import Copies
 from ds_dynatrain.space.vps import check_members
 
 AS_LAID_OUT: Mapping[str, str] = {}
+ANYWHERE: Mapping[int, str] = {}
 Rows = tuple[Ints, Ints, Ints]
 """Runs of coordinates as arrays: (start, stop, rank)."""
+NO_ROWS: Rows = (interval.ints([]), interval.ints([]), interval.ints([]))
+TURNS = 8
+"""How often each member that holds copies has its turn, on average, if a receiver needs all of them."""
+SMALLEST_SHARE = 1 << 16
+"""Fewest elements of a turn, so that messages do not become small; members with less than all turns have one turn."""
+NOWHERE, ELSEWHERE = -1, -2
+"""Nodes of source and of target members whose nodes are unknown: no member is on the node of such a member."""
 
 
 class Needs(NamedTuple):
@@ -46,12 +56,15 @@ class Sides:
 
     kinds: the state kinds that move; their `sources` and `derived_from` refer only to each other.
     held_as: a map from a kind to the kind whose partitioning it has at the source.
+    nodes: the node of each member, the same on all members; some or all may be missing.
     space: the space whose coordinates all questions and answers have.
     names: the names of `kinds`.
     code: the index of each kind in `vps.kinds`.
     source_rank: the rank of each member at the source.
     target_rank: the rank of each member at the target.
     source_ranks: for each target rank, the source rank of its member, or ABSENT.
+    source_nodes: a number for the node of each source rank, or NOWHERE.
+    target_nodes: the same for each target rank, or ELSEWHERE.
     """
 
     vps: VirtualParameterSpace
@@ -59,12 +72,15 @@ class Sides:
     members: tuple[int, ...]
     kinds: tuple[Kind, ...]
     held_as: Mapping[str, str]
+    nodes: Mapping[int, str]
     space: VirtualParameterSpace = field(init=False)
     names: tuple[str, ...] = field(init=False)
     code: dict[str, int] = field(init=False)
     source_rank: dict[int, int] = field(init=False)
     target_rank: dict[int, int] = field(init=False)
     source_ranks: Ints = field(init=False)
+    source_nodes: Ints = field(init=False)
+    target_nodes: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         """Raise LayoutError if the members do not fill the world, SwitchRefused if the source lacks a kind."""
@@ -90,6 +106,12 @@ class Sides:
         object.__setattr__(self, "source_rank", source_rank)
         object.__setattr__(self, "target_rank", dict(zip(self.members, range(len(self.members)), strict=True)))
         object.__setattr__(self, "source_ranks", np.array(ranks, dtype=np.int64))
+        number = {name: index for index, name in enumerate(sorted({*self.nodes.values()}))}
+        of_member = {member: number[name] for member, name in self.nodes.items()}
+        at_source = [of_member.get(member, NOWHERE) for member in self.vps.members]
+        object.__setattr__(self, "source_nodes", interval.ints(at_source))
+        at_target = [of_member.get(member, ELSEWHERE) for member in self.members]
+        object.__setattr__(self, "target_nodes", interval.ints(at_target))
 
     def source(self, kind: str) -> Sharding:
         """Return the sharding of a kind at the source."""
@@ -134,9 +156,9 @@ class Sides:
         Raises SwitchRefused if no member of the source holds some of the elements.
         """
         cut = self.source(self.read_from(kind))
-        if cut.replicated:
-            _, _, low, high = interval.intersect(wanted.start, wanted.stop, *cut.region())
-            low, high, sender = _even_shares(low, high, cut.ranks, rank)
+        if cut.has_copies:
+            shares = [self.shares(each, np.full_like(each.start, rank)) for each in cut.copies(*wanted)]
+            _, low, high, sender = interval.join([(*NO_ROWS, NO_ROWS[0]), *shares])
         else:
             _, low, high, sender = cut.owners(wanted.start, wanted.stop)
         lost = wanted.numel - int((high - low).sum())
@@ -149,20 +171,77 @@ class Sides:
 
     def receivers(self, kind: Kind, sender: int) -> Rows:
         """Split the runs that a source rank sends by receiver; return (start, stop, target rank)."""
-        cut, target = self.source(self.read_from(kind)), self.target(kind.name)
-        if cut.replicated:  # all members of the source have it
-            _, start, stop, rank = target.holders(*cut.region())
-            start, stop, rank = (column[self.source_ranks[rank] == ABSENT] for column in (start, stop, rank))
-        else:
+        cut = self.source(self.read_from(kind))
+        if not cut.has_copies:
             owned = cut.owned(sender)
-            _, start, stop, rank = target.holders(owned.start, owned.stop)
-            for name in kind.sources:
-                row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
-                rank = rank[row]
+            return self._still_needed(kind, owned.start, owned.stop)
+        parts = [NO_ROWS]
+        for each in cut.copies_of(sender):
+            start, stop, rank = self._still_needed(kind, each.start, each.stop)
+            parts.append(self._own_share(each, sender, start, stop, rank))
+        return interval.join(parts)
+
+    def _still_needed(self, kind: Kind, start: Ints, stop: Ints) -> Rows:
+        """Return the parts of runs of the source that target ranks have to receive, as (start, stop, target rank)."""
+        _, start, stop, rank = self.target(kind.name).holders(start, stop)
+        for name in kind.sources:
+            row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
+            rank = rank[row]
         if kind.derived_from is not None:
             row, start, stop = self.target(kind.derived_from).lacking(start, stop, rank)
             rank = rank[row]
-        return _share(start, stop, rank, cut.ranks, sender) if cut.replicated else (start, stop, rank)
+        return start, stop, rank
+
+    # ---- senders of what several members hold ------------------------------------------------------------------------
+
+    def shares(self, copies: Copies, rank: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Divide runs that target ranks need among the ranks that hold copies: return (row, start, stop, source rank).
+
+        rank: the target rank that needs each run.
+        """
+        row, low, high, share = interval.cut_every(
+            copies.start, copies.stop, width_of_shares(copies, len(copies.start))
+        )
+        turn = share + self._turn(copies, rank)[row]
+        order, node = np.argsort(self.source_nodes[copies.ranks], kind="stable"), self.target_nodes[rank][row]
+        nodes = self.source_nodes[copies.ranks][order]
+        first, last = (np.searchsorted(nodes, node, side=side) for side in ("left", "right"))
+        near = copies.ranks[order][np.minimum(first + turn % np.maximum(last - first, 1), len(order) - 1)]
+        return row, low, high, np.where(first < last, near, copies.ranks[turn % len(copies.ranks)])
+
+    def able(self, copies: Copies, rank: int) -> Ints:
+        """Return the source ranks that take turns in sending copies to a target rank, with the first one in front."""
+        near = copies.ranks[self.source_nodes[copies.ranks] == self.target_nodes[rank]]
+        able = near if len(near) else copies.ranks
+        return np.roll(able, -int(self._turn(copies, rank)))
+
+    def _own_share(self, copies: Copies, sender: int, start: Ints, stop: Ints, rank: Ints) -> Rows:
+        """Return the parts of runs that go from a source rank to the given target ranks, as `shares` has it."""
+        node, there = self.source_nodes[copies.ranks], self.target_nodes[rank]
+        mine = self.source_nodes[sender]
+        is_near, has_near = there == mine, np.isin(there, node)
+        start, stop, rank, is_near = (column[is_near | ~has_near] for column in (start, stop, rank, is_near))
+        near = copies.ranks[node == mine]
+        count = np.where(is_near, len(near), len(copies.ranks))
+        place = np.where(is_near, *(int(np.flatnonzero(able == sender)[0]) for able in (near, copies.ranks)))
+        width = width_of_shares(copies, len(start))
+        first = start // width
+        share = first + (place - self._turn(copies, rank) - first) % count  # the first one that is this sender's
+        row, nth = interval.expand(np.maximum(-(-(-(-stop // width) - share) // count), 0))
+        begin = (share[row] + nth * count[row]) * width[row]
+        low, high = np.maximum(start[row], begin), np.minimum(stop[row], begin + width[row])
+        return low, high, rank[row]
+
+    def _turn(self, copies: Copies, rank: Ints | int) -> Ints:
+        """Return the index of target ranks in their shard groups: each begins with another sender."""
+        index = np.asarray(rank) % self.layout.ranks_per_stage
+        return index // (self.layout.expert if copies.experts else self.layout.tensor)
+
+
+def width_of_shares(copies: Copies, rows: int) -> Ints:
+    """Return the length of the runs that are dealt out in turn to those who hold copies, for each of some rows."""
+    share = copies.each // TURNS if copies.each >= TURNS * SMALLEST_SHARE else max(1, copies.each)
+    return np.full(rows, share, dtype=np.int64)
 
 
 def _runs(cut: Sharding, rank: int) -> Runs:
@@ -177,37 +256,3 @@ def _divide(want: Runs, held: Runs, name: str, into: list[tuple[str, Runs]]) -> 
     into.append((name, Runs(*common)))
     _, *left = interval.subtract(*want, *held)
     return Runs(*left)
-
-
-def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:
-    """Split sorted runs that do not overlap into `ranks` equal shares, the first for rank `rotation` (modulo `ranks`).
-
-    Return (start, stop, rank) of the resulting runs.
-    """
-    length = stop - start
-    before = np.cumsum(length) - length
-    total = int(length.sum())
-    bounds = np.arange(ranks + 1, dtype=np.int64) * total // ranks
-    filled = np.flatnonzero(np.diff(bounds))
-    row, share, low, high = interval.intersect(before, before + length, bounds[filled], bounds[filled + 1])
-    step = (start - before)[row]
-    return low + step, high + step, (filled[share] + rotation) % ranks
-
-
-def _share(start: Ints, stop: Ints, receiver: Ints, ranks: int, sender: int) -> Rows:
-    """Return the share of one source rank in the runs that each receiver needs, as `_even_shares` divides them.
-
-    receiver: the target rank of each run.
-    """
-    order = np.lexsort((start, receiver))
-    start, stop, receiver = start[order], stop[order], receiver[order]
-    ends = np.cumsum(stop - start)
-    begins, opens = ends - stop + start, np.diff(receiver, prepend=-1) != 0
-    first, last = interval.chains(~opens[1:], len(start))
-    base, total, share = begins[first], ends[last] - begins[first], (sender - receiver[first]) % ranks
-    one = np.cumsum(opens) - 1
-    low = np.maximum(begins, (base + share * total // ranks)[one])
-    high = np.minimum(ends, (base + (share + 1) * total // ranks)[one])
-    kept = np.flatnonzero(low < high)
-    step = (start - begins)[kept]
-    return low[kept] + step, high[kept] + step, receiver[kept]

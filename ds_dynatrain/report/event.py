@@ -44,8 +44,8 @@ class CertificateSummary:
 
 @dataclass(frozen=True)
 class SwitchEvent:
-    """One switch, over all of its members. Byte counts are sums over the members, phases and pause are those of the
-    reporting member, and every other measurement is the largest of any member."""
+    """One switch, over all of its members. Byte counts are sums over the members, phases, pause and predictions are
+    those of the reporting member, and every other measurement is the largest of any member."""
 
     outcome: Outcome
     generation: int
@@ -61,8 +61,15 @@ class SwitchEvent:
     bytes_sent: int = 0
     """Bytes sent between members, including collectives."""
     bytes_minimum: int = 0
-    """The fewest bytes that this change can send between members, with the best allowed assignment of members to
-    slots."""
+    """Bytes that members lack in their new ranks, which is what the plan sends. The members were assigned to ranks so
+    that this sum is small."""
+    bytes_busiest: int = 0
+    """The planned bytes in the busiest direction of the busiest member, for which all others wait."""
+    move_ms: float = 0.0
+    """How long the moves took on the slowest member, including late ones with their digests."""
+    predicted_move_ms: float = 0.0
+    """How long the moves of `bytes_busiest` were expected to take, at the link speed that was measured in the switches
+    before, or 1 GB/s before the first."""
     phases_ms: Mapping[str, float] = field(default_factory=dict)
     """Duration of each phase in milliseconds, in the order in which the phases ran."""
     pause_ms: float = 0.0

@@ -13,6 +13,9 @@ There are three vectors of one 64-bit number per logical tensor, for each state 
 
 A sum other than 0 identifies the tensor. Members then exchange the digests of that tensor alone, to find out whose
 copies differ (`explained`).
+
+The members of a switch first add up one number for each vector, its fold (`folded`), and add up the vectors only if
+folds differ.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import numpy as np
 
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.membership.session import Session, first_and_other
-from ds_dynatrain.reshard.digest_sides import Digests, SideDigests, hint, state_digest
+from ds_dynatrain.reshard.digest_sides import Digests, SideDigests, fold, hint, state_digest
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.transfer.weighing import odd
@@ -72,6 +75,15 @@ def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         mine, theirs = one[side], other[side]
         found[side] = joined(mine, theirs) if mine and theirs else mine or theirs
     return found
+
+
+def folded(side: Shares) -> Shares:
+    """Return the shares with each vector folded to one number; see `fold`."""
+    whole, copies, places = (
+        SideDigests({kind: fold(digests) for kind, digests in sums.items()})
+        for sums in (side["whole"], side["copies"], side["places"])
+    )
+    return Shares(kinds=side["kinds"], whole=whole, copies=copies, places=places)
 
 
 def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:

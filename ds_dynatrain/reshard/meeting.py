@@ -19,6 +19,7 @@ from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.proposal import CONNECTING, Proposal
 from ds_dynatrain.membership.session import Session, VoteResult
+from ds_dynatrain.plan import Cost
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.old_state import ACKNOWLEDGED
@@ -28,7 +29,7 @@ from ds_dynatrain.space import row_of
 from ds_dynatrain.transfer import TransferStats
 
 NO_MOVES = TransferStats(0, 0, 0, 0, 0.0, 0.0, 0.0)
-SUMS = frozenset({"kept", "local", "sent", "late_bytes", "layers"})
+SUMS = frozenset({"kept", "local", "sent", "planned", "late_bytes"})
 """Names of measurements that are summed over all members; for all others the event has the maximum."""
 
 
@@ -39,6 +40,7 @@ class Outcome:
     is_rebuilt: whether the optimizer was detached, even if it was attached again.
     stats: statistics of the moves in the pause.
     late_stats: statistics of the moves after the pause.
+    cost: what this member's part of the plan costs.
     layer_bytes: bytes sent to transfer what layers keep besides parameters.
     late_ms: duration of the moves after the pause, digests included.
     late_wait_ms: how long the optimizer step had to wait for these moves.
@@ -56,6 +58,7 @@ class Outcome:
     kinds: tuple[str, ...] = ()
     stats: TransferStats | None = None
     late_stats: TransferStats | None = None
+    cost: Cost = field(default_factory=Cost)
     layer_bytes: int = 0
     late_ms: float = 0.0
     late_wait_ms: float = 0.0
@@ -75,7 +78,10 @@ class Outcome:
             "kept": now.bytes_in_place + late.bytes_in_place,
             "local": now.bytes_local + late.bytes_local,
             "sent": now.bytes_sent + late.bytes_sent + self.layer_bytes,
-            "layers": self.layer_bytes,
+            "planned": self.cost.bytes_sent + self.layer_bytes,
+            "busiest": self.cost.bytes_busiest,
+            "memory_bound": self.cost.highest_peak_bytes,
+            "move_ms": self.phases_ms.get("move", 0.0) + self.late_ms,
             "late_bytes": late.bytes_sent,
             "late_ms": self.late_ms,
             "certificate_ms": self.certificate_ms,
@@ -113,14 +119,17 @@ def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {name: (mine + other[name]) if name in SUMS else max(mine, other[name]) for name, mine in one.items()}
 
 
-def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str) -> None:
-    """Wait until all members are prepared and have reached the same boundary.
+def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str, carry: Any = None) -> Any:
+    """Wait until all members are prepared and have reached the same boundary; return the carry of rank 0.
+
+    carry: on rank 0, a record for all other members.
 
     Raises SwitchFailed if a member could not be prepared.
     """
     agreement.wait_until_prepared(preparation.board, preparation.proposal, session.stop)
-    agreement.meet(session, preparation.proposal, int(engine.global_steps), place)
+    carry = agreement.meet(session, preparation.proposal, int(engine.global_steps), place, carry)
     preparation.join()
+    return carry
 
 
 def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:

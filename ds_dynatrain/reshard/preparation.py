@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Session, first_and_other
-from ds_dynatrain.plan import Cost, MemberPlan, SwitchPlan, estimate, plan_switch
+from ds_dynatrain.plan import Cost, MemberPlan, SwitchPlan, peak_bytes, plan_switch
 from ds_dynatrain.reshard.digest_sides import DigestSide
 from ds_dynatrain.reshard.ways import POLL_SECONDS, Ways
 from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, row_of
@@ -61,6 +61,7 @@ class Preparation:
     make: returns the module's children for a rank of a layout.
     made: the children made for this member.
     number: the number of the engine in its process.
+    nodes: the node of each member, the same on all members.
     has_sequence: see `World`.
     budget_bytes: maximum size of staging buffers.
     way: the setting `dynatrain.transport`.
@@ -102,10 +103,12 @@ class Preparation:
     connections: Connections | None = None
     number: int = 1
     has_sequence: bool = False
+    nodes: Mapping[int, str] = field(default_factory=dict)
     buffers: Buffers = field(default_factory=dict)
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
     mine: dict[tuple[tuple[str, ...], bool], ReadyPlan] = field(default_factory=dict)
+    costs: dict[tuple[str, ...], Cost] = field(default_factory=dict)
     sides: dict[tuple[Layout, int], DigestSide] = field(default_factory=dict)
     error: BaseException | None = None
     seconds: float = 0.0
@@ -191,19 +194,12 @@ class Preparation:
             self.error = self.error or error
 
     def _make_target(self) -> None:
-        """Make the target's buffers, the module's children, and the tables for the certificate and the digests.
-
-        Rank 0 also posts the figures of the plan for the switch's event.
-        """
+        """Make the target's buffers, the module's children, and the tables for the certificate and the digests."""
         proposal, source, target, kinds = self.proposal, self.source_rank, self.target_rank, self.vps.present_kinds()
         if target is not None:
             self.kept = self.reusable(self.live)
             local = self.vps.local(proposal.layout, target)
             self.buffers = provide(local, self.memory, self.kept, self.live, self._touched)
-        if source == 0:
-            cost = estimate(self.plan(kinds), self.budget_bytes, 1.0)
-            figures = cost.bytes_sent, cost.bytes_busiest, cost.highest_peak_bytes
-            self.control.post(f"figures/{proposal.generation}", {"kinds": kinds, "figures": figures})
         for layout in (proposal.source_layout, proposal.layout):
             mesh = self.vps.mesh(layout)
             _ = mesh and mesh.holders
@@ -276,9 +272,7 @@ class Preparation:
         if is_accelerated() or self.way == "nccl":
             stay = frozenset(kind for kind, held in self.memory.items() if held.place.device != HOST) & self.on_device
             self.ways.agree_on_batching(self._part(kinds), stay, self.budget_bytes, self._session, self.world)
-        self.moves(kinds)
-        if self.proposal.late:
-            self.moves(kinds, is_late=True)
+        self.cost(kinds)
 
     def _stop_if_abandoned(self) -> None:
         if self._stop.is_set():
@@ -290,7 +284,8 @@ class Preparation:
     def plan(self, kinds: tuple[str, ...]) -> SwitchPlan:
         """Return the plan for the given state kinds (the optimizer has no moments before its first step)."""
         if kinds not in self.plans:
-            self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
+            target = self.proposal.layout, self.proposal.members
+            self.plans[kinds] = plan_switch(self.vps, *target, kinds, nodes=self.nodes)
         return self.plans[kinds]
 
     def _part(self, kinds: tuple[str, ...], is_late: bool = False) -> MemberPlan:
@@ -347,14 +342,19 @@ class Preparation:
         absent = {*self.vps.present_kinds(self.proposal.source_layout)} - {*kinds}
         return {key: held for key, held in self.buffers.items() if key[0] not in absent}
 
-    def figures(self, kinds: tuple[str, ...]) -> Cost:
-        """Return the figures of the plan for these state kinds, as posted by rank 0, or else computed here."""
-        known = None
-        with suppress(td.DistError):  # the switch is over, and missing figures are no reason to fail
-            known = self.board.read(f"figures/{self.proposal.generation}")
-        if known is not None and tuple(known["kinds"]) == kinds:
-            return Cost(*known["figures"])
-        return estimate(self.plan(kinds), self.budget_bytes, 1.0)
+    def cost(self, kinds: tuple[str, ...]) -> Cost:
+        """Return what this member's part of the plan costs for the given state kinds, late ones included."""
+        if kinds not in self.costs:
+            ready = [self.moves(kinds), *([self.moves(kinds, is_late=True)] if self.proposal.late else [])]
+            exchanges = [each for part in ready for each in part.plan.rounds]
+            sent, received = (
+                sum(moves.nbytes for moves in one)
+                for one in ([each.sends for each in exchanges], [each.receives for each in exchanges])
+            )
+            in_flight = min(self.budget_bytes, sent + received)
+            peak = peak_bytes(self.plan(kinds), self.control.member, in_flight)
+            self.costs[kinds] = Cost(sent, max(sent, received), peak)
+        return self.costs[kinds]
 
     def lacks(self, old_world: World | None) -> bool:
         """Return whether the next world needs communicators on this member that the old world does not have."""

@@ -234,8 +234,8 @@ class Restoration:
         engine, layout = self.engine, self.goal.layout
         self.memory = source.memory(engine.memory_in(layout))
         if self.old is not None:
-            room = needs(engine, layout, self.goal.members)
-            feasible.check_memory(self.control.member, room, engine.candidates.nodes)
+            nodes = engine.candidates.nodes
+            feasible.check_memory(self.control.member, needs(engine, layout, self.goal.members, nodes), nodes)
         self.buffers = provide(self.vps.local(layout, self.rank), self.memory, set(), {}, zeros)
         source.fill(self.rank, self.buffers)
         self.shared, self.rest = source.shared(), source.rest(self.rank)

@@ -4,8 +4,8 @@ Read `vote`, then the phases that `_carry_out` names, in order, then `conclude`:
 
 | phase | every member |
 |---|---|
-| drain | checks that no work is in progress, records its state, and posts what other members need of it |
-| meet | waits for all others at one boundary, and reads the carry (extra state that is no tensor) of rank 0 |
+| drain | checks that no work is in progress, records its state, and posts its random streams |
+| meet | waits for all others at one boundary, and gets the carry (extra state that is no tensor) of rank 0 |
 | digest | computes digests of the state that it holds |
 | rebuild | connects the next world, detaches the old optimizer, and attaches the new one to the prepared memory |
 | move | sends and receives |
@@ -51,7 +51,7 @@ from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import LoadReason, rest_carry, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
-from ds_dynatrain.reshard.certificate import SIDES, Doubts, certify, differing, explained, joined_sides, shares
+from ds_dynatrain.reshard.certificate import SIDES, Shares, certify, differing, explained, folded, joined_sides, shares
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.digest_sides import SideDigests, side_digests
 from ds_dynatrain.reshard.encoding import blank_tensors, decode, encode, fingerprint
@@ -112,6 +112,8 @@ class Transaction:
         self.rest: dict[str, Any] = {}
         self.new_streams: streams.Streams | None = None
         self.digests: dict[str, SideDigests] = {"source": {}, "target": {}}
+        self.shares: dict[str, Shares | None] = {}
+        """This member's part of the digests of both sides."""
         self.kept_share: SideDigests = {}
         """Digests of the part of the source that lies in buffers that the next layout reuses."""
         self.digest = ""
@@ -146,10 +148,10 @@ class Transaction:
                 self.control.lost, self.interrupt = None, lost.__cause__
             return VoteResult(False, str(lost))
         self.interrupt = decision.interrupt
-        if decision.said and "doubts" in decision.said:
-            decision = replace(decision, reason=self._explained(decision.said["doubts"]))
-        elif decision.said:
+        if decision.said and "digest" in decision.said:
             self.digest = str(decision.said["digest"])
+        elif decision.said:
+            decision = replace(decision, reason=f"CertificateError: {self._explained()}")
         return decision
 
     def conclude(self, decision: VoteResult) -> None:
@@ -184,9 +186,9 @@ class Transaction:
     # ---- the phases before the vote ------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Check that no work is in progress; record this member's state, and post what other members need of it.
+        """Check that no work is in progress; record this member's state, and post its random streams.
 
-        Rank 0 posts the carry (extra state that is no tensor), and every rank its random streams.
+        Rank 0 also makes the carry (extra state that is no tensor), which all get at the meeting.
         """
         engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
         if rank is None:
@@ -203,16 +205,14 @@ class Transaction:
         if rank == 0:
             self.rest = rest_carry(engine, has_module=self.layers is None)
             kinds = engine.vps.present_kinds(among={kind for kind, _ in self.source})
-            record = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
-            record["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
-            self.control.post(f"carry/{generation}", record)
+            self.carried = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
+            self.carried["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
 
     def _meet(self) -> None:
-        """Wait until all members are prepared and have reached one boundary; read the carry that rank 0 has posted."""
-        meet(self.session, self.engine, self.preparation, self.place)
+        """Wait until all members are prepared and have reached one boundary; take rank 0's carry."""
+        record = meet(self.session, self.engine, self.preparation, self.place, self.carried)
         if self.old_world is not None and self.old_world.has_gate:
             self._settle_results()
-        record = self.control.value(f"carry/{self.proposal.generation}")
         self.carried = {**record, "shared": decode(record["shared"], [])}
         self.kinds = self.outcome.kinds = self.proved_at_once = tuple(record["kinds"])
         if self.proposal.late:  # a backward pass overwrites gradients, so they can only be compared now
@@ -293,6 +293,7 @@ class Transaction:
         """Fill the new buffers; send module buffers, user objects and layer states to members that lack them."""
         transport, seconds = self.preparation.ways.transport(self.preparation.world), self.control.timeout_seconds
         link = None if self.preparation.ways.batching is None else self._link()
+        self.outcome.cost = self.preparation.cost(self.kinds)
         self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport, link)
         if self.newcomers:
             self._send_rest(transport)
@@ -357,6 +358,8 @@ class Transaction:
 
     def _streams_of(self, rank: int) -> streams.Streams:
         """Return the random streams of a rank of the old world. Raises CertificateError if they arrived altered."""
+        if rank == self.source_rank:
+            return self.swap.streams
         record = self.control.value(f"stream/{self.proposal.generation}/{rank}")
         found: streams.Streams = record["states"]
         if fingerprint(found) != record["print"]:
@@ -395,13 +398,12 @@ class Transaction:
             )
 
     def _report(self) -> dict[str, Any]:
-        """Return this member's digests of both sides, as terms of the sums over all members."""
+        """Return the folds of this member's digests of both sides, as terms of the sums over all members."""
         self._measure()
-        report = dict[str, Any]()
+        vps = self.preparation.vps
         for side, (layout, members, rank) in self.sides.items():
-            vps = self.preparation.vps
-            report[side] = None if rank is None else shares(vps, layout, members, rank, self.digests[side])
-        return report
+            self.shares[side] = None if rank is None else shares(vps, layout, members, rank, self.digests[side])
+        return {side: mine and folded(mine) for side, mine in self.shares.items()}
 
     def _measure(self) -> None:
         """Record the bytes that this member holds at once: the source, new buffers of the target, and staging."""
@@ -415,24 +417,33 @@ class Transaction:
     # ---- the judgement -------------------------------------------------------------------------------------------
 
     def _judge(self, report: dict[str, Any]) -> VoteResult:
-        """Return the decision that follows from the reports of all members. Called on the first member."""
-        vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
-        try:
-            said = certify(vps, *layouts, report)
-        except CertificateError as error:
-            return VoteResult(False, f"CertificateError: {error}")
-        return VoteResult("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
+        """Return the decision that follows from the folds of all members. Called on the first member."""
+        said = self._certified(report)
+        return VoteResult("digest" in said, "" if "digest" in said else "the digests of state differ", said=said)
 
-    def _explained(self, wrong: dict[str, Doubts]) -> str:
-        """Return a message that names the members whose copies differ. The message is the same on all members."""
-        side = next(each for each in SIDES if wrong[each])
-        layout, members, _ = self.sides[side]
-        among, own = self._session(self.session.key), self.digests[side] or None
-        what = among, "differing", self.preparation.vps, layout, members, own, wrong[side], side
+    def _certified(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Return what `certify` finds: {"digest": ...}, {"doubts": ...}, or the text of its error as {"error": ...}."""
         try:
-            return f"CertificateError: {explained(*what)}"
+            return certify(self.preparation.vps, self.proposal.source_layout, self.proposal.layout, report)
+        except CertificateError as error:
+            return {"error": str(error)}
+
+    def _explained(self) -> str:
+        """Return a message that names the tensor that differs, and the members whose copies differ if copies do.
+
+        Called on all members, after folds have differed. The message is the same on all of them.
+        """
+        among = self._session(self.session.key)
+        try:
+            said = among.reduce("shares", self.shares, joined_sides, self._certified)
+            if "doubts" not in said:
+                return str(said.get("error", "the digests of state differ, and those of no tensor do"))
+            side = next(each for each in SIDES if said["doubts"][each])
+            layout, members, _ = self.sides[side]
+            own, wrong = self.digests[side] or None, said["doubts"][side]
+            return explained(among, "differing", self.preparation.vps, layout, members, own, wrong, side)
         except (DynatrainError, td.DistError) as error:  # the switch is rolled back in any case
-            return f"CertificateError: copies of one state differ, and it is not known whose ({error})"
+            return f"the digests of state differ, and it is not known whose ({error})"
 
     # ---- commit, or undo -----------------------------------------------------------------------------------------
 

@@ -114,13 +114,18 @@ class Targets:
                 f"choose a layout of at most {len(able)} ranks",
             )
         members = assign_slots(engine.vps, target, able, pool.nodes)
-        feasible.check_memory(engine.control.member, needs(engine, target, members, late), pool.nodes)
+        feasible.check_memory(engine.control.member, needs(engine, target, members, pool.nodes, late), pool.nodes)
         return members
 
 
-def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bool = False) -> feasible.Needs:
-    """Return each member's peak allocation: target buffers plus staging, less the source buffers in a lean switch.
+def needs(
+    engine: EngineCore, target: Layout, members: tuple[int, ...], nodes: Mapping[int, str], late: bool = False
+) -> feasible.Needs:
+    """Return the peak allocation of each member on this member's node: target buffers plus staging, less the source
+    buffers in a lean switch.
 
+    members: the member at each rank of the target.
+    nodes: the node of each member.
     late: also count training memory, because both sides are held while a global batch is trained. This member's usage
     so far is assumed for all members, which is safe because each member checks only its own entry.
     """
@@ -146,6 +151,8 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
 
     found: dict[tuple[int, str], int] = {}
     for rank, member in enumerate(members):
+        if nodes[member] != nodes[engine.control.member]:
+            continue
         size = held(target, rank) + beside
         is_freed = engine.is_lean and member in vps.members
         freed = held(vps.layout, vps.members.index(member)) if is_freed else Counter[str]()

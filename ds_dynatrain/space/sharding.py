@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,22 @@ If the run is part of a strip with several rows, `step` is their distance in the
 
 ABSENT = -1
 """Sentinel rank: no owner."""
+
+
+class Copies(NamedTuple):
+    """Runs that all of several ranks hold: the ranks of one shard group.
+
+    ranks: the ranks in group order.
+    experts: whether the runs are of expert tensors.
+    each: the elements of all shard groups of this sort, divided by the number of all ranks.
+    start, stop: the runs.
+    """
+
+    ranks: Ints
+    experts: bool
+    each: int
+    start: Ints
+    stop: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +144,21 @@ class EvenSharding:
         part, low, high, rank = interval.cut_every(low - base, high - base, width)
         return row[part], low + base[part], high + base[part], rank
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether all ranks of a shard group hold the same elements."""
+        return self.replicated
+
+    def copies(self, start: Ints, stop: Ints) -> Iterator[Copies]:
+        """Yield the parts of runs that all ranks hold."""
+        _, _, low, high = interval.intersect(start, stop, *self.region())
+        yield self.copies_of(0)[0]._replace(start=low, stop=high)
+
+    def copies_of(self, rank: int) -> list[Copies]:
+        """Return what a rank holds, which all ranks hold."""
+        each = -(-int((self.stop - self.start).sum()) // self.ranks)
+        return [Copies(np.arange(self.ranks), False, each, *self.region())]
+
     def holders(self, start: Ints, stop: Ints) -> Owned:
         """Return each part of a run with each rank that holds it, as (row, start, stop, rank)."""
         if not self.replicated:
@@ -195,6 +226,7 @@ class OverlappingSharding:
     opening: Ints
 
     replicated = False
+    has_copies = False
     shared = None
 
     @staticmethod
@@ -236,6 +268,14 @@ class OverlappingSharding:
     def region(self) -> tuple[Ints, Ints]:
         """Return the runs that at least one rank holds, with adjacent runs merged."""
         return self.part.region()
+
+    def copies(self, start: Ints, stop: Ints) -> Iterator[Copies]:
+        """Yield nothing: each rank holds a part only."""
+        yield from ()
+
+    def copies_of(self, rank: int) -> list[Copies]:
+        """Return nothing, as for `copies`."""
+        return []
 
     def owners(self, start: Ints, stop: Ints) -> Owned:
         """Split runs by the rank that owns each element, and return them as (row, start, stop, rank).
@@ -331,6 +371,35 @@ class GroupedSharding:
     def holders(self, start: Ints, stop: Ints) -> Owned:
         """Return each part of a run with each rank that holds it, as (row, start, stop, rank), sorted by row."""
         return self._ranks(start, stop, is_owned=False)
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether all ranks of a shard group hold the same elements; it is so in all groups, or in none."""
+        return self.cutter(self.mesh.shard_groups[0]).has_copies
+
+    def copies(self, start: Ints, stop: Ints) -> Iterator[Copies]:
+        """Yield the parts of runs that all ranks of a shard group hold, for each group. An element that several groups
+        hold belongs to the first of them.
+        """
+        for group in self.mesh.meeting(start, stop, is_primary=True):
+            _, _, low, high = interval.intersect(start, stop, *interval.union(*self._region(group, is_primary=True)))
+            if len(low):
+                yield Copies(group.ranks, group.experts, self._each[group.experts], low, high)
+
+    def copies_of(self, rank: int) -> list[Copies]:
+        """Return what a rank holds and no earlier group does, for each shard group of the rank."""
+        found = []
+        for experts in self.mesh.regions:
+            group = self.mesh.shard_groups[int(self.mesh.groups_of(interval.ints([rank]), experts)[0][0])]
+            runs = interval.union(*self._region(group, is_primary=True))
+            found.append(Copies(group.ranks, experts, self._each[experts], *runs))
+        return found
+
+    @cached_property
+    def _each(self) -> dict[bool, int]:
+        """Elements of experts' tensors (True) and of others, divided by the number of ranks."""
+        experts, numels = self.mesh.line.experts, self.mesh.line.numels
+        return {sort: -(-int(numels[experts == sort].sum()) // self.ranks) for sort in (False, True)}
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
         """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).

@@ -25,7 +25,21 @@ May import `engine`; start with `weight_source`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from ds_dynatrain.weights.outputs import ParamMeta
 from ds_dynatrain.weights.update import Receiver, Update, send
-from ds_dynatrain.weights.weight_source import ParamMeta, WeightSource, source
+
+if TYPE_CHECKING:
+    from ds_dynatrain.weights.weight_source import WeightSource, source
 
 __all__ = ["ParamMeta", "Receiver", "Update", "WeightSource", "send", "source"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the trainer's side at its first use; receivers have no DeepSpeed."""
+    if name not in ("WeightSource", "source"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ds_dynatrain.weights import weight_source
+
+    return getattr(weight_source, name)

@@ -24,7 +24,7 @@ from ds_dynatrain.space import MASTER, WEIGHT, of_kind
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.weights.buckets import matched
 from ds_dynatrain.weights.live import agreed_buffers, raise_first
-from ds_dynatrain.weights.lora import is_peft
+from ds_dynatrain.weights.lora import is_peft, persistent_buffers
 from ds_dynatrain.weights.naming import outputs_of
 from ds_dynatrain.weights.outputs import Output
 
@@ -85,6 +85,8 @@ class StagedWeights:
         outputs = outputs_of(engine.host.module, engine.host.shaper, self._vps.tensors, engine.job.has_stages, names)
         self._outputs = {each.name: each for each in outputs}
         self._ties = _ties(engine.host.module, self._outputs)
+        self._buffers = dict[str, torch.Tensor]() if engine.job.has_stages else persistent_buffers(engine.host.module)
+        self._new_buffers = dict[str, torch.Tensor]()
         self.digest = 0
         """Sum of the digests of all tensors that were taken, in the types in which they were given."""
 
@@ -95,6 +97,9 @@ class StagedWeights:
         taken = dict[str, str]()
         for given, tensor in weights:
             name = self._ties.get(given, given)
+            if name in self._buffers:
+                self._take_buffer(name, tensor)
+                continue
             if name not in self._outputs:
                 raise WeightsError(f"there is no tensor {given!r} among {len(self._outputs)}; {self._like(given)}")
             output = self._outputs[name]
@@ -110,6 +115,15 @@ class StagedWeights:
         if missing := [name for name in self._outputs if name not in taken]:
             raise WeightsError(f"{len(missing)} of {len(self._outputs)} tensors are missing, such as {missing[0]!r}")
 
+    def _take_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a persistent buffer of the module; buffers that are not given stay."""
+        if tensor.shape != self._buffers[name].shape or tensor.is_meta:
+            raise WeightsError(
+                f"buffer {name!r} is of {tuple(tensor.shape)}, and {tuple(self._buffers[name].shape)} is expected"
+            )
+        self._new_buffers[name] = tensor.detach().to(self._buffers[name], copy=True)
+        self.digest += digest(self._new_buffers[name].reshape(-1))
+
     def _pairs(self, output: Output, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pairs of equal blocks: in the copies, and in the values of an output tensor."""
         for kind, pieces in self._holding.items():
@@ -121,10 +135,12 @@ class StagedWeights:
         return f"give names such as {near[0]!r}, as save_pretrained writes them"
 
     def write(self) -> None:
-        """Write the copies over this member's buffers."""
+        """Write the copies over this member's weights, masters and module buffers."""
         with torch.no_grad():
             for key, held in self._live.items():
                 held.copy_(self._copies[key])
+            for name, held in self._new_buffers.items():
+                self._buffers[name].copy_(held)
 
 
 def check_full(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -204,7 +220,8 @@ def _batches(weights: Pairs) -> Iterator[list[tuple[str, torch.Tensor]]]:
         if batch and sum(held.nbytes for _, held in batch) + tensor.nbytes > SEND_BYTES:
             yield batch
             batch = []
-        check_full(name, tensor, tuple(tensor.shape))
+        if tensor.is_meta:
+            raise WeightsError(f"{name!r} is on the meta device; give the full tensor")
         batch.append((name, tensor.detach().clone()))
     if batch:
         yield batch

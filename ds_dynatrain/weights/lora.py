@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_dynatrain.errors import ConfigError, UnsupportedError
@@ -24,6 +25,14 @@ def base_of(module: nn.Module) -> nn.Module:
     """Return the model inside of peft's; the module itself if it is none of peft's."""
     found: nn.Module = module.get_base_model() if is_peft(module) else module  # type: ignore[operator]
     return found
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers in the state dict of a model, or of the model inside of peft's, by their names there."""
+    model = base_of(module)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    named = ((name.replace(BASE, "."), held) for name, held in model.state_dict().items() if name not in parameters)
+    return {name: held for name, held in named if isinstance(held, torch.Tensor)}
 
 
 def adapters(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:

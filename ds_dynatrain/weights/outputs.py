@@ -5,10 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 BEFORE, AFTER = "before all layers", "after all layers"
 Names = str | Mapping[str, str] | Callable[[str], str]
 """How outputs are named: "hf", "adapters", "module", or a name for each parameter as a mapping or a function."""
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """An output tensor: its name, element type and full shape, and how `iter_local` cuts it.
+
+    owners: the ranks that take part in `iter_full`. mesh_shape, placements: a device mesh over these ranks, and for
+    each of its axes torch's `Replicate()` or `Shard(dim)`; None where `iter_local` cannot give the tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = None
+    mesh_shape: tuple[int, ...] | None = None
+    placements: tuple[Any, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,8 +22,8 @@ from torch import nn
 from ds_dynatrain.checkpoint.others.safetensors import INDEX, SINGLE, WRITTEN, header
 from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.membership.session import Session
-from ds_dynatrain.weights.lora import base_of
-from ds_dynatrain.weights.weight_source import ParamMeta, source
+from ds_dynatrain.weights.lora import base_of, persistent_buffers
+from ds_dynatrain.weights.outputs import ParamMeta
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file by default, as in transformers."""
@@ -33,17 +34,24 @@ OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: int, dtype: torch.dtype | None) -> Path:
     """Write weights and configuration; see `DynatrainEngine.save_pretrained`."""
+    from ds_dynatrain.weights.weight_source import source  # readers of folders import this file without DeepSpeed
+
     given, parts = source(engine), engine._parts
     folder, kept = Path(path).absolute(), dtype or given.dtype
     if kept not in WRITTEN:
         raise WeightsError(f"save_pretrained: {kept} is not written to safetensors; give dtype=torch.bfloat16")
-    writer = Writer(folder, cut(given.metadata, kept, max_shard_bytes), kept)
+    buffers = {} if parts.job.has_stages else persistent_buffers(parts.host.module)
+    metas = [replace(meta, dtype=kept) for meta in given.metadata]
+    metas += [ParamMeta(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
+    writer = Writer(folder, cut(metas, max_shard_bytes), kept)
     key = f"pretrained/{parts.switcher.place_in_training()}"
     session = Session(parts.control, key, parts.members, "save_pretrained", is_patient=True)
     try:
-        for name, tensor in given.iter_full():
+        for _, tensor in given.iter_full():
             if given.rank == 0:
-                writer.put(name, tensor)
+                writer.put(tensor)
+        for held in buffers.values() if given.rank == 0 else ():
+            writer.put(held)
         session.first("saved", lambda: writer.finish(base_of(parts.host.module)), "writing weights")
     except CheckpointError as error:
         raise WeightsError(f"save_pretrained: {error}") from error
@@ -53,12 +61,12 @@ def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: 
     return folder
 
 
-def cut(metas: Sequence[ParamMeta], dtype: torch.dtype, most: int) -> list[list[ParamMeta]]:
+def cut(metas: Sequence[ParamMeta], most: int) -> list[list[ParamMeta]]:
     """Cut tensors, in order, into files of at most `most` bytes; a larger tensor has a file of its own."""
     shards: list[list[ParamMeta]] = [[]]
     filled = 0
     for meta in metas:
-        nbytes = meta.numel * dtype.itemsize
+        nbytes = meta.numel * meta.dtype.itemsize
         if shards[-1] and filled + nbytes > most:
             shards.append([])
             filled = 0
@@ -80,7 +88,7 @@ class Writer:
         self._left: list[int] = [len(shard) for shard in shards]
         self._error: Exception | None = None
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
+    def put(self, tensor: torch.Tensor) -> None:
         """Write the next tensor."""
         if self._error is not None:
             return
@@ -88,7 +96,8 @@ class Writer:
             number = next(number for number, left in enumerate(self._left) if left)
             if self._file is None:
                 self._file = self._begin(number)
-            values = tensor.detach().to("cpu", self._dtype).contiguous().view(-1)
+            meta = self._shards[number][-self._left[number]]
+            values = tensor.detach().to("cpu", meta.dtype).contiguous().view(-1)
             self._file.write(values.view(torch.uint8).numpy().data)
             self._left[number] -= 1
             if not self._left[number]:
@@ -135,7 +144,7 @@ class Writer:
     def _begin(self, number: int) -> BinaryIO:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = (self._folder / (self._names[number] + PART)).open("wb")
-        file.write(header((meta.name, self._dtype, meta.shape) for meta in self._shards[number]))
+        file.write(header((meta.name, meta.dtype, meta.shape) for meta in self._shards[number]))
         return file
 
     def _end(self) -> None:
@@ -147,7 +156,7 @@ class Writer:
 
     def _index(self) -> str:
         files = {meta.name: name for name, shard in zip(self._names, self._shards, strict=True) for meta in shard}
-        total = sum(meta.numel for shard in self._shards for meta in shard) * self._dtype.itemsize
+        total = sum(meta.numel * meta.dtype.itemsize for shard in self._shards for meta in shard)
         return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
 
 

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -22,29 +20,9 @@ from ds_dynatrain.weights.buckets import PACKED, BucketMemory, Gathering, Memory
 from ds_dynatrain.weights.live import agreed_buffers, read_buffers
 from ds_dynatrain.weights.local import LocalForm, form_of, shard_of
 from ds_dynatrain.weights.naming import outputs_of
-from ds_dynatrain.weights.outputs import Names, Output
+from ds_dynatrain.weights.outputs import Names, Output, ParamMeta
 
 FullOn = Literal["first", "all", "none"]
-
-
-@dataclass(frozen=True)
-class ParamMeta:
-    """An output tensor: its name, element type and full shape, and how `iter_local` cuts it.
-
-    owners: the ranks that take part in `iter_full`. mesh_shape, placements: a device mesh over these ranks, and for
-    each of its axes torch's `Replicate()` or `Shard(dim)`; None where `iter_local` cannot give the tensor.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    owners: tuple[int, ...] | None = None
-    mesh_shape: tuple[int, ...] | None = None
-    placements: tuple[Any, ...] | None = None
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 def source(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ds_dynatrain.balance.cost import step_count
 from ds_dynatrain.balance.deal import in_flight
+from ds_dynatrain.balance.step_time import step_count
 
 
 class Command(NamedTuple):

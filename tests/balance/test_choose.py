@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ds_dynatrain.balance.choose import Members, Search, choose, problem_of
-from ds_dynatrain.balance.cost import Link, LinkCosts, step_time
 from ds_dynatrain.balance.deal import Deal, peak_bytes
 from ds_dynatrain.balance.partition import partition
 from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.step_time import Link, LinkCosts, step_time
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import Layout

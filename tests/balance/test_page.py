@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ds_dynatrain.balance.cost import Link, LinkCosts, step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.step_time import Link, LinkCosts, step_time
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.space.layout import Layout
 from tests.balance.profiles import layer

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.balance.cost import StageWork, simulate
 from ds_dynatrain.balance.deal import in_flight
+from ds_dynatrain.balance.step_time import StageWork, simulate
 from ds_dynatrain.errors import LayoutError
 from tests.balance.commands import buffer_count, commands
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.step_time import step_time
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.space.layout import Layout
 from tests.balance.profiles import profile

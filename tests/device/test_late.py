@@ -96,7 +96,7 @@ def crowded() -> tuple[int, str, str]:
         jobs.train(made, 2)
         engine = made.engine._parts
         target, member = Layout(data=4, zero_stage=2), engine.control.member
-        free = needs(engine, target, engine.members)[member, compute_device().type]
+        free = needs(engine, target, engine.members, engine.candidates.nodes)[member, compute_device().type]
         said = []
         with patch("ds_dynatrain.reshard.feasible.free_bytes", lambda: free):
             for late in (False, True):

@@ -30,12 +30,13 @@ from ds_dynatrain.adapters.groups.managed_process_group import ManagedWork
 from ds_dynatrain.adapters.groups.traffic import MESSAGES
 from ds_dynatrain.buddies.extension import Buddies
 from ds_dynatrain.buddies.shipping import Round
-from ds_dynatrain.engine import driver, initialize, restoring
+from ds_dynatrain.engine import driver, initialize
 from ds_dynatrain.engine.checkpoints import restore, saving
 from ds_dynatrain.engine.copies.from_copies import FromCopies
 from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.parts import parts_of
+from ds_dynatrain.engine.restoring import StateRecovery
 from ds_dynatrain.exact.adapters import exact_sums as sums
 from ds_dynatrain.exact.adapters.exact_sums import LeafSums
 from ds_dynatrain.membership.proposal import Proposal
@@ -191,7 +192,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "norm of leaves": (sums, "global_norm", True),
     "answer": (FromCopies, "give", False),
     "proof": (FromCopies, "report", False),
-    "forming": (restoring, "_world_of", False),
+    "forming": (StateRecovery, "_world_of", False),
     "survived": (driver, "_copies", False),
     "starting": (initialize, "build_world", False),
     "broadcast": (DeepSpeedEngine, "_broadcast_model", False),

@@ -9,8 +9,10 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -355,6 +357,20 @@ def test_many_strangers_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> N
             one.rest()  # to its end
         for one in strangers:
             one.link.close()
+
+
+def test_peers_that_come_together_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only four may be unproved at once, sixty-four connect in one moment, and each of them is let in."""
+    monkeypatch.setattr(door_module, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(door_module, "STRANGERS_A_SECOND", 1)
+    with serving(token=TOKEN) as served, ThreadPoolExecutor(64) as pool:
+        begin = threading.Barrier(64)
+
+        def ask(_: int) -> int:
+            begin.wait()
+            return served.status().generation
+
+        assert list(pool.map(ask, range(64))) == [0] * 64
 
 
 FLOOD = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch._C._distributed_c10d import HashStore
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.membership.control import Control, pack, unpack
 from ds_dynatrain.membership.session import Session
-from ds_dynatrain.reshard.certificate import Shares, agreed, certify, differing, doubts, joined, shares
-from ds_dynatrain.reshard.digest_sides import SideDigests
+from ds_dynatrain.reshard.certificate import Shares, agreed, certify, differing, doubts, folded, joined, shares
+from ds_dynatrain.reshard.digest_sides import SideDigests, fold
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes as axes
 
@@ -66,11 +67,10 @@ def summed(
     return reduce(joined, (unpack(record) for record in records))
 
 
-def judge(found: Sides) -> dict[str, Any]:
+def judge(found: Sides, made: Callable[[Shares], Shares] = lambda sums: sums) -> dict[str, Any]:
     vps = space(TWO)
-    return certify(
-        vps, TWO, FOUR, {"source": summed(vps, TWO, found["source"]), "target": summed(vps, FOUR, found["target"])}
-    )
+    sums = {"source": summed(vps, TWO, found["source"]), "target": summed(vps, FOUR, found["target"])}
+    return certify(vps, TWO, FOUR, {side: made(each) for side, each in sums.items()})
 
 
 def changed(side: str, member: int, kind: str, tensor: int) -> Change:
@@ -129,6 +129,28 @@ def test_an_error_that_all_replicas_share_is_found() -> None:
         changed("target", member, "weight", 1)(found)
     with pytest.raises(CertificateError, match="weight of 'second' is not the same after the moves"):
         judge(found)
+
+
+def test_folds_pass_where_sums_do_with_the_same_digest() -> None:
+    assert judge(sides(), folded) == judge(sides())
+
+
+@pytest.mark.parametrize("tensor", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("side", "member"), [("source", 1), ("target", 0), ("target", 3)])
+def test_folds_differ_where_sums_do(side: str, member: int, kind: str, tensor: int) -> None:
+    found = sides()
+    changed(side, member, kind, tensor)(found)
+    with suppress(CertificateError):
+        assert judge(found, folded)["doubts"][side] == {kind: [0]}
+
+
+@given(st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=9), st.integers(0, 1 << 32))
+def test_folds_add_up(drawn: list[int], seed: int) -> None:
+    one = np.array(drawn, np.uint64)
+    other = np.random.default_rng(seed).integers(0, 1 << 63, size=len(one), dtype=np.uint64)
+    assert np.array_equal(fold(one) + fold(other), fold(one + other))
+    assert np.array_equal(fold(fold(one)), fold(one)) and len(fold(one)) == 1
 
 
 # ---- several axes: sums say the same as all digests side by side ----------------------------------------------------

@@ -137,7 +137,7 @@ BUGS: dict[str, Bug] = {
     "nobody waits until it reaches all": Bug(
         HostLinks, "reaching", lambda self, roster, nodes, stay: list(nodes), seed=29, parts=True
     ),
-    "hosts that reach each other again are not asked": Bug(HostLinks, "_doubted", _always(set()), seed=170, parts=True),
+    "hosts that reach each other again are not asked": Bug(HostLinks, "_doubted", _always({}), seed=170, parts=True),
     "nobody says that it has made its engines": Bug(Member, "built", _always(None), seed=9),
     "all members say what they hold": Bug(change, "who_is_asked", lambda world: world.members, seed=30),
     "idle members say nothing after a failure": Bug(BoundaryMachine, "_agree", _silent_agree, seed=6),

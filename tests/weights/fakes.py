@@ -14,9 +14,9 @@ import torch.distributed as td
 
 from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.errors import MemberMissing
+from ds_dynatrain.weights.outputs import ParamMeta
 from ds_dynatrain.weights.receivers.group_receiver import GroupReceiver
 from ds_dynatrain.weights.update import Update
-from ds_dynatrain.weights.weight_source import ParamMeta
 
 SHAPES = {"words": (23, 6), "block.up": (10, 7), "block.down": (7, 10), "norm": (7,), "scale": (), "none": (0, 4)}
 CUTS = {"words": 0, "block.up": 0, "block.down": 1}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +45,24 @@ def test_every_element_arrives(pool: RankPool, size: int) -> None:
         assert records[0][number].digests == rollouts.updates[number].digests
     assert [each.version for each in rollouts.updates] == [1, 2]
     assert [each.step for each in rollouts.updates] == [1, 2]
+
+
+WITHOUT_DEEPSPEED = """
+import sys
+sys.modules["deepspeed"] = None  # an import raises
+from ds_dynatrain.weights.receivers import Folder, GroupReceiver
+receiver = GroupReceiver("127.0.0.1:0")
+print(receiver.address, flush=True)
+print(receiver.update().digests)
+"""
+
+
+def test_receivers_need_no_deepspeed(pool: RankPool) -> None:
+    command = [sys.executable, "-c", WITHOUT_DEEPSPEED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        record = pool.run(updates, address=process.stdout.readline().strip(), steps=[1])[0][0]
+        assert process.stdout.readline().strip() == str(record.digests)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

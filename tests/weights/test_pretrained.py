@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from torch import nn
 
 from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.space import Layout
+from ds_dynatrain.weights.outputs import ParamMeta
 from ds_dynatrain.weights.pretrained import Writer, cut
-from ds_dynatrain.weights.weight_source import ParamMeta
 from tests.engine import axis_walks, mixtures
 from tests.engine.language_models import transformers
+from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool
-from tests.engine.subjects import language_model
+from tests.engine.subjects import language_model, module
 from tests.engine.transitions import layout
 from tests.weights import cases
 
@@ -102,13 +104,45 @@ def test_what_fails_is_said_on_all_ranks(pool: RankPool, tmp_path: Path) -> None
             assert "int8 is not written" in dtype
 
 
+def buffered_model() -> nn.Module:
+    """A model with persistent buffers of two types."""
+    model = small_gpt()
+    model.register_buffer("bias_of_router", torch.arange(3.0))
+    model.register_buffer("seen", torch.tensor(7))
+    model.register_buffer("scratch", torch.ones(5), persistent=False)
+    return model
+
+
+def buffered() -> axis_walks.Subject:
+    return replace(module(), build=buffered_model)
+
+
+def buffers_back(engine: Any, subject: axis_walks.Subject, folder: Path) -> dict[str, Any]:
+    """Save, change the buffers and load the file again; return the buffers."""
+    engine.save_pretrained(folder)
+    for held in engine.module.buffers():
+        held.add_(1)
+    engine.load_weights(load_file(folder / "model.safetensors").items() if engine.rank == 0 else None)
+    return {name: held.tolist() for name, held in engine.module.named_buffers()}
+
+
+def buffers_case(folder: Path) -> list[Any]:
+    return cases.at_each(buffered, "bf16", [layout("d2z3")], partial(buffers_back, folder=folder))
+
+
+def test_persistent_buffers_are_saved_and_loaded(pool: RankPool, tmp_path: Path) -> None:
+    for (found,) in pool.run(buffers_case, folder=tmp_path)[:2]:
+        assert found["bias_of_router"] == [0, 1, 2] and found["seen"] == 7 and found["scratch"] == [2.0] * 5
+    assert load_file(tmp_path / "model.safetensors")["seen"].dtype == torch.int64
+
+
 def written(folder: Path, count: int, value: float, model: nn.Module | None = None) -> int:
     """Write two tensors into `count` files."""
     metas = [ParamMeta(name, torch.float32, (4,)) for name in ("one", "two")]
-    writer = Writer(folder, cut(metas, torch.float32, 32 // count), torch.float32)
+    writer = Writer(folder, cut(metas, 32 // count), torch.float32)
     try:
         for meta in metas:
-            writer.put(meta.name, torch.full(meta.shape, value))
+            writer.put(torch.full(meta.shape, value))
         return writer.finish(model or nn.Linear(1, 1))
     finally:
         writer.clean_up()
@@ -140,8 +174,8 @@ def test_messages_say_what_was_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no space left; .* was replaced in part: save again"):
         written(tmp_path, 1, 1, model)
     before = names_in(tmp_path)
-    writer = Writer(tmp_path, cut([ParamMeta("one", torch.float32, (4,))], torch.float32, 16), torch.float32)
-    writer.put("one", torch.empty(4, device="meta"))  # a copy that fails, as it does without memory
+    writer = Writer(tmp_path, cut([ParamMeta("one", torch.float32, (4,))], 16), torch.float32)
+    writer.put(torch.empty(4, device="meta"))  # a copy that fails, as it does without memory
     with pytest.raises(CheckpointError, match=r"nothing of .* was replaced"):
         writer.finish(nn.Linear(1, 1))
     writer.clean_up()

@@ -251,7 +251,7 @@ def _connected(where: Endpoint, seconds: float) -> Communicator:
     store = PrefixStore(f"{name}/", base)
     store.set_timeout(timedelta(seconds=seconds))
     base.set(f"begun/{where.place}", "")
-    made = Communicator(device, *_backend(name, store, where))
+    made = Communicator(device, *make_backend(name, store, where))
     try:
         if made.backend.supports_splitting:  # as torch does: back-ends that can connect ahead of use
             made.backend.eager_connect_single_device(device)
@@ -262,7 +262,7 @@ def _connected(where: Endpoint, seconds: float) -> Communicator:
     return made
 
 
-def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
+def make_backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
     """Make a back-end for one device the way `torch.distributed` does, without touching torch's global state."""
     built_in: Any = getattr(c10d, BUILT_IN.get(name, ""), None)
     options: Any = _DistributedBackendOptions() if built_in is None else built_in.Options()

@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as td
@@ -19,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ds_dynatrain.adapters.groups.communicators import Endpoint, make_backend
 from ds_dynatrain.adapters.groups.device import HOST, device_backend, devices, start_thread
 from ds_dynatrain.adapters.groups.group_of_one import GroupOfOne
 from ds_dynatrain.adapters.versions.torch_versions import fake_backend, register_in_world
@@ -45,6 +47,18 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
     backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
     backend._set_default_timeout(default_pg_timeout)
     return _around({HOST: backend}, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
+
+
+def join_programs(store: Store, name: str, rank: int, size: int, device: torch.device, seconds: float) -> Any:
+    """Return a group with processes of other programs, which make theirs by `torch.distributed`.
+
+    device: of the tensors; gloo serves the CPU. An accelerator's library connects at the first collective, as theirs
+    does. seconds: see `make_group`.
+    """
+    if device.type == HOST.type:
+        return make_group(store, name, rank, size, seconds)[0]
+    prefix = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", store))
+    return make_backend(device_backend(), prefix, Endpoint(name, range(size), rank, prefix))[1]
 
 
 def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:

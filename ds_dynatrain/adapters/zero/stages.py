@@ -113,7 +113,7 @@ def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
     if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         return list(parameters)
     held = iter([master for group in engine.optimizer.fp32_groups for master in group])
-    return [next(held) if each.numel() else torch.empty_like(each) for each in parameters]
+    return [next(held) if each.numel() else torch.empty_like(each, dtype=torch.float32) for each in parameters]
 
 
 class FlatGroups(ZeroStage):

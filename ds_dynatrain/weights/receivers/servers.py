@@ -88,45 +88,34 @@ class Requests:
 class TorchEndpoint:
     """A group of torch's, made as `torch.distributed` makes one of that name, without its global state.
 
-    NCCL if `device` is a GPU, else gloo. info: see `Endpoint`; `group_name` and `backend` as SGLang has them. joining:
-    the request that lets the workers join; what it fails with is raised.
+    gloo if `device` is the CPU, else the accelerator's library. info: see `Endpoint`; `group_name` and `backend` as
+    SGLang has them. joining: the request that lets the workers join; what it fails with is raised.
     """
 
     def __init__(self, info: Mapping[str, Any], device: torch.device, seconds: float, joining: Future[Any]) -> None:
-        name, size, timeout = (
-            str(info.get("group_name", "weights")),
-            int(info["world_size"]),
-            timedelta(seconds=seconds),
-        )
+        from ds_dynatrain.adapters.groups.process_groups import join_programs  # receivers import this without DeepSpeed
+
+        name, size = str(info.get("group_name", "weights")), int(info["world_size"])
+        self._timeout, self._sockets = timedelta(seconds=seconds), WorldSockets()
         address, port = str(info["master_address"]), int(info["master_port"])
-        self._store = TCPStore(address, port, size, is_master=True, wait_for_workers=False, timeout=timeout)
-        store = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
-        self._timeout, self._sockets = timeout, WorldSockets()
+        self._store = TCPStore(address, port, size, is_master=True, wait_for_workers=False, timeout=self._timeout)
         while device.type == "cpu" and self._store.num_keys() == 0 and not joining.done():
             time.sleep(LOOK_SECONDS)  # gloo would wait for the workers also after the request has failed
         if joining.done():
             joining.result()
         with self._sockets.building():
-            self._group = self._made(store, size, device, timeout)
+            self._group = join_programs(PrefixStore(name, self._store), name, 0, size, device, seconds)
 
     def abort(self) -> None:
         """End a broadcast that waits, with an error; of gloo's, on Linux."""
         with suppress(OSError):
             self._sockets.abort()
 
-    @staticmethod
-    def _made(store: PrefixStore, size: int, device: torch.device, timeout: timedelta) -> Any:
-        if device.type == "cpu":
-            return td.ProcessGroupGloo(store, 0, size, timeout=timeout)
-        options = td.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return td.ProcessGroupNCCL(store, 0, size, options)
-
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Broadcast, and wait for the end of it; raise TransferError if that fails."""
         try:
             options = td.BroadcastOptions()
-            options.rootRank, options.rootTensor = src, 0
+            options.rootRank, options.rootTensor, options.timeout = src, 0, self._timeout
             self._group.broadcast([tensor], options).wait(self._timeout)
         except RuntimeError as error:
             raise TransferError(

@@ -18,6 +18,8 @@ from torch import nn
 from ds_dynatrain.checkpoint.extents import WORD
 from ds_dynatrain.errors import CheckpointDamaged, ConfigError
 from ds_dynatrain.transfer import digest
+from ds_dynatrain.weights.lora import persistent_buffers
+from ds_dynatrain.weights.outputs import ParamMeta
 from ds_dynatrain.weights.pretrained import SHARD_BYTES, Writer, cut
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
@@ -29,8 +31,8 @@ class Folder(Receiver):
     """A folder that rollouts read; make one object on each rank of the trainer. Rank 0 writes.
 
     path: the folder, on a file system that rank 0 and the readers see. model: a model of transformers whose
-    configuration is written too, as engines that load a folder want it. keep: how many of the newest versions stay.
-    max_shard_bytes: most bytes of a file.
+    configuration and persistent buffers are written too, for engines that load a folder. keep: how many of the newest
+    versions stay. max_shard_bytes: most bytes of a file.
     """
 
     def __init__(
@@ -70,15 +72,20 @@ class Folder(Receiver):
     def _write(self, out: Outgoing, hidden: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
-        metadata = out.source.metadata
+        metadata, buffers = list(out.source.metadata), persistent_buffers(self._model)
         dtype = metadata[0].dtype
-        writer = Writer(hidden, cut(metadata, dtype, self.max_shard_bytes), dtype)
-        for name, tensor in out.full():
-            writer.put(name, tensor)
+        metadata += [ParamMeta(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
+        writer = Writer(hidden, cut(metadata, self.max_shard_bytes), dtype)
+        for _, tensor in out.full():
+            writer.put(tensor)
             out.nbytes += tensor.nbytes
         out.check_whole()
+        digests = dict(out.digests)
+        for name, held in buffers.items():
+            writer.put(held)
+            digests[name] = digest(held.reshape(-1)) & WORD
         writer.finish(self._model)
-        record = {"version": out.version, "label": out.label, "step": out.source.step, "digests": out.digests}
+        record = {"version": out.version, "label": out.label, "step": out.source.step, "digests": digests}
         with (hidden / RECORD).open("x", encoding="utf-8") as file:
             json.dump(record, file)
             file.flush()

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.balance.cost import Link, LinkCosts, step_time
 from ds_dynatrain.balance.deal import Deal, peak_bytes, shares_of, state_of, taken_bytes
 from ds_dynatrain.balance.profile import LayerCost, Profile
+from ds_dynatrain.balance.step_time import Link, LinkCosts, step_time
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan import state_bytes
 from ds_dynatrain.space import (

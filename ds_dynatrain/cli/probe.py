@@ -1,0 +1,198 @@
+"""Measure the links of a cluster under torchrun, the way a switch would use them, and write a cluster file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_dynatrain.elastic.environment import NODE
+from ds_dynatrain.errors import ConfigError, TransferError
+from ds_dynatrain.plan import LinkClass, Topology
+from ds_dynatrain.transfer import GroupTransport, Neighbors, RoutedTransport, Transport, allocate, prefault
+
+COMMAND = "torchrun --nproc-per-node=MEMBERS -m ds_dynatrain.cli probe --write cluster.toml"
+LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SECONDS = 60.0
+"""Limit of each wait for another process."""
+FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 20, 1 << 28, 4
+LONG_SECONDS = 0.02
+"""Messages grow until one takes this long."""
+REPEATS, MESSAGES = 5, 64
+TAG = 1
+SAME = 0.8
+"""From this part of their speed alone on, members do not disturb each other."""
+Flows = Sequence[tuple[int, int]]
+"""Pairs (sender, receiver) of members that exchange at the same time; equal members for a copy inside of one."""
+
+
+def probe(way: str) -> str | None:
+    """Measure memory, pairs inside a node and pairs between nodes; called by all processes of a launch.
+
+    way: "auto", or "gloo" to exchange by gloo inside a node as well, as with `dynatrain.transport`.
+
+    Return the text of a cluster file on rank 0, and None on other ranks. Raises ConfigError outside of torchrun, and
+    TransferError if a process does not answer.
+    """
+    missing = [name for name in LAUNCH if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: links are measured between the processes of a launch, one for each member; "
+            f"start it on every node by: {COMMAND}"
+        )
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.device_count() > local:
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("gloo" if device.type == "cpu" else None, timeout=timedelta(seconds=SECONDS))
+        links = Links.between(device, way)
+        found = links.measure()
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        raise TransferError(f"the processes of the launch do not reach each other: {error}") from error
+    return found if links.rank == 0 else None
+
+
+@dataclass(eq=False)
+class Links:
+    """The links between the processes of a launch.
+
+    nodes: the node of each rank.
+    near: transport between members of a node; `far` between nodes. Both carry tensors in host memory.
+    device: where this rank's tensors lie. On an accelerator, NCCL carries them.
+    """
+
+    rank: int
+    nodes: Mapping[int, str]
+    near: Transport
+    far: Transport
+    device: torch.device
+    _buffers: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def between(device: torch.device, way: str) -> Links:
+        """Connect the processes of the launch; called by all of them."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        nodes = dict(enumerate(_gathered(os.environ.get(NODE) or socket.gethostname())))
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError("there is no process group")
+        far = GroupTransport(world, range(size))
+        if way == "gloo" or size == 1:
+            return Links(rank, nodes, far, far, device)
+        neighbors = Neighbors.meet(rank, lambda _, record: dict(enumerate(_gathered(record))), SECONDS)
+        return Links(rank, nodes, RoutedTransport(neighbors, far), far, device)
+
+    def measure(self) -> str:
+        """Measure each class of links, and return the text of a cluster file; called by all processes."""
+        groups = [[r for r, node in self.nodes.items() if node == name] for name in dict.fromkeys(self.nodes.values())]
+        width = min(map(len, groups))
+        inside = [
+            (a, b) for group in groups if len(group) > 1 for a, b in zip(group, group[1:] + group[:1], strict=True)
+        ]
+        rows = list(zip(*(group[:width] for group in groups), strict=True)) if len(groups) > 1 else []
+        between = [(a, b) for row in rows for a, b in zip(row, row[1:] + row[:1], strict=True)]
+        flows = {"memory": [(r, r) for r in self.nodes], "node": inside, "network": between}
+        links, lines = dict[str, LinkClass](), [f"Measured by `ds-dynatrain probe`: {self._where()}."]
+        for name, pairs in flows.items():
+            if pairs:
+                links[name] = self._link(pairs, width, self.far if name == "network" else self.near)
+            else:
+                links[name] = getattr(Topology, name)
+                lines.append(f"{name}: not measured, as there is no such pair of members; its figures are assumed.")
+        memory = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
+        topology = Topology(self.nodes, links["memory"], links["node"], links["network"], memory)
+        return topology.to_toml("\n".join(lines))
+
+    def _where(self) -> str:
+        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "host memory"
+        return f"{len(self.nodes)} members on {len({*self.nodes.values()})} nodes, {kind}, torch {torch.__version__}"
+
+    def _link(self, flows: Flows, width: int, way: Transport) -> LinkClass:
+        """Measure one class of links: the first of `flows` alone, and all of them together.
+
+        width: the number of members of a node.
+        """
+        alone, together = self._speed(flows[:1], way), self._speed(flows, way)
+        latency = self._slowest(partial(self._act, flows[:1], way, 1, MESSAGES)) / MESSAGES
+        is_shared = together < SAME * alone
+        return LinkClass(alone, latency, max(1.0, width * together / alone) if is_shared else None)
+
+    def _speed(self, flows: Flows, way: Transport) -> float:
+        """Return the bytes per second of one of several flows that run at the same time."""
+        nbytes = FIRST_BYTES
+        while self._slowest(partial(self._act, flows, way, nbytes)) < LONG_SECONDS and nbytes < MOST_BYTES:
+            nbytes *= GROWTH
+        act = partial(self._act, flows, way, nbytes)
+        return nbytes / statistics.median(self._slowest(act) for _ in range(REPEATS))
+
+    def _slowest(self, act: Callable[[], None]) -> float:
+        """Return the time that the slowest process needs; all processes call it, and all get the same figure."""
+        dist.barrier()
+        begin = time.perf_counter()
+        act()
+        seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def _act(self, flows: Flows, way: Transport, nbytes: int, messages: int = 1) -> None:
+        """Carry out this rank's part of flows."""
+        mine = [flow for flow in flows if self.rank in flow]
+        ends = [(self._buffer("from", nbytes), self._buffer("into", nbytes))] * messages
+        if self.device.type == "cuda":
+            self._on_device(mine, ends)
+            return
+        handles = []
+        for out, into in ends:
+            for sender, receiver in mine:
+                if sender == receiver:
+                    into.copy_(out)
+                elif receiver == self.rank:
+                    handles.append(way.receive(into, sender, TAG))
+                else:
+                    handles.append(way.send(out, receiver, TAG))
+        deadline = time.monotonic() + SECONDS
+        for handle in handles:
+            handle.wait(deadline)
+
+    def _on_device(self, mine: Flows, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for out, into in ends:
+            calls = list[dist.P2POp]()
+            for sender, receiver in mine:
+                if sender == receiver:
+                    into.copy_(out)
+                elif receiver == self.rank:
+                    calls.append(dist.P2POp(dist.irecv, into, sender))
+                else:
+                    calls.append(dist.P2POp(dist.isend, out, receiver))
+            for work in dist.batch_isend_irecv(calls) if calls else ():
+                work.wait()
+        torch.cuda.synchronize(self.device)
+
+    def _buffer(self, what: str, nbytes: int) -> torch.Tensor:
+        """Return memory that has been touched, which is kept for the next exchange of the same length."""
+        if (what, nbytes) not in self._buffers:
+            for key in [key for key in self._buffers if key[0] == what]:
+                del self._buffers[key]
+            host = allocate(nbytes, torch.uint8)
+            prefault(host)
+            self._buffers[what, nbytes] = host.to(self.device)
+        return self._buffers[what, nbytes]
+
+
+def _gathered(record: Any) -> list[Any]:
+    """Return the records of all ranks."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, record)
+    return found

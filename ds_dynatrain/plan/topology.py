@@ -1,0 +1,233 @@
+"""Nodes, their members, and the links between them: what bytes of a plan cost where they go."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.space.interval import Ints, ints
+
+MEMORY, NODE, NETWORK = 0, 1, 2
+"""Classes of links: inside a member, between members of a node, between nodes."""
+CLASSES = ("memory", "node", "network")
+ASSUMED = "assumed"
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LinkClass:
+    """The links of one class.
+
+    bytes_per_second: the speed of one member, in each direction.
+    latency_seconds: the time of an empty message.
+    at_once: how many members of a node reach that speed at once, such as its number of network cards; None for all.
+    """
+
+    bytes_per_second: Positive
+    latency_seconds: Annotated[float, Field(ge=0)] = 0.0
+    at_once: Positive | None = None
+
+
+@dataclass(frozen=True)
+class LinkSeconds:
+    """Seconds that the traffic of a plan takes.
+
+    memory, node, network: the least time of each class of links; they work side by side.
+    expected: the time if each member uses its links one after the other, latencies included.
+    """
+
+    memory: float
+    node: float
+    network: float
+    expected: float
+
+    @property
+    def floor(self) -> float:
+        """The least time of all traffic."""
+        return max(self.memory, self.node, self.network)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The nodes of a cluster and the links between its members.
+
+    node_of: a map from member to the name of its node.
+    memory, node, network: the links inside a member, between members of a node, and between nodes.
+    device_memory_bytes: the memory of each member's device; None if unknown.
+    origin: where the figures come from: a file, or "assumed".
+    """
+
+    node_of: Mapping[int, str]
+    memory: LinkClass = LinkClass(5e9)
+    node: LinkClass = LinkClass(1e9, 1e-4)
+    network: LinkClass = LinkClass(1e9, 1e-4)
+    device_memory_bytes: float | None = None
+    origin: str = ASSUMED
+
+    @staticmethod
+    def of_nodes(node_of: Mapping[int, str]) -> Topology:
+        """Return a topology of known nodes with assumed links."""
+        return Topology(node_of)
+
+    @staticmethod
+    def uniform(nodes: int, members_per_node: int, **others: Any) -> Topology:
+        """Return a topology of equal nodes, with the members in their order. others: fields of the class."""
+        return Topology({r: f"node-{r // members_per_node}" for r in range(nodes * members_per_node)}, **others)
+
+    @staticmethod
+    def read(path: str | Path) -> Topology:
+        """Read a cluster file. Raises ConfigError, which names the file and the key, if it cannot be used."""
+        cluster = _cluster_in(Path(path))
+        found = cluster.node_of(str(path))
+        links = cluster.memory, cluster.node, cluster.network
+        return Topology(found, *links, device_memory_bytes=cluster.device_memory_bytes, origin=str(path))
+
+    def to_toml(self, comment: str = "") -> str:
+        """Return the text of a cluster file that `read` turns into this topology."""
+        lines = [f"# {line}" for line in comment.splitlines()]
+        if self.device_memory_bytes is not None:
+            lines.append(f"device_memory_bytes = {self.device_memory_bytes:.6g}")
+        for name in CLASSES:
+            link: LinkClass = getattr(self, name)
+            lines += ["", f"[{name}]", f"bytes_per_second = {link.bytes_per_second:.6g}"]
+            lines.append(f"latency_seconds = {link.latency_seconds:.6g}")
+            if link.at_once is not None:
+                lines.append(f"at_once = {link.at_once:.6g}")
+        lines += ["", "[members]"]
+        for name in dict.fromkeys(self.node_of.values()):
+            quoted = name.replace("\\", "\\\\").replace('"', '\\"')
+            lines.append(f'"{quoted}" = {[member for member, node in self.node_of.items() if node == name]}')
+        return "\n".join(lines).lstrip("\n") + "\n"
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the nodes, in the order of their first members."""
+        return tuple(dict.fromkeys(self.node_of[member] for member in sorted(self.node_of)))
+
+    @cached_property
+    def _places(self) -> tuple[Ints, Ints]:
+        """The members in ascending order, and the index of each one's node in `names`."""
+        members, number = ints(sorted(self.node_of)), {name: index for index, name in enumerate(self.names)}
+        return members, ints([number[self.node_of[member]] for member in members.tolist()])
+
+    def node_index(self, members: Ints) -> Ints:
+        """Return the index in `names` of each member's node. Raises ConfigError for an unknown member."""
+        known, nodes = self._places
+        at = np.minimum(np.searchsorted(known, members), len(known) - 1)
+        strangers = members[known[at] != members] if len(known) else members
+        if len(strangers):
+            raise ConfigError(
+                f"{self.origin}: {len(known)} members on {len(self.names)} nodes, and member {strangers[0]} is not "
+                "among them; describe a cluster that has all members of both layouts"
+            )
+        return nodes[at]
+
+    def classes(self, source: Ints, target: Ints) -> Ints:
+        """Return the class of the link from each source member to its target member."""
+        apart = self.node_index(source) != self.node_index(target)
+        return np.where(apart, NETWORK, np.where(source == target, MEMORY, NODE))
+
+    def seconds(self, source: Ints, target: Ints, nbytes: Ints, messages: Ints | None = None) -> LinkSeconds:
+        """Return the seconds that traffic takes.
+
+        source, target, nbytes: bytes from member to member, of equal length; a pair of equal members is a copy.
+        messages: how many messages or runs they are; by default one for each entry.
+        """
+        if not len(source):
+            return LinkSeconds(0.0, 0.0, 0.0, 0.0)
+        where, counts = self.classes(source, target), np.ones_like(nbytes) if messages is None else messages
+        nodes, floors, expected = self._places[1], list[float](), np.zeros(len(self._places[0]))
+        for code, name in enumerate(CLASSES):
+            link: LinkClass = getattr(self, name)
+            mine = where == code
+            busiest, waits, shared = np.zeros_like(expected), np.zeros_like(expected), np.zeros_like(expected)
+            for end in (source, target):
+                at = np.searchsorted(self._places[0], end[mine])
+                own = np.bincount(at, nbytes[mine], len(expected)) / link.bytes_per_second
+                busiest = np.maximum(busiest, own)
+                waits = np.maximum(waits, np.bincount(at, counts[mine], len(expected)) * link.latency_seconds)
+                if link.at_once is not None:
+                    together = np.bincount(nodes, own, len(self.names)) / link.at_once
+                    shared = np.maximum(shared, together[nodes])
+            floors.append(float(np.maximum(busiest, shared).max()))
+            expected += np.maximum(busiest, shared) + waits
+        return LinkSeconds(floors[MEMORY], floors[NODE], floors[NETWORK], float(expected.max()))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True)
+class ClusterFile:
+    """The keys of a cluster file: either `members`, or `nodes` and `members_per_node`.
+
+    members: for each node its members, or their number.
+    """
+
+    node: LinkClass
+    network: LinkClass
+    memory: LinkClass = Topology.memory
+    nodes: Count | None = None
+    members_per_node: Count | None = None
+    members: dict[str, list[Annotated[int, Field(ge=0)]]] = field(default_factory=dict)
+    device_memory_bytes: Positive | None = None
+
+    def node_of(self, file: str) -> dict[int, str]:
+        """Return the map from member to node. Raises ConfigError if there is none, or one member has two nodes."""
+        if not self.members and self.nodes is not None and self.members_per_node is not None:
+            return dict(Topology.uniform(self.nodes, self.members_per_node).node_of)
+        if not self.members or self.nodes is not None or self.members_per_node is not None:
+            raise ConfigError(
+                f'{file}: give either nodes and members_per_node, or a table [members] with lines such as "a" = [0, 1]'
+            )
+        found: dict[int, str] = {}
+        for name, members in self.members.items():
+            for member in members:
+                if member in found:
+                    raise ConfigError(
+                        f"{file}: members.{name}: member {member} is on {found[member]} as well; remove it from one"
+                    )
+                found[member] = name
+        return found
+
+
+def _cluster_in(path: Path) -> ClusterFile:
+    """Read a cluster file. Raises ConfigError if it cannot be read or a key is wrong."""
+    if sys.version_info < (3, 11):
+        raise ConfigError(f"{path}: cluster files need Python 3.11 for TOML; give the bandwidth as an option instead")
+    import tomllib
+
+    try:
+        text = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); give a file that `ds-dynatrain probe` wrote") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: this is no TOML ({error}); correct the line that it names") from error
+    try:
+        return TypeAdapter(ClusterFile).validate_python(text)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)  # a misspelt key explains a missing one
+        first = next((each for each in errors if each["type"].startswith("unexpected")), errors[0])
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {key}: {_mistake(first['type'], first['msg'], first['input'])}") from error
+
+
+def _mistake(kind: str, said: str, value: object) -> str:
+    """Return what is wrong with a key of a cluster file, and what to do."""
+    if kind.startswith("unexpected"):
+        return "there is no such key; remove it, or correct its name"
+    if kind.startswith("missing"):
+        return "this key is needed and is not there; add it"
+    return f"expected {said.replace('Input should be ', '').removeprefix('a valid ')}, got {value!r}; correct it"

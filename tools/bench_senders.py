@@ -1,0 +1,144 @@
+"""Measure who sends what: the busiest sender beside the busiest receiver, and bytes between nodes beside their bound.
+
+python tools/bench_senders.py
+python tools/bench_senders.py --write docs/figures
+
+Nothing is allocated but plans. The first table moves the boundary between two pipeline stages of a model of 70 billion
+parameters by one layer. The second walks through changes of a small model on 8 nodes of 8 members; the bound is what
+no member of a node holds and some member needs, once for each node. A copy that each member of a node fetches for
+itself counts as often as it crosses, so the ratio says what relays inside nodes would save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from figures import keep, machine, table
+
+from ds_dynatrain.plan import SwitchPlan, plan_switch, traffic
+from ds_dynatrain.space import (
+    AxisCuts,
+    Layout,
+    LogicalTensor,
+    Partition,
+    VirtualParameterSpace,
+    ZeroRules,
+    interval,
+    standard_kinds,
+    uneven,
+)
+
+NODE = 8
+LARGE, SMALL = (80, 8192, 28672, 128256), (16, 512, 1792, 8192)
+"""Layers, width, width of the feed-forward part, words."""
+BAR_SENDER, BAR_NODES = 1.25, 1.1
+SIZES: tuple[dict[str, int], ...] = (
+    {"data": 64},
+    {"data": 56},
+    {"data": 32},
+    {"data": 16, "pipe": 4},
+    {"data": 8, "pipe": 8},
+    {"data": 16, "pipe": 2},
+    {"data": 32, "tensor": 2},
+    {"data": 8, "tensor": 8},
+    {"data": 8, "tensor": 4, "pipe": 2},
+)
+"""Of the second table, in stages 1 and 3."""
+
+
+def space(sizes: tuple[int, int, int, int], layout: Layout) -> VirtualParameterSpace:
+    """Return a model of the Llama family in a layout, member r at rank r, with 8 heads of keys and values."""
+    layers, width, feed, words = sizes
+    every: dict[str, tuple[tuple[int, ...], int | None, int]] = {"embedding": ((words, width), 0, 0)}
+    for layer in range(layers):
+        for name, shape, dim in (
+            ("q", (width, width), 0),
+            ("kv", (width // 4, width), 0),
+            ("out", (width, width), 1),
+            ("gate", (2 * feed, width), 0),
+            ("down", (width, feed), 1),
+            ("norms", (2 * width,), None),
+        ):
+            every[f"{layer}.{name}"] = shape, dim, layer
+    every["head"] = (words, width), 0, layers - 1
+
+    def partition(wanted: Layout) -> Partition:
+        borders = wanted.boundaries or tuple(layers * stage // wanted.pipe for stage in range(wanted.pipe + 1))
+        found = []
+        for shape, dim, layer in every.values():
+            stage = max(stage for stage in range(wanted.pipe) if borders[stage] <= layer)
+            is_cut = dim is not None and wanted.tensor > 1
+            cut = uneven(dim or 0, [shape[dim or 0] // wanted.tensor] * wanted.tensor) if is_cut else None
+            found.append(AxisCuts((stage,), tensor=cut))
+        return tuple(found)
+
+    tensors = [LogicalTensor(name, shape) for name, (shape, _, _) in every.items()]
+    members = range(layout.world_size)
+    return VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(2), layout, members, partition)
+
+
+def sender_row(ranks: int) -> list[object]:
+    """Return the traffic of a boundary that moves by one layer."""
+    borders = tuple(range(0, 81, 10))
+    source = Layout(pipe=8, data=ranks // 8, zero_stage=1, boundaries=borders)
+    target = source.replace(boundaries=(0, 11, *borders[2:]))
+    found = np.array([*traffic(plan_switch(space(LARGE, source), target, range(ranks))).values()])
+    sent, received = found.T
+    ratio = sent.max() / max(received.max(), sent.mean())
+    verdict = "pass" if ratio <= BAR_SENDER else "missed"
+    return [ranks, *(f"{each / 1e9:.1f}" for each in (sent.sum(), sent.max(), received.max())), f"{ratio:.2f}", verdict]
+
+
+def between_nodes(plan: SwitchPlan, nodes: Mapping[int, str]) -> tuple[int, int]:
+    """Return (bytes between nodes, the bound)."""
+    sides, crossed, bound = plan.sides, 0, 0
+    members = sides.vps.members
+    at_source = np.array([nodes[member] for member in members])
+    for kind in sides.kinds:
+        for node in sorted({*nodes.values()}):
+            wanted = [(interval.ints([]), interval.ints([]))]
+            for rank in (rank for rank, member in enumerate(sides.members) if nodes[member] == node):
+                needs = sides.needs(kind, rank, int(sides.source_ranks[rank])).remote
+                start, stop, sender = sides.senders(kind, rank, needs)
+                crossed += int((stop - start)[at_source[sender] != node].sum()) * kind.itemsize
+                wanted.append((start, stop))
+            start, stop = interval.union(*interval.join(wanted))
+            for rank in np.flatnonzero(at_source == node).tolist():
+                for name in kind.sources:
+                    held = sides.source(name).holding(rank)
+                    _, start, stop = interval.subtract(start, stop, *interval.union(held.start, held.stop))
+            bound += int((stop - start).sum()) * kind.itemsize
+    return crossed, bound
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs/figures")
+    asked = parser.parse_args()
+    head = ("ranks", "sent GB", "busiest sender GB", "busiest receiver GB", "ratio", f"bar {BAR_SENDER}")
+    senders = table(head, [sender_row(ranks) for ranks in (128, 512)])
+    print(senders, flush=True)
+    nodes, rows, known = {member: f"node-{member // NODE}" for member in range(64)}, list[list[object]](), 0
+    for number, (before, after) in enumerate(itertools.permutations(SIZES, 2)):
+        stages = (1, 3) if number % 4 == 3 else (1, 1)
+        source, target = Layout(zero_stage=stages[0], **before), Layout(zero_stage=stages[1], **after)
+        plan = plan_switch(space(SMALL, source), target, range(target.world_size), nodes=nodes)
+        crossed, bound = between_nodes(plan, nodes)
+        known += crossed <= BAR_NODES * bound
+        ratio = f"{crossed / bound:.2f}" if bound else "1.00" if not crossed else "none needed"
+        rows.append([f"{source} → {target}", f"{crossed / 1e6:.0f}", f"{bound / 1e6:.0f}", ratio])
+        print(*rows[-1], sep=" | ", flush=True)
+    text = f"{known} of {len(rows)} changes are within {BAR_NODES} of the bound."
+    text += f"\n\n{table(('change', 'MB between nodes', 'bound MB', 'ratio'), rows)}"
+    print(text)
+    if asked.write:
+        keep(asked.write, "bench_senders", f"Measured on: {machine()}.\n\n{senders}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()
