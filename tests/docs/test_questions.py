@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ds_dynatrain.support import proved
 from tests.docs.pages import INDEX, README, ROOT, linked_from, section
+from tools import support_pages
 
 QUESTIONS = [
-    ("does it run on my GPUs", "docs/fit.md", "Does it run on my GPUs?", proved.status()),
-    ("what ran on GPUs", "docs/gpu.md", "What was proved", proved.status()),
+    ("does it run on my GPUs", "docs/fit.md", "Does it run on my GPUs?", support_pages.status()),
+    ("what ran on GPUs", "docs/gpu.md", "What was proved", support_pages.status()),
     ("with Trainer", "docs/fit.md", "Does it work with Hugging Face's Trainer?", "elastic(SFTTrainer)"),
     ("how do I install it beside my torch", "docs/install.md", "Beside the torch that you have", "torch from 2.11"),
     ("my own sampler", "docs/data.md", "A sampler of your own", "shuffle=False"),
