@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from figures import keep, machine, table
 
+from ds_dynatrain.descriptors import raise_descriptors
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.connection import NO_TAG, TAG_BYTES, Channel, Connection, ask_status, new_nonce
 from ds_dynatrain.elastic.generation import Generation
-from ds_dynatrain.elastic.hosting import raise_descriptors
 from ds_dynatrain.elastic.main_thread import MainThread
 from ds_dynatrain.elastic.messages import HEADER, Announce, Changed, Report, encode
 from ds_dynatrain.elastic.store import open_store

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_coordinator import BEAT_SECONDS, coordinator, free_port, verdict, wait_for
 from figures import keep, machine, table
 
+from ds_dynatrain.descriptors import raise_descriptors
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.connection import NO_TAG, TAG_BYTES, Channel, ask_status, new_nonce
 from ds_dynatrain.elastic.generation import Generation
-from ds_dynatrain.elastic.hosting import raise_descriptors
 from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
     HEADER,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import resource
 import secrets
 import socket
 import threading
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ds_dynatrain.descriptors import raise_descriptors
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.coordinator import Coordinator, logger
 from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
@@ -33,9 +33,6 @@ POLL_SECONDS = 0.05
 MONITOR = "ds_dynatrain.monitoring.server:Monitor"
 """Import path of the monitoring server's class. The class is imported only for monitored jobs, because it needs
 prometheus_client."""
-MOST_DESCRIPTORS = 1 << 20
-"""The maximum number of descriptors to request. The hard limit may be any number, and some programs close every
-possible descriptor."""
 
 
 class CoordinatorHost:
@@ -143,16 +140,3 @@ class CoordinatorHost:
         from ds_dynatrain.elastic.store import serve_store  # imports torch
 
         return serve_store(self.address.host, self._store_listener)
-
-
-def raise_descriptors() -> int:
-    """Raise the limit of open files of this process and its children as far as allowed, and return the new limit.
-
-    Each connection takes one descriptor, and the usual limit of 1,024 is used up by 110 nodes.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft == resource.RLIM_INFINITY or soft >= most:
-        return soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most

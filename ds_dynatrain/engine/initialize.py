@@ -42,6 +42,7 @@ from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes, layout_confi
 from ds_dynatrain.adapters.zero.incoming import Incoming, ParamInit, Row, install_zero_init
 from ds_dynatrain.config import DynatrainConfig, split_config
 from ds_dynatrain.config_file import Config, read_config
+from ds_dynatrain.descriptors import raise_descriptors
 from ds_dynatrain.elastic.environment import WorkerPlace, local_rank, settle_watchdog, worker_place
 from ds_dynatrain.elastic.worker_process import at_exit
 from ds_dynatrain.engine.checkpoints.resume import first_state
@@ -128,6 +129,7 @@ def initialize(
         plain: Results = deepspeed.initialize(training_data=training_data, **given, **start, **configured)
         return plain
     show_by_default()
+    raise_descriptors()
     if model is None:
         raise ConfigError("initialize was called without a model; give model=")
     settings = settings.in_launch(is_elastic=worker_place() is not None)
@@ -162,6 +164,7 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
     `Member.start`.
     """
     show_by_default()
+    raise_descriptors()
     place = worker_place()
     joins = False
     join_at_zero_init()

@@ -45,7 +45,7 @@ def test_a_host_answers_before_torch_is_there() -> None:
 
 def test_it_may_open_as_many_files_as_it_may() -> None:
     code = (
-        "import resource as r; from ds_dynatrain.elastic.hosting import raise_descriptors as more; most = "
+        "import resource as r; from ds_dynatrain.descriptors import raise_descriptors as more; most = "
         "r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, most)); told = more(); "
         "assert told == r.getrlimit(r.RLIMIT_NOFILE)[0] and (most == -1 or told == min(most, 1 << 20)), told"
     )

@@ -24,6 +24,7 @@ from ds_dynatrain.adapters.groups.communicators import Endpoint, make_backend
 from ds_dynatrain.adapters.groups.device import HOST, device_backend, devices, start_thread
 from ds_dynatrain.adapters.groups.group_of_one import GroupOfOne
 from ds_dynatrain.adapters.versions.torch_versions import fake_backend, register_in_world
+from ds_dynatrain.descriptors import check_descriptors
 
 Made = tuple[td.ProcessGroup, Store]
 """A process group, and the store over which it was made."""
@@ -40,8 +41,13 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
 
     This does what `init_process_group` does for one back-end, but without its global state, so it can run in a thread.
     torch 2.14 and newer can also replace the members of an existing group. That takes several times as long, because it
-    closes the old connections first; see docs/figures/jobs.md.
+    closes the old connections first; see docs/figures/jobs.md. Every rank is connected to every other one. gloo's
+    lazy connections (TORCH_GLOO_LAZY_INIT) would open only those that are used, but to a peer that has died they raise
+    only after five times the time-out, where a connection that is open raises at once (measured on torch 2.13).
+
+    Raises LayoutError if this process may not open enough files.
     """
+    check_descriptors(name, size)
     prefix = PrefixStore(f"{name}/", store)
     timeout = datetime.timedelta(seconds=seconds)
     backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
