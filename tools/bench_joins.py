@@ -35,7 +35,18 @@ from ds_dynatrain.elastic.connection import NO_TAG, TAG_BYTES, Channel, ask_stat
 from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.hosting import raise_descriptors
 from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
-from ds_dynatrain.elastic.messages import HEADER, Announce, Changed, Hello, Message, Refused, Report, decode, encode
+from ds_dynatrain.elastic.messages import (
+    HEADER,
+    Amended,
+    Announce,
+    Changed,
+    Hello,
+    Message,
+    Refused,
+    Report,
+    decode,
+    encode,
+)
 from ds_dynatrain.elastic.roster import Publish
 from ds_dynatrain.elastic.settings import Settings
 
@@ -48,6 +59,10 @@ ANSWER_SECONDS, RETRY_SECONDS = 5.0, 0.2
 
 decoded: Callable[[bytes], Message] = lru_cache(64)(decode)
 """All light workers of a process share what one of them has decoded; each checks its own tag."""
+
+
+amended: dict[str, Generation] = {}
+"""The generations that were made from changes, by digest."""
 
 
 class LightWorker:
@@ -68,7 +83,7 @@ class LightWorker:
         """Connect, as often as it takes, and hear what the coordinator says."""
         while True:
             try:
-                await self._serve(*await asyncio.wait_for(self._greet(address), ANSWER_SECONDS))
+                await self._serve(*await self._greet(address))
             except (OSError, EOFError, TimeoutError):
                 self.broken += 1
             self.is_announced = False
@@ -85,13 +100,14 @@ class LightWorker:
             self._writer.transport.abort()
 
     async def _greet(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(address.host, address.port)
+        opening = asyncio.open_connection(address.host, address.port)
+        reader, writer = await asyncio.wait_for(opening, ANSWER_SECONDS)
         try:
-            challenge: Any = decode((await frame(reader))[0])
+            challenge: Any = decode((await asyncio.wait_for(frame(reader), ANSWER_SECONDS))[0])
             nonce = new_nonce()
             self._writer, self._channel = writer, Channel(self._token, (challenge.nonce, nonce), "peer")
             self.say(Hello(nonce=nonce))
-            self._heard(*await frame(reader))
+            self._heard(*await asyncio.wait_for(frame(reader), ANSWER_SECONDS))
             node, local_rank = divmod(self.number, PER_NODE)
             local_size = min(PER_NODE, self._size - PER_NODE * node)
             self.say(Announce(node=f"n{node}", local_rank=local_rank, local_size=local_size, pid=1 + self.number))
@@ -106,9 +122,9 @@ class LightWorker:
         try:
             while True:
                 message = self._heard(*await frame(reader))
-                if isinstance(message, Changed):
-                    self.newest, self.told_at = message.world, time.monotonic()
-                    self.report = self.report.model_copy(update={"entered": message.world.generation})
+                if isinstance(message, Changed | Amended):
+                    self.newest, self.told_at = in_full(message, self.newest), time.monotonic()
+                    self.report = self.report.model_copy(update={"entered": self.newest.generation})
                     self.say(self.report)
         finally:
             writer.close()
@@ -121,6 +137,17 @@ class LightWorker:
         if isinstance(message, Refused):
             self.refused.append(message.reason)
         return message
+
+
+def in_full(message: Changed | Amended, base: Generation | None) -> Generation:
+    """Return the generation that a worker is told of. All of a process share it once one of them has made it."""
+    if isinstance(message, Changed):
+        return message.world
+    if base is None or base.digest != message.change.base:
+        raise RuntimeError("a worker was sent a change of a generation that it does not have")
+    if message.change.digest not in amended:
+        amended[message.change.digest] = message.change.apply(base)
+    return amended[message.change.digest]
 
 
 async def frame(reader: asyncio.StreamReader) -> tuple[bytes, bytes, bytes]:

@@ -85,12 +85,18 @@ HOOKS = f"{HOME}.extension.Extension"
 
 
 def names_page(head: str, intro: str) -> str:
-    """Names with the first sentence that is said of each, and what autodoc makes of it."""
+    """Names with the first sentence that is said of each, and what autodoc makes of all of them."""
     lines = [f"# {head}", "", NOTE, "", intro, ""]
     for title, names in NAMES.items():
         lines += [f"## {title}", "", "| name | |", "|---|---|"]
-        lines += [f"| `{name}` | {said} |" for name, said in listed(names)]
-        lines += ["", "```{eval-rst}", *directives(names), "```", ""]
+        lines += [*(f"| `{name}` | {said} |" for name, said in listed(names)), ""]
+    lines += [
+        "## Details",
+        "",
+        "```{eval-rst}",
+        *(line for names in NAMES.values() for line in directives(names)),
+        "```",
+    ]
     return "\n".join(lines)
 
 
@@ -202,9 +208,9 @@ def is_argument(one: Any) -> bool:
 
 
 def paragraphs(text: str) -> str:
-    """Return a help text with a line for each paragraph, and its example as code."""
+    """Return a help text with a line for each paragraph, its example as code before the exit codes."""
     joined = "\n\n".join(" ".join(each.split()) for each in inspect.cleandoc(text).split("\n\n"))
-    return re.sub(r"^Example: (.*)$", r"Example: `\1`", joined, flags=re.MULTILINE)
+    return re.sub(r"^Example: (.*)\n\n(?=Exit code)", r"Example: `\1`. ", joined, flags=re.MULTILINE)
 
 
 def main() -> None:

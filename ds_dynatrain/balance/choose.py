@@ -149,6 +149,11 @@ class Members:
             return tuple(range(count))
         return self._fastest_first[:count]
 
+    def at_ranks(self, layout: Layout) -> tuple[tuple[int, ...], list[float], LinkCosts]:
+        """Return the members at the ranks of a layout, their speeds, and the links between them."""
+        working = self.working(layout.world_size)
+        return working, [self.speeds[member] for member in working], self.links.between_members(working)
+
     @cached_property
     def are_alike(self) -> bool:
         """Whether all members are equally fast."""
@@ -463,9 +468,7 @@ class _Choosing:
         """
         if not self._may_be_dealt_again(layout):
             return
-        working = self.members.working(layout.world_size)
-        speeds = [self.members.speeds[member] for member in working]
-        ends, each = column_seconds(self.profile, layout, deal, speeds, self.members.links.between_members(working))
+        ends, each = column_seconds(self.profile, layout, deal, *self.members.at_ranks(layout)[1:])
         begins = ends - each * np.array(deal.counts)
         counts = shares_of((1 / each).tolist(), sum(deal.counts), begins.tolist())
         if counts == deal.counts:
@@ -490,9 +493,8 @@ class _Choosing:
         return (cut if layout.pipe > 1 else self.present.boundaries if self.present.pipe == 1 else None,)
 
     def _choice(self, layout: Layout, deal: Deal) -> FittingLayout:
-        working = self.members.working(layout.world_size)
-        speeds = [self.members.speeds[member] for member in working]
-        time = step_time(self.profile, layout, deal, speeds, self.members.links.between_members(working))
+        working, speeds, links = self.members.at_ranks(layout)
+        time = step_time(self.profile, layout, deal, speeds, links)
         peak = max(peak_bytes(self.profile, layout, deal))
         switch = 0.0 if layout == self.present else self.switch_seconds(layout)
         part = switch / self.search.horizon_steps if self.search.horizon_steps else 0.0

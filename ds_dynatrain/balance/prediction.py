@@ -164,9 +164,7 @@ def _present(
         layout = start.replace(data=data, boundaries=boundaries)
         for deal in search.deals(profile, layout):
             if is_possible(layout, deal, question.is_pipeline):
-                working = members.working(layout.world_size)
-                speeds = [members.speeds[member] for member in working]
-                time = step_time(profile, layout, deal, speeds, members.links.between_members(working))
+                time = step_time(profile, layout, deal, *members.at_ranks(layout)[1:])
                 name = "uniform" if question.present is None else "present"
                 return Predicted(layout, deal, time, peak_bytes(profile, layout, deal), name)
     return None

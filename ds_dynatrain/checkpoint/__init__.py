@@ -15,7 +15,7 @@ the format. May import `transfer` and `version`; start with `manifest`.
 """
 
 from ds_dynatrain.checkpoint.extents import Extent
-from ds_dynatrain.checkpoint.folder import latest, newest, tags
+from ds_dynatrain.checkpoint.folder import latest
 from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved, TrainingRecord
@@ -31,8 +31,6 @@ __all__ = [
     "Share",
     "TrainingRecord",
     "latest",
-    "newest",
     "shares_of",
-    "tags",
     "write_shares",
 ]

@@ -90,16 +90,18 @@ def placed(
         for part, held in zip(parts, buffers, strict=True):
             offset = int(part.offset[row])
             stride = int(part.offset[row + 1]) - offset if count > 1 else extent.length
-            found.append(_matrix(held[part.buffers[int(part.buffer[row])]], offset, stride, extent))
+            buffer = held[part.buffers[int(part.buffer[row])]].detach()
+            found.append(matrix_in(buffer, offset, stride, extent.length, extent.count))
         yield int(numbers[row]), extent, tuple(found)
 
 
-def _matrix(buffer: torch.Tensor, offset: int, stride: int, extent: Extent) -> torch.Tensor:
-    held = buffer.detach()
-    last = offset + (extent.count - 1) * stride + extent.length
-    return held.narrow(0, offset, last - offset).as_strided(
-        (extent.count, extent.length), (stride, 1), held.storage_offset() + offset
-    )
+def matrix_in(flat: torch.Tensor, first: int, step: int, length: int, count: int) -> torch.Tensor:
+    """Return runs of a flat contiguous tensor as a view with one row per run.
+
+    first: where the first run begins. step: the distance of the runs. Raises RuntimeError if they leave the tensor.
+    """
+    held = flat.narrow(0, first, (count - 1) * step + length)
+    return held.as_strided((count, length), (step, 1), held.storage_offset())
 
 
 def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tensor]]:

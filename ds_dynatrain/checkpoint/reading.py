@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_dynatrain.checkpoint.extents import WORD, Extent, digest_of, named, placed
+from ds_dynatrain.checkpoint.extents import WORD, Extent, digest_of, matrix_in, named, placed
 from ds_dynatrain.checkpoint.files import open_regular
 from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.writing import Buffers
@@ -316,10 +316,6 @@ def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype 
     found = values.to(dtype)
     masters = proven(reader, tensor, MASTER) if cast else values
     for each in cast:
-        _runs(found, each).copy_(_runs(masters, each))
+        place = each.start, each.step, each.length, each.count
+        matrix_in(found.view(-1), *place).copy_(matrix_in(masters.view(-1), *place))
     return found
-
-
-def _runs(values: torch.Tensor, extent: Extent) -> torch.Tensor:
-    """Return the elements of an extent of a whole tensor, as a matrix with one row per run."""
-    return values.view(-1).as_strided((extent.count, extent.length), (extent.step, 1), extent.start)

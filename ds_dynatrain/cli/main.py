@@ -260,9 +260,11 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another tool's format or, with --to universal, from another tool's format.
 
+    Converts tensor by tensor.
+
     Example: ds-dynatrain checkpoint convert checkpoints model.safetensors --dtype bfloat16
 
-    Converts tensor by tensor. Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the output cannot
+    Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the output cannot
     be written.
     """
     from ds_dynatrain.cli import conversion

@@ -88,7 +88,7 @@ def _links(topology: Topology) -> str:
 def _figures(job: Job, source: Layout, target: Layout, topology: Topology) -> answer.ChangeFigures:
     every, names = sorted(topology.node_of), topology.names
     vps = job.space(source, target, every[: source.world_size])
-    plan = plan_switch(vps, target, assign_slots(vps, target, every, topology.node_of))
+    plan = plan_switch(vps, target, assign_slots(vps, target, every, topology.node_of).members)
     places = topology.node_index(np.array(plan.members, dtype=np.int64))
     found = picture_of(plan, places)
     before, after = (Counter(topology.node_of[each] for each in side) for side in (vps.members, plan.target_members))

@@ -24,11 +24,14 @@ from collections.abc import Iterable
 from typing import Literal, TypeVar
 
 from ds_dynatrain.elastic.address import Address, Endpoint, tune
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_MESSAGE,
     PROTOCOL,
+    Amended,
     Challenge,
+    Changed,
     Dismiss,
     Dismissed,
     Finished,
@@ -38,6 +41,7 @@ from ds_dynatrain.elastic.messages import (
     Refused,
     Status,
     Welcome,
+    Whole,
     body_length,
     decode,
     encode,
@@ -132,6 +136,8 @@ class Connection:
         self._buffer = bytearray()
         self._channel: Channel | None = None
         self._frames: deque[tuple[bytes, bytes]] = deque()
+        self._told: Generation | None = None
+        """The last generation that came over this connection."""
 
     @classmethod
     def open(cls, endpoint: Endpoint, token: str | None, job: str = "", seconds: float = 5.0) -> Connection:
@@ -187,12 +193,15 @@ class Connection:
             self._socket.sendall(wire + NO_TAG if self._channel is None else self._channel.seal(wire))
 
     def receive(self, seconds: float) -> Message:
-        """Return the next message.
+        """Return the next message; a generation always comes in full, as `Changed`.
 
         Raises TimeoutError after `seconds`, ConnectionError at the end of the connection, and MessageError if the
         message is malformed or was not sent by the coordinator.
         """
-        return self._proved(*self._next(seconds))
+        while True:
+            message = self._in_full(self._proved(*self._next(seconds)))
+            if message is not None:
+                return message
 
     def expect(self, seconds: float) -> Message:
         """Return the next message.
@@ -223,9 +232,9 @@ class Connection:
     def messages(self) -> list[Message]:
         """Return all messages that were read but not yet returned. Raises MessageError under the same conditions as
         `receive`."""
-        messages = [self._proved(*frame) for frame in self._frames]
+        messages = [self._in_full(self._proved(*frame)) for frame in self._frames]
         self._frames.clear()
-        return messages
+        return [message for message in messages if message is not None]
 
     def close(self) -> None:
         """Close the socket; a second call is harmless."""
@@ -240,6 +249,22 @@ class Connection:
                 raise TimeoutError(f"no message within {seconds:g} s")
             self.read()
         return self._frames.popleft()
+
+    def _in_full(self, message: Message) -> Message | None:
+        """Return a message, and `Changed` in place of `Amended`.
+
+        Returns None if the generation cannot be verified, and asks the coordinator for the whole.
+        """
+        if isinstance(message, Amended):
+            try:
+                message = Changed(world=message.change.apply(self._told))
+            except MessageError as error:
+                logger.warning("%s; the coordinator is asked for the whole", error)
+                self.send(Whole())
+                return None
+        if isinstance(message, Changed):
+            self._told = message.world
+        return message
 
     def _proved(self, wire: bytes, tag: bytes) -> Message:
         if self._channel is None:

@@ -13,12 +13,13 @@ import time
 from collections import defaultdict
 
 from ds_dynatrain.elastic.door import Door, Peer
-from ds_dynatrain.elastic.generation import node_of, nodes_of
+from ds_dynatrain.elastic.generation import Amendment, Generation, node_of, nodes_of
 from ds_dynatrain.elastic.history import JobHistory
 from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
     LARGEST_MESSAGE,
     Agent,
+    Amended,
     Announce,
     Beat,
     Bye,
@@ -36,6 +37,7 @@ from ds_dynatrain.elastic.messages import (
     Status,
     Switched,
     Welcome,
+    Whole,
     encode,
 )
 from ds_dynatrain.elastic.roster import Effect, Finish, GiveUpMember, ProbeMembers, Publish
@@ -205,6 +207,9 @@ class Coordinator:
                         return
                     case Switched():
                         self.history.switched(message, now)
+                    case Whole():
+                        if peer.told is not None:
+                            peer.send(Changed(world=peer.told))
                     case Probed():
                         self.membership.probed(member, message, now)
                     case Report():
@@ -212,7 +217,7 @@ class Coordinator:
                         self.history.reported(member, message, self.membership.world, now)
                         self._stir()
                     case _:
-                        raise MessageError(f"{message.kind}: a worker sends report, switched, probed or bye")
+                        raise MessageError(f"{message.kind}: a worker sends report, switched, probed, whole or bye")
         except (PeerRefused, MessageError) as error:
             if self._workers.get(member) is peer:
                 self.membership.lost(member, str(error), time.monotonic())
@@ -280,7 +285,7 @@ class Coordinator:
             case Publish(world, to):
                 logger.info("generation %d: %d members; %s", world.generation, len(world.members), world.reason)
                 self.history.published(world, self.membership.term, time.monotonic())
-                self._send_all(encode(Changed(world=world)), to)
+                self._publish(world, to)
             case GiveUpMember(member, pid, reason):
                 logger.warning("%s: given up: %s; the others go on without it", member, reason)
                 peer = self._workers.pop(member, None)
@@ -293,6 +298,17 @@ class Coordinator:
                 logger.info("the job has finished")
                 self.history.finished(time.monotonic())
                 self._send_all(encode(Finished()), to)
+
+    def _publish(self, world: Generation, to: tuple[str, ...]) -> None:
+        """Send members a generation: as a change of the one that they were sent before, or in full."""
+        wires = dict[str, bytes]()
+        for peer in (self._workers[member] for member in to if member in self._workers):
+            base = "" if peer.told is None else peer.told.digest
+            if base not in wires:
+                change = None if peer.told is None else Amendment.between(peer.told, world)
+                wires[base] = encode(Changed(world=world) if change is None else Amended(change=change))
+            peer.send_bytes(wires[base])
+            peer.told = world
 
     def _fence(self, node: str, fence: Fence) -> None:
         """Order a node's agent to end a worker: now if the agent is connected, otherwise when it reconnects."""

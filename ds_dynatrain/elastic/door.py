@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from ds_dynatrain.elastic.address import tune
 from ds_dynatrain.elastic.connection import NO_TAG, RETRY_SECONDS, TAG_BYTES, Channel, new_nonce
-from ds_dynatrain.elastic.generation import LONGEST_TEXT
+from ds_dynatrain.elastic.generation import LONGEST_TEXT, Generation
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_GREETING,
@@ -36,7 +36,7 @@ from ds_dynatrain.errors import MessageError, PeerRefused
 
 MOST_UNREAD = 2 * LARGEST_MESSAGE
 """The maximum number of bytes buffered for a peer that does not read. Beyond this its connection is dropped."""
-MOST_STRANGERS = 2048
+MOST_STRANGERS = 4096
 """The maximum number of simultaneous connections whose peers have not proved the token.
 
 The number is also limited to a quarter of the files that this process may open.
@@ -47,7 +47,7 @@ ACCEPTED_TOGETHER = 16
 """Number of connections accepted before other tasks run."""
 ROOM_SECONDS = 0.005
 """Interval between two looks for room while too many connections are unproved."""
-PROVE_SECONDS = 2.0
+PROVE_SECONDS = 5.0
 """How long a new connection may take to prove that its peer knows the token."""
 LINE_SECONDS = 1.0
 """The shortest time between two log lines about strangers."""
@@ -59,6 +59,7 @@ class Peer:
     """Connection of a peer that has proved the token.
 
     name: identifies the peer in the log.
+    told: the last generation that was sent over this connection; None before the first.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, channel: Channel) -> None:
@@ -66,6 +67,7 @@ class Peer:
         self._writer = writer
         self._channel = channel
         self.name = name
+        self.told: Generation | None = None
 
     async def receive(self, limit: int = LARGEST_GREETING) -> Message:
         """Return the next message, of at most `limit` bytes.

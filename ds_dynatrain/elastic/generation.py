@@ -1,15 +1,19 @@
-"""Record of one generation: the members that train together, in the order of their ranks, and why.
+"""Record of one generation: the members that train together, in the order of their ranks, and why; and the change from
+one generation to the next.
 
 A member's id is `NODE/LOCAL_RANK`. A node gets a new id whenever its agent starts its workers, so no id is used twice.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ds_dynatrain.errors import MessageError
 
 LONGEST_NODE = 128
 LONGEST_TEXT = 512
@@ -18,6 +22,7 @@ MOST_MEMBERS = 1 << 16
 NodeId = Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:@-]{{1,{LONGEST_NODE}}}$")]
 MemberId = Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:@-]{{1,{LONGEST_NODE}}}/[0-9]{{1,5}}$")]
 Members = Annotated[tuple[MemberId, ...], Field(max_length=MOST_MEMBERS)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 # pydantic's `$` matches only at the very end of the text, not before a final line break.
 Change = Literal["planned", "failure"]
@@ -29,8 +34,8 @@ class WireRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Generation(WireRecord):
-    """Record of one generation, as the coordinator publishes it."""
+class GenerationHead(WireRecord):
+    """Everything about a generation except the list of its members."""
 
     term: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")]
     """Id of the coordinator run that made the generation. Together with the number it forms a key prefix that was never
@@ -43,8 +48,6 @@ class Generation(WireRecord):
     "failure": a member of the previous world is dead, or too late to wait for, so groups under construction are
     aborted.
     """
-    members: Members
-    """The members in the order of their ranks: survivors in their old order, followed by newcomers."""
     survivors: Annotated[int, Field(ge=0)] = 0
     """Number of members, counted from rank 0, that were in the last entered world and hold its state."""
     leaving: Members = ()
@@ -70,6 +73,13 @@ class Generation(WireRecord):
     paused: bool = False
     """Whether the job has fewer nodes than its minimum. If so, members keep the state and do not train."""
     reason: Text = ""
+
+
+class Generation(GenerationHead):
+    """Record of one generation, as the coordinator publishes it."""
+
+    members: Members
+    """The members in the order of their ranks: survivors in their old order, followed by newcomers."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Generation:
@@ -105,6 +115,58 @@ class Generation(WireRecord):
     def leavers(self) -> frozenset[str]:
         """The leaving members as a set."""
         return frozenset(self.leaving)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the whole record."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+class Amendment(WireRecord):
+    """A generation as a change of an earlier one, which its receiver has: a few hundred bytes in place of the list of
+    all members."""
+
+    head: GenerationHead
+    base: Digest
+    """Digest of the earlier generation."""
+    dropped: Members
+    added: Members
+    digest: Digest
+    """Digest of the later generation."""
+
+    @classmethod
+    def between(cls, base: Generation, world: Generation) -> Amendment | None:
+        """Return the change from one generation to another; None if members that stay have changed their order."""
+        kept = tuple(member for member in base.members if member in world.ranks)
+        if world.members[: len(kept)] != kept:
+            return None
+        return cls(
+            head=GenerationHead(**{name: getattr(world, name) for name in GenerationHead.model_fields}),
+            base=base.digest,
+            dropped=tuple(member for member in base.members if member not in world.ranks),
+            added=world.members[len(kept) :],
+            digest=world.digest,
+        )
+
+    def apply(self, base: Generation | None) -> Generation:
+        """Return the later generation.
+
+        base: the generation that the receiver has; None if it has none.
+
+        Raises MessageError if `base` is not the earlier generation, or if the result is not the later one.
+        """
+        if base is None or base.digest != self.base:
+            known = "none" if base is None else f"generation {base.generation}"
+            raise MessageError(f"generation {self.head.generation} changes a generation that is not here, but {known}")
+        dropped = frozenset(self.dropped)
+        members = (*(member for member in base.members if member not in dropped), *self.added)
+        try:
+            world = Generation(**dict(self.head), members=members)
+        except ValidationError as error:
+            raise MessageError(f"generation {self.head.generation}: {error.errors()[0]['msg']}") from None
+        if world.digest != self.digest:
+            raise MessageError(f"generation {self.head.generation}: the list of members has another digest")
+        return world
 
 
 NO_WORLD = Generation.model_construct(term="", generation=0, change="planned", members=())

@@ -9,7 +9,10 @@ A connection opens with `Challenge` from the coordinator and `Hello` from the pe
 All messages from `Hello` on are authenticated. A worker goes on with one `Announce`. It sends `Report` as its heartbeat
 and whenever something has changed, `Probed` in answer to each `Probe`, and `Bye` at its end. An agent sends one
 `Agent`, followed by `Beat`. A peer that only asks a question sends `Query` or `Dismiss`. The coordinator sends
-`Changed`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`.
+`Changed`, `Amended`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`.
+
+A worker hears of its first generation over a connection in full, and of later ones as a change. It checks the result
+against a digest, and asks for the whole by `Whole` if they differ; it never acts on anything unchecked.
 
 A report has the whole state of its worker, so a lost or repeated report does no harm. `Switched` is for people only:
 the worker of rank 0 sends one for each switch, and repeats the last ones to a new coordinator, which recognizes them by
@@ -23,10 +26,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ds_dynatrain.elastic.generation import LONGEST_NODE, Generation, MemberId, Members, NodeId, Text, WireRecord
+from ds_dynatrain.elastic.generation import (
+    LONGEST_NODE,
+    Amendment,
+    Generation,
+    MemberId,
+    Members,
+    NodeId,
+    Text,
+    WireRecord,
+)
 from ds_dynatrain.errors import MessageError
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the protocol; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
 """The maximum size in bytes of a message from a peer that has not yet proved the token."""
@@ -263,10 +275,23 @@ class Dismissed(WireRecord):
 
 
 class Changed(WireRecord):
-    """Announcement of a new generation to its members."""
+    """Announcement of a new generation to its members, in full."""
 
     kind: Literal["changed"] = "changed"
     world: Generation
+
+
+class Amended(WireRecord):
+    """Announcement of a new generation, as a change of the last one that was sent over the same connection."""
+
+    kind: Literal["amended"] = "amended"
+    change: Amendment
+
+
+class Whole(WireRecord):
+    """Request of a worker for the newest generation in full, because it could not verify a change."""
+
+    kind: Literal["whole"] = "whole"
 
 
 class Leave(WireRecord):
@@ -353,8 +378,9 @@ class Status(WireRecord):
     """Descriptions of the pairs of hosts that cannot reach each other."""
 
 
-FromPeer = Hello | Announce | Report | Switched | Probed | Bye | Agent | Beat | Query | Dismiss
-FromCoordinator = Challenge | Welcome | Refused | Changed | Leave | Probe | Fence | Finished | Status | Dismissed
+FromPeer = Hello | Announce | Report | Switched | Probed | Whole | Bye | Agent | Beat | Query | Dismiss
+ToWorker = Changed | Amended | Leave | Probe | Finished
+FromCoordinator = Challenge | Welcome | Refused | ToWorker | Fence | Status | Dismissed
 Message = FromPeer | FromCoordinator
 
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])

@@ -592,4 +592,4 @@ def _rules(engine: EngineParts, nodes: Mapping[int, str]) -> Rules:
         with engine.turn():
             return choose(targets.rule, members, engine.layout, lambda layout: targets.check(layout, processes=members))
 
-    return Rules(choice, lambda layout, able: assign_slots(engine.vps, layout, able, nodes))
+    return Rules(choice, lambda layout, able: assign_slots(engine.vps, layout, able, nodes).members)

@@ -14,8 +14,8 @@ There are three vectors of one 64-bit number per logical tensor, for each state 
 A sum other than 0 identifies the tensor. Members then exchange the digests of that tensor alone, to find out whose
 copies differ (`explained`).
 
-The members of a switch first add up one number for each vector, its fold (`folded`), and add up the vectors only if
-folds differ.
+To find out whether anything differs, members first add up one number for each vector, its fold (`folded`), and add up
+the vectors only if folds differ.
 """
 
 from __future__ import annotations
@@ -191,7 +191,11 @@ def differing(
     def judge(found: Shares) -> dict[str, Doubts]:
         return {"copies": doubts(found["copies"]), "places": doubts(found["places"])}
 
-    found = session.reduce(step, shares(vps, layout, members, rank, own), joined, judge)
+    mine = shares(vps, layout, members, rank, own)
+    for name, terms in ((f"{step}/folds", folded(mine)), (step, mine)):
+        found = session.reduce(name, terms, joined, judge)
+        if not found["copies"] and not found["places"]:
+            return {}
     if found["copies"]:
         what = session, f"{step}/differing", vps, layout, members, own, found["copies"], side
         raise CertificateError(explained(*what))

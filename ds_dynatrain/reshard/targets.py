@@ -113,7 +113,7 @@ class Targets:
                 f"{target} has {target.world_size} ranks, and {len(able)} members may take one",
                 f"choose a layout of at most {len(able)} ranks",
             )
-        members = assign_slots(engine.vps, target, able, pool.nodes)
+        members = assign_slots(engine.vps, target, able, pool.nodes).members
         feasible.check_memory(engine.control.member, needs(engine, target, members, pool.nodes, late), pool.nodes)
         return members
 

@@ -1,27 +1,14 @@
-"""The support table as Markdown, and pages of the docs with up-to-date tables.
-
-    python -m ds_dynatrain.support.markdown docs/support.md docs/gpu.md docs/fit.md README.md
-
-rewrites the tables between a page's `<!-- table: NAME ... -->` and `<!-- end -->` marks, and leaves the rest alone.
-"""
+"""The support table as Markdown."""
 
 from __future__ import annotations
 
 import itertools
-import re
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.support import proved
 from ds_dynatrain.support.keys import CONFIG_TABLES
 from ds_dynatrain.support.row import NOT_TRIED, OFF, REMOVE, Row, Verdict
 from ds_dynatrain.support.walk import CONFIG_ROWS, all_tables
 
-_MARKED = re.compile(r"<!-- table: (?P<names>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
-PROOFS = {"proved": proved.table, "gpus": proved.status}
-"""Tables of where the package has run: the full one of docs/gpu.md, and the short answer on several pages."""
 MOST_KEYS = 12
 """Maximum number of keys in a cell of a table."""
 
@@ -43,27 +30,6 @@ def markdown(*names: str) -> str:
             paragraphs.append(f"*{verdict.value.capitalize()}*{said and f' ({said})'}: {', '.join(keys)}.")
     head = "key" if names[0] in CONFIG_TABLES else "what"
     return "\n\n".join(["\n".join([f"| {head} | | why, and what to do |", "|---|---|---|", *lines]), *paragraphs])
-
-
-def filled(pages: Sequence[str]) -> list[str]:
-    """Return pages with all their tables rewritten.
-
-    Raises ConfigError if any page has tables of the support table, unless the pages together have each table exactly
-    once.
-    """
-    marked = [name for page in pages for found in _MARKED.finditer(page) for name in found["names"].split()]
-    there = [name for name in marked if name not in PROOFS]
-    wrong = sorted(set(there) ^ set(all_tables())) or [name for name in there if there.count(name) > 1]
-    if there and wrong:
-        raise ConfigError(
-            f"docs/support.md has these tables not once: {', '.join(wrong)}; give the page, with the marks of each once"
-        )
-    return [_MARKED.sub(_anew, page) for page in pages]
-
-
-def _anew(found: re.Match[str]) -> str:
-    names = found["names"]
-    return f"<!-- table: {names} -->\n{PROOFS[names]() if names in PROOFS else markdown(*names.split())}\n<!-- end -->"
 
 
 def note(row: Row) -> str:
@@ -93,13 +59,3 @@ def _names(rows: Sequence[Row]) -> Iterator[str]:
         is_key = row.key in CONFIG_ROWS
         values = f" ({', '.join(f'`{value}`' for value in row.values)})" if row.values else ""
         yield f"`{shown}`{values}" if is_key else row.key
-
-
-def main(files: Sequence[Path]) -> None:
-    """Rewrite the tables of these pages in place."""
-    for file, text in zip(files, filled([file.read_text(encoding="utf-8") for file in files]), strict=True):
-        file.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main([Path(name) for name in sys.argv[1:]])

@@ -123,28 +123,3 @@ def warning(accelerator: str, parts: Iterable[str]) -> str:
         f"on {accelerator} hardware these parts of ds_dynatrain, which this job uses, never ran: {'; '.join(named)}. "
         "Every switch is proved before it counts, as on a CPU; see docs/gpu.md"
     )
-
-
-def status() -> str:
-    """Return the answer to "does it run on GPUs" as Markdown. All pages that answer this question include it."""
-    proofs = [proof for (accelerator, _), proof in HARDWARE.items() if accelerator == "cuda"]
-    cards = sorted({proof.where for proof in proofs})
-    is_several = any("1 ×" not in where for where in cards)
-    never = [
-        words
-        for words, has_run in (
-            ("over NCCL", ("cuda", "groups") in HARDWARE),
-            ("on several cards", is_several),
-            ("on a card with nodes that come and go", ("cuda", "elastic") in HARDWARE),
-        )
-        if not has_run
-    ]
-    ran = f"Jobs of a fixed size have run on GPUs: {', '.join(cards)}, the last on {max(each.date for each in proofs)}."
-    return f"{ran} **No job has run {', '.join(never[:-1])}{', or ' * (len(never) > 1)}{never[-1]}.**" if never else ran
-
-
-def table() -> str:
-    """Return a Markdown table of all parts."""
-    lines = ["| part | on CUDA | on other accelerators |", "|---|---|---|"]
-    lines += [f"| {name} | {standing('cuda', part)} | {standing('other', part)} |" for part, name in PARTS.items()]
-    return "\n".join(lines)

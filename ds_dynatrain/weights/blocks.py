@@ -73,11 +73,6 @@ def moves_between(held: Extent, part: Extent) -> list[Move]:
     return found
 
 
-def rows_of(flat: torch.Tensor, first: int, step: int, length: int, count: int) -> torch.Tensor:
-    """Return runs of a flat contiguous tensor as a view of shape (count, length)."""
-    return flat.as_strided((count, length), (step, 1), flat.storage_offset() + first)
-
-
 def check_coverage(name: str, numel: int, moves: Iterable[Move]) -> None:
     """Raise TransferError unless the moves write each of a receiver's `numel` elements of a tensor exactly once."""
     starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]

@@ -21,7 +21,7 @@ import torch.distributed as td
 from ds_dynatrain.checkpoint.extents import placed
 from ds_dynatrain.space import BufferId, CoordinateLine, Pieces, Sharding, interval
 from ds_dynatrain.space.interval import Ints
-from ds_dynatrain.weights.outputs import BEFORE, Output
+from ds_dynatrain.weights.outputs import BEFORE, Output, TensorRun
 
 LARGE_BYTES = 32 << 20
 """Size in bytes from which a tensor outside of layers has a bucket of its own: an embedding is larger than a layer."""
@@ -191,14 +191,19 @@ def assembled(
     return whole
 
 
+def pieces_of(line: CoordinateLine, run: TensorRun, held: Pieces) -> Pieces:
+    """Return the pieces that hold a run."""
+    base = int(line.bases[run.tensor])
+    return held.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
+
+
 def matched(
     line: CoordinateLine, output: Output, parts: Pieces, memory: Memory, flat: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pairs of equal blocks: in the memory of the parts, and in `flat`, the elements of the output tensor."""
     for run in output.runs:
-        base = int(line.bases[run.tensor])
-        pieces = parts.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
-        offset = pieces.start - base - run.start + run.at
+        pieces = pieces_of(line, run, parts)
+        offset = pieces.start - int(line.bases[run.tensor]) - run.start + run.at
         if len(pieces) <= FEW_PIECES:
             for piece, at in zip(pieces, offset.tolist(), strict=True):
                 count = piece.stop - piece.start
@@ -213,9 +218,7 @@ def _view(line: CoordinateLine, output: Output, parts: Pieces, memory: Memory) -
     """Return the output as a view of memory; None if it does not lie in one piece."""
     if len(output.runs) != 1 or output.deltas:
         return None
-    run = output.runs[0]
-    base = int(line.bases[run.tensor])
-    pieces = parts.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
+    pieces = pieces_of(line, output.runs[0], parts)
     if len(pieces) != 1 or pieces.numel != math.prod(output.shape):
         return None
     piece = next(iter(pieces))

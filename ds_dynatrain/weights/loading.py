@@ -31,7 +31,7 @@ from ds_dynatrain.weights.outputs import Output
 SEND_BYTES = 64 << 20
 """Most bytes of tensors that rank 0 sends at once; a larger tensor is sent alone."""
 ALIGNMENT = 16
-"""Bytes that the place of a tensor in a batch is a multiple of, so that it can be viewed in its type."""
+"""Alignment of each tensor in a batch, in bytes, so that it can be viewed in its type."""
 CALL = "load_weights"
 AS_BEFORE = "; the weights are as before"
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -174,7 +174,7 @@ def _drain(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 
 def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that rank 0 has, on all ranks; a collective of them.
+    """Yield rank 0's tensors on all ranks, which call this together.
 
     A tensor is valid until the next one. An error of rank 0's iterator, or of one rank that has no room for a batch, is
     raised on all ranks, as WeightsError on the others.

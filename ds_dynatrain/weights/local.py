@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from ds_dynatrain.space import CoordinateLine, DimCut, Layout, Pieces, VirtualParameterSpace, interval
-from ds_dynatrain.weights.buckets import Memory
+from ds_dynatrain.space import CoordinateLine, DimCut, Layout, Pieces, VirtualParameterSpace
+from ds_dynatrain.weights.buckets import Memory, pieces_of
 from ds_dynatrain.weights.outputs import Output
 
 
@@ -57,7 +57,6 @@ def shard_of(line: CoordinateLine, held: Pieces, output: Output, shape: tuple[in
 
     held: what this rank holds of all tensors. shape: that of the shard. live: this rank's weights, by buffer.
     """
-    base, run = int(line.bases[output.runs[0].tensor]), output.runs[0]
-    pieces = held.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
+    pieces = pieces_of(line, output.runs[0], held)
     first = next(iter(pieces))
     return live[first.buffer].detach().narrow(0, first.offset, pieces.numel).view(shape)

@@ -80,8 +80,22 @@ class Receiver:
         return self.version + 1, 0, 0
 
     def send(self, out: Outgoing) -> None:
-        """Move the weights; call `out.prove` on all ranks before the receiver makes them visible."""
-        raise NotImplementedError(f"{type(self).__name__} has no `send`")
+        """Move the weights; call `out.prove` on all ranks before the receiver makes them visible.
+
+        By default the first rank does so in `deliver`, and an error of it is raised on all ranks.
+        """
+        error: Exception | None = None
+        try:
+            out.begin()
+            if out.source.rank == 0:
+                self.deliver(out)
+        except Exception as failed:  # reported to all ranks by `settle`
+            error = failed
+        out.settle(error)
+
+    def deliver(self, out: Outgoing) -> None:
+        """Move all tensors of `out.full()`, and call `out.check_whole` before the receiver makes them visible."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `send` nor `deliver`")
 
 
 class Outgoing:

@@ -15,8 +15,8 @@ from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.checkpoint.extents import placed
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import ConfigError, WeightsError
-from ds_dynatrain.space import WEIGHT, BufferId, Pieces, interval, of_kind
-from ds_dynatrain.weights.buckets import PACKED, BucketMemory, Gathering, Memory, assembled, bucketed
+from ds_dynatrain.space import WEIGHT, BufferId, Pieces, of_kind
+from ds_dynatrain.weights.buckets import PACKED, BucketMemory, Gathering, Memory, assembled, bucketed, pieces_of
 from ds_dynatrain.weights.live import agreed_buffers, read_buffers
 from ds_dynatrain.weights.local import LocalForm, form_of, shard_of
 from ds_dynatrain.weights.naming import outputs_of
@@ -163,9 +163,7 @@ class WeightSource:
             )
         for output in self._outputs:
             for run in output.runs:
-                base = int(line.bases[run.tensor])
-                pieces = owned.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
-                for _, extent, (values,) in placed(line, (pieces,), (dict(live),)):
+                for _, extent, (values,) in placed(line, (pieces_of(line, run, owned),), (dict(live),)):
                     start = extent.start - run.start + run.at
                     yield output.name, Extent(start, extent.length, extent.step, extent.count), values
 

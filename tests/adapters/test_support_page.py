@@ -8,14 +8,16 @@ import pytest
 
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import all_tables, proved
-from ds_dynatrain.support.markdown import filled, markdown
+from ds_dynatrain.support.markdown import markdown
+from tools import support_pages
+from tools.support_pages import filled
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_page_has_the_rows() -> None:
     pages = [(DOCS / "support.md").read_text()]
-    assert filled(pages) == pages, "run: python -m ds_dynatrain.support.markdown docs/support.md"
+    assert filled(pages) == pages, "run: python tools/support_pages.py docs/support.md"
 
 
 @pytest.mark.parametrize("name", all_tables())
@@ -32,15 +34,15 @@ def test_every_row_is_shown(name: str) -> None:
 def test_pages_say_what_was_proved(page: str, names: list[str]) -> None:
     text = (DOCS / page).read_text()
     assert [text.count(f"<!-- table: {name} -->") for name in names] == [1] * len(names)
-    assert filled([text]) == [text], "run: python -m ds_dynatrain.support.markdown docs/gpu.md docs/fit.md README.md"
+    assert filled([text]) == [text], "run: python tools/support_pages.py docs/gpu.md docs/fit.md README.md"
 
 
 def test_the_short_answer_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    never = proved.status().partition("**")[2]
+    never = support_pages.status().partition("**")[2]
     assert [words in never for words in ("over NCCL", "on several cards", "with nodes that come and go")] == [True] * 3
     proof = proved.Proof("8 × H100", "2030-01-01", "torch", "make")
-    monkeypatch.setattr(proved, "HARDWARE", {("cuda", part): proof for part in proved.PARTS})
-    assert proved.status() == "Jobs of a fixed size have run on GPUs: 8 × H100, the last on 2030-01-01."
+    monkeypatch.setattr(support_pages, "HARDWARE", {("cuda", part): proof for part in proved.PARTS})
+    assert support_pages.status() == "Jobs of a fixed size have run on GPUs: 8 × H100, the last on 2030-01-01."
 
 
 @pytest.mark.parametrize("part", proved.ON_TEST_DEVICE)

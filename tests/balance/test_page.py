@@ -1,4 +1,4 @@
-"""docs/balance.md: its script, its command and the formulas' worked example give what they say."""
+"""docs/balance.md: its script and its command give what they say; and a worked example of the formulas."""
 
 from __future__ import annotations
 

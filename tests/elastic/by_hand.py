@@ -120,6 +120,12 @@ def listening(serve: Callable[[End], None], address: Address = ANY) -> Iterator[
 
 
 def pretend(end: End, token: str | None, *says: Message) -> None:
+    """Be a coordinator with this token, say these things, and hear one answer."""
+    coordinate(end, token, *says)
+    end.link.recv(1 << 16)
+
+
+def coordinate(end: End, token: str | None, *says: Message) -> None:
     """Be a coordinator with this token, and say these things."""
     nonce = new_nonce()
     end.send(Challenge(version=PROTOCOL, nonce=nonce))
@@ -128,4 +134,3 @@ def pretend(end: End, token: str | None, *says: Message) -> None:
     end.agree(token, (nonce, hello.nonce), "coordinator")
     for message in says:
         end.send(message)
-    end.link.recv(1 << 16)

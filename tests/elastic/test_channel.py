@@ -10,23 +10,28 @@ import pytest
 from ds_dynatrain.elastic import member as member_module
 from ds_dynatrain.elastic.connection import NO_TAG, Channel, Connection, ask_status, new_nonce
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.generation import Amendment, Generation
 from ds_dynatrain.elastic.member import Ending, Member
 from ds_dynatrain.elastic.messages import (
     PROTOCOL,
+    Amended,
     Announce,
     Bye,
     Challenge,
+    Changed,
     Dismiss,
     Fence,
     Leave,
+    Message,
     Refused,
     Report,
     Welcome,
+    Whole,
     encode,
 )
 from ds_dynatrain.elastic.rendezvous import AgentLine
 from ds_dynatrain.errors import CoordinatorUnproved, MessageError, PeerRefused
-from tests.elastic.by_hand import End, greeted, listening, pretend, raw
+from tests.elastic.by_hand import End, coordinate, greeted, listening, pretend, raw
 from tests.elastic.served import SECONDS, enter, serving, told
 
 TOKEN = "not a very good secret"
@@ -117,6 +122,50 @@ class TestPretenders:
             assert not endings
             line.close()
             member.stop()
+
+
+class TestChangesOfGenerations:
+    """A worker that cannot verify a change acts on nothing, and asks for the whole."""
+
+    WORLDS = tuple(
+        Generation(term="a", generation=number, change="planned", members=tuple(f"n{each}/0" for each in range(number)))
+        for number in (1, 2, 3)
+    )
+
+    def test_one_that_cannot_be_verified_is_asked_for_in_full(self) -> None:
+        first, second, third = self.WORLDS
+        change, later = Amendment.between(first, second), Amendment.between(second, third)
+        assert change is not None and later is not None
+        wrong = Amended(change=change.model_copy(update={"added": ("stranger/0",)}))
+        heard: list[Message] = []
+
+        def serve(end: End) -> None:
+            coordinate(end, TOKEN, WELCOME, Changed(world=first), wrong, Amended(change=later))
+            for _ in range(2):
+                heard.append(end.hear())
+            end.send(Changed(world=third))
+            end.rest()
+
+        with listening(serve) as address:
+            connection = Connection.open(address, TOKEN)
+            said = [connection.receive(SECONDS) for _ in range(2)]
+            connection.close()
+        assert said == [Changed(world=first), Changed(world=third)]
+        assert heard == [Whole(), Whole()]
+
+    def test_a_coordinator_sends_changes_and_on_request_the_whole(self) -> None:
+        with serving() as served, greeted(served.address) as a:
+            assert isinstance(a.hear(), Welcome)
+            a.send(Announce(node="a", local_rank=0, local_size=1, pid=1))
+            a.send(Report(ready=True))
+            first = a.hear()
+            assert isinstance(first, Changed)
+            a.send(Report(ready=True, entered=1))
+            b = served.join("b")
+            change = a.hear()
+            assert isinstance(change, Amended) and change.change.apply(first.world) == told(b)
+            a.send(Whole())
+            assert a.hear() == Changed(world=change.change.apply(first.world))
 
 
 class TestInTheMiddle:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.elastic.generation import MOST_MEMBERS, Generation, member_id, node_of
+from ds_dynatrain.elastic.generation import MOST_MEMBERS, Amendment, Generation, member_id, node_of
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_GREETING,
     LARGEST_MESSAGE,
+    Amended,
     Announce,
     Bye,
     Changed,
@@ -24,6 +25,7 @@ from ds_dynatrain.elastic.messages import (
     Leave,
     Message,
     Report,
+    Whole,
     body_length,
     decode,
     encode,
@@ -33,11 +35,16 @@ from ds_dynatrain.errors import MessageError
 WORLD = Generation(
     term="a1", generation=3, change="planned", members=("n1/0", "n2/0"), leaving=("n0/0",), reason="n2 came"
 )
+NEXT = Generation(term="a1", generation=4, change="failure", members=("n2/0", "n3/0"), lost=("n1/0",), broken=3)
+CHANGE = Amendment.between(WORLD, NEXT)
+assert CHANGE is not None
 SAMPLES: list[Message] = [
     Hello(nonce="0" * 32, job="run-7"),
     Announce(node="host-1.example-42-0", local_rank=1, local_size=8, pid=17, world=WORLD),
     Report(ready=True, entered=3, step=12, layout="data=2 zero_stage=1", pause_ms=84.5, protected="no"),
     Changed(world=WORLD),
+    Amended(change=CHANGE),
+    Whole(),
     Fence(member="n1/0", pid=5),
     Fence(member="n1/0", pid=None),
     Dismiss(node="n1"),
@@ -61,6 +68,42 @@ def test_round_trip(message: Message) -> None:
 def test_rank_is_the_place_in_the_list() -> None:
     assert [WORLD.rank(member) for member in ("n1/0", "n2/0", "n0/0")] == [0, 1, None]
     assert node_of(member_id("a-1", 3)) == "a-1"
+
+
+MEMBERS = st.lists(st.integers(0, 30).map(lambda number: f"n{number // 3}/{number % 3}"), unique=True).map(tuple)
+
+
+@given(MEMBERS, MEMBERS)
+def test_a_change_leads_from_one_generation_to_the_next(before: tuple[str, ...], after: tuple[str, ...]) -> None:
+    """And to no other, from no other; members that have changed their order are sent in full."""
+    base = Generation(term="a1", generation=3, change="planned", members=before)
+    world = Generation(term="a1", generation=4, change="failure", members=after, reason="for a test")
+    change = Amendment.between(base, world)
+    kept = [member for member in before if member in after]
+    assert (change is None) == (list(after[: len(kept)]) != kept)
+    if change is None:
+        return
+    assert change.apply(base) == world and change.apply(base).digest == world.digest
+    other = Generation(term="a1", generation=3, change="failure", members=before)
+    wrong = change.model_copy(update={"added": (*change.added, "x/0")})
+    for changed, at, says in (
+        (change, other, "but generation 3"),
+        (change, None, "but none"),
+        (wrong, base, "another digest"),
+        (change.model_copy(update={"added": ("x/0", "x/0")}), base, "stands twice"),
+    ):
+        with pytest.raises(MessageError, match=says):
+            changed.apply(at)
+
+
+def test_a_loss_among_thousands_is_a_short_message() -> None:
+    members = tuple(f"node-{number // 8}/{number % 8}" for number in range(16_384))
+    base = Generation(term="a", generation=1, change="planned", members=members)
+    left = (*members[:77], *members[78:])
+    world = Generation(term="a", generation=2, change="failure", members=left, survivors=len(left), lost=members[77:78])
+    change = Amendment.between(base, world)
+    assert change is not None and change.apply(base) == world
+    assert 100 * len(encode(Amended(change=change))) < len(encode(Changed(world=world)))
 
 
 REFUSED: list[tuple[str, bytes, str]] = [

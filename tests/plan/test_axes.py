@@ -9,7 +9,6 @@ import pytest
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan import assign_slots, bytes_sent, plan_switch
-from ds_dynatrain.plan.slots import slot_costs
 from ds_dynatrain.space import (
     FROZEN,
     WHOLE,
@@ -23,6 +22,7 @@ from ds_dynatrain.space import (
     standard_kinds,
     uneven,
 )
+from tests.plan.dense import received
 from tests.plan.simulate import each, play, stays
 from tests.space.expected import buffers_under, equal, laid_out
 from tests.space.laid import checked
@@ -160,8 +160,8 @@ def test_slots_move_the_fewest_bytes() -> None:
             continue
         vps = space(source, tuple(range(source.world_size)))
         kinds = kinds_of(source, target)
-        members = assign_slots(vps, target, range(4), kinds=kinds)
-        costs = slot_costs(vps, target, range(4), kinds)
+        members = assign_slots(vps, target, range(4), kinds=kinds).members
+        costs = received(vps, target, range(4), kinds)
         chosen = sum(int(costs[member, slot]) for slot, member in enumerate(members))
         others = itertools.permutations(range(1, 4), target.world_size - 1)
         least = min(sum(int(costs[m, s]) for s, m in enumerate((0, *rest))) for rest in others)

@@ -14,11 +14,12 @@ from torch._C._distributed_c10d import HashStore
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.session import Session
-from ds_dynatrain.plan import plan_switch, slot_costs
+from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.reshard.certificate import agreed
 from ds_dynatrain.reshard.digest_sides import SideDigests
 from ds_dynatrain.space import Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes
+from tests.plan.dense import received
 from tests.plan.simulate import coordinates, play
 from tests.plan.test_plan import RULES, TENSORS, WORLDS
 from tests.space.models import layouts, tensor_lists, weight_sizes, zero_rules
@@ -62,7 +63,7 @@ def test_any_model_rules_and_members(
 ) -> None:
     vps = space(tensors, rules, source, weight)
     check(vps, target, tuple(order[: target.data]))
-    costs = slot_costs(vps, target, range(source.data + 1), ["momentum_buffer"])
+    costs = received(vps, target, range(source.data + 1), ["momentum_buffer"])
     ranks: list[int | None] = [*range(source.data), None]
     assert costs.tolist() == [
         [momentum_bytes(vps, rank, target, slot) for slot in range(target.data)] for rank in ranks

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse import csr_array
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan import assign_slots, bytes_sent, plan_switch, slot_costs
+from ds_dynatrain.plan import assign_slots, bytes_sent, plan_switch
+from ds_dynatrain.plan.kept_bytes import Classes, KeptBytes
+from ds_dynatrain.plan.matching import Prices, match, most_kept
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, ZeroRules
+from tests.plan.dense import fewest_bytes, received, slot_costs
 from tests.plan.simulate import lacking_bytes
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
 from tools.minimum import bytes_minimum
@@ -47,18 +53,23 @@ def test_no_assignment_moves_fewer_bytes(
     assert slot_costs(vps, target, order, KINDS).tolist() == [
         [cost[member, slot] for slot in range(target.data)] for member in order
     ]
-    members = assign_slots(vps, target, candidates, kinds=KINDS)
+    assert received(vps, target, order, KINDS).tolist() == slot_costs(vps, target, order, KINDS).tolist()
+    found = assign_slots(vps, target, candidates, kinds=KINDS)
+    members = found.members
     allowed = [choice for choice in itertools.permutations(order, target.data) if 0 not in candidates or choice[0] == 0]
     least = min(sum(cost[member, slot] for slot, member in enumerate(choice)) for choice in allowed)
     assert sum(cost[member, slot] for slot, member in enumerate(members)) == least
     assert members in allowed
-    assert bytes_sent(plan_switch(vps, target, members, KINDS)) == least
+    assert bytes_sent(plan_switch(vps, target, members, KINDS)) == least == found.bytes_moved == found.bytes_bound
+    every = itertools.permutations(order, target.data)
+    free = min(sum(cost[member, slot] for slot, member in enumerate(choice)) for choice in every)
+    assert found.rank_zero_bytes == least - free
 
 
 def test_usual_rank_order_moves_half_as_much_again() -> None:
     vps = space([LogicalTensor("a", (64, 64))], ZeroRules(), Layout(zero_stage=3, data=2), (0, 1))
     target = Layout(zero_stage=3, data=4)
-    members = assign_slots(vps, target, range(4), kinds=KINDS)
+    members = assign_slots(vps, target, range(4), kinds=KINDS).members
     whole = 64 * 64 * 12
     assert members == (0, 2, 1, 3)
     assert bytes_sent(plan_switch(vps, target, members, ("master", "exp_avg", "exp_avg_sq"))) == whole * 50 // 100
@@ -67,11 +78,11 @@ def test_usual_rank_order_moves_half_as_much_again() -> None:
 
 def test_ties_go_to_working_members_then_to_their_nodes() -> None:
     vps = space(TENSORS, RULES, Layout(zero_stage=0, data=3), (4, 2, 6))
-    assert assign_slots(vps, Layout(zero_stage=0, data=2), range(8)) == (4, 2)
-    assert assign_slots(vps, Layout(zero_stage=0, data=3), range(8)) == (4, 2, 6)
-    assert assign_slots(vps, Layout(zero_stage=0, data=4), range(8)) == (4, 2, 6, 0)
+    assert assign_slots(vps, Layout(zero_stage=0, data=2), range(8)).members == (4, 2)
+    assert assign_slots(vps, Layout(zero_stage=0, data=3), range(8)).members == (4, 2, 6)
+    assert assign_slots(vps, Layout(zero_stage=0, data=4), range(8)).members == (4, 2, 6, 0)
     nodes = {member: "near" if member in (4, 2, 6, 7) else "far" for member in range(8)}
-    assert assign_slots(vps, Layout(zero_stage=0, data=5), range(8), nodes) == (4, 2, 6, 7, 0)
+    assert assign_slots(vps, Layout(zero_stage=0, data=5), range(8), nodes).members == (4, 2, 6, 7, 0)
 
 
 def test_the_order_in_which_candidates_are_named_does_not_matter() -> None:
@@ -83,7 +94,7 @@ def test_the_order_in_which_candidates_are_named_does_not_matter() -> None:
 
 def test_rank_zero_leaves_with_its_member() -> None:
     vps = space(TENSORS, RULES, Layout(zero_stage=1, data=3), (0, 1, 2))
-    members = assign_slots(vps, Layout(zero_stage=1, data=2), (1, 2))
+    members = assign_slots(vps, Layout(zero_stage=1, data=2), (1, 2)).members
     assert members == (1, 2)
     assert bytes_sent(plan_switch(vps, Layout(zero_stage=1, data=2), members)) == bytes_minimum(
         vps, Layout(zero_stage=1, data=2), members
@@ -94,3 +105,68 @@ def test_too_few_candidates() -> None:
     vps = space(TENSORS, RULES, Layout(zero_stage=1, data=2), (0, 1))
     with pytest.raises(LayoutError, match="4 ranks and only 3 members"):
         assign_slots(vps, Layout(zero_stage=1, data=4), (0, 1, 2))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> KeptBytes:
+    """A table of up to 9 ranks and 9 slots in few classes, with some pairs that keep more."""
+    ranks, slots = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    classes = [np.sort(np.unique(rng.integers(0, 3, size), return_inverse=True)[1]) for size in (ranks, slots)]
+    firsts = [np.unique(each, return_index=True)[1] for each in classes]
+    top = draw(st.sampled_from([2, 5, 10**12]))
+    by_class = rng.integers(0, top, (len(firsts[0]), len(firsts[1])))
+    rank, slot = np.nonzero(rng.random((ranks, slots)) < draw(st.sampled_from([0.1, 0.4])))
+    more = rng.integers(1, top, len(rank))
+    return KeptBytes(
+        Classes(classes[0], firsts[0]),
+        Classes(classes[1], firsts[1]),
+        csr_array(by_class),
+        rank,
+        slot,
+        by_class[classes[0][rank], classes[1][slot]] + more,
+        np.full(slots, 3 * top),
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(tables())
+def test_a_matching_keeps_the_most_and_its_prices_prove_it(kept: KeptBytes) -> None:
+    table = kept.dense()
+    ranks, slots = (np.ones(size, bool) for size in table.shape)
+    found = match(kept, ranks, slots)
+    rows, columns = linear_sum_assignment(-table)
+    most = int(table[rows, columns].sum())
+    assert sorted(found.rank_of[found.rank_of >= 0].tolist()) == sorted(set(found.rank_of[found.rank_of >= 0].tolist()))
+    assert (found.rank_of >= 0).sum() == min(table.shape)
+    assert kept.nbytes_of(found.rank_of) == most == most_kept(kept, found.prices, ranks, slots)
+
+
+@settings(deadline=None)
+@given(tables(), st.integers(1, 3), st.integers(0, 17))
+def test_wrong_prices_are_refused(kept: KeptBytes, less: int, at: int) -> None:
+    ranks, slots = np.ones(len(kept.ranks.of), bool), np.ones(len(kept.slots.of), bool)
+    found = match(kept, ranks, slots)
+    prices = Prices(found.prices.rank.copy(), found.prices.slot.copy())
+    part = (prices.rank, prices.slot)[at % 2]
+    part[at // 2 % len(part)] -= less
+    with pytest.raises(LayoutError, match=r"prices are \d+ bytes too low"):
+        most_kept(kept, prices, ranks, slots)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Layout(zero_stage=stage, data=data), Layout(zero_stage=goal, data=other))
+        for data, other in ((256, 250), (200, 256), (96, 256))
+        for stage, goal in ((1, 1), (1, 3), (3, 2))
+    ]
+    + [(Layout(zero_stage=1, data=1024), Layout(zero_stage=1, data=1000))],
+)
+def test_as_few_bytes_as_the_dense_method(source: Layout, target: Layout) -> None:
+    tensors = [LogicalTensor("a", (509, 97)), LogicalTensor("b", (1021,)), LogicalTensor("c", (83, 83), 1)]
+    vps = space(tensors, RULES, source, tuple(range(source.data)))
+    candidates = range(max(source.data, target.data))
+    found = assign_slots(vps, target, candidates, kinds=KINDS)
+    assert found.bytes_moved == fewest_bytes(slot_costs(vps, target, candidates, KINDS), rank_zero_stays=True)
+    assert found.bytes_moved == found.bytes_bound

@@ -17,7 +17,6 @@ may; start with `recognize`.
 
 from ds_dynatrain.checkpoint.others.torch_files import (
     Archive,
-    Opaque,
     Stored,
     check_crcs,
     fields_of,
@@ -26,11 +25,10 @@ from ds_dynatrain.checkpoint.others.torch_files import (
     with_values,
 )
 from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, carry_of, is_zero_folder
-from ds_dynatrain.checkpoint.others.zero_folder import frozen_left_out, layout_of, rows_of, rules_then, scalars_of, then
+from ds_dynatrain.checkpoint.others.zero_folder import frozen_left_out, rows_of, rules_then, scalars_of, then
 
 __all__ = [
     "Archive",
-    "Opaque",
     "Stored",
     "ZeroFolder",
     "carry_of",
@@ -38,7 +36,6 @@ __all__ = [
     "fields_of",
     "frozen_left_out",
     "is_zero_folder",
-    "layout_of",
     "read_tree",
     "rows_of",
     "rules_then",

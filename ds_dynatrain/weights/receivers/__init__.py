@@ -1,4 +1,4 @@
-"""Receivers of weights: what `send` brings them to.
+"""Receivers of weights, which are the destinations of `send`.
 
 | file | receiver |
 |---|---|

@@ -13,9 +13,9 @@ import torch
 from ds_dynatrain.errors import TransferError
 
 SKIP = 255
-"""Byte that stands for 255 unchanged elements; any other byte for so many, and the changed one that follows."""
+"""Byte for 255 unchanged elements. Any other byte N stands for N unchanged elements and the changed one after them."""
 LARGE = -128
-"""Byte in place of a change that needs a whole value."""
+"""Value in place of a change that is too large for one byte, so that the whole element is sent."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

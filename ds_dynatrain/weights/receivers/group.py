@@ -1,4 +1,4 @@
-"""`Group`: receivers that are plain torch processes; each gets from each rank of the trainer just what it needs.
+"""`Group`: receivers that are plain torch processes. Each gets exactly its part, from the ranks that own it.
 
 A link is one gloo group of a trainer's world and all receiving ranks. It lasts while both stay as they are; a switch, a
 join, a death or a receiver that starts anew leads to another one. `group_receiver` is the other side.
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.checkpoint.extents import Extent
+from ds_dynatrain.checkpoint.extents import Extent, matrix_in
 from ds_dynatrain.errors import DynatrainError, MemberMissing, TransferError
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.weights.blocks import Move, moves_between, part_of, rows_of
+from ds_dynatrain.weights.blocks import Move, moves_between, part_of
 from ds_dynatrain.weights.receivers.board import LinkConnection, TargetTensor, board_at, rows_to_post, targets_of
 from ds_dynatrain.weights.receivers.deltas import bits, packed
 from ds_dynatrain.weights.update import Outgoing, Receiver
@@ -58,8 +58,8 @@ class TrainerLink:
 class Group(Receiver):
     """Plain torch processes that made a `GroupReceiver` each; make one object on each rank of the trainer.
 
-    address: HOST:PORT of the receivers' rank 0. timeout_seconds: the longest wait for an answer of a receiver.
-    bucket_bytes: most bytes of weights that travel at once. token: the receivers' token, if they have one.
+    address: HOST:PORT of the receivers' rank 0. timeout_seconds: the longest wait for a receiver's answer.
+    bucket_bytes: the most bytes of weights that are sent at once. token: the receivers' token, if they have one.
     """
 
     full_on: ClassVar[Literal["first", "all", "none"]] = "none"
@@ -197,9 +197,9 @@ class Group(Receiver):
                 change = bits(flat) - bits(link.previous[seen]) if out.is_delta else None
                 for receiver, moves in enumerate(link.plan[seen].moves):
                     for at, step, _, _, length, count in moves:
-                        values[receiver].append(rows_of(flat, at, step, length, count).reshape(-1))
+                        values[receiver].append(matrix_in(flat, at, step, length, count).reshape(-1))
                         if change is not None:
-                            changes[receiver].append(rows_of(change, at, step, length, count).reshape(-1))
+                            changes[receiver].append(matrix_in(change, at, step, length, count).reshape(-1))
                 if out.wants_delta:
                     if seen == len(link.previous):
                         link.previous.append(torch.empty_like(flat))

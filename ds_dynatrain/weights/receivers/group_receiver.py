@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.checkpoint.extents import WORD, Extent
+from ds_dynatrain.checkpoint.extents import WORD, Extent, matrix_in
 from ds_dynatrain.errors import ConfigError, DynatrainError, MemberMissing, OutcomeUnknown, TransferError
 from ds_dynatrain.report import logger
-from ds_dynatrain.weights.blocks import Move, check_coverage, digest_of_part, part_of, rows_of
+from ds_dynatrain.weights.blocks import Move, check_coverage, digest_of_part, part_of
 from ds_dynatrain.weights.receivers.board import LinkConnection, TargetTensor, board_at, serve, targets_of
 from ds_dynatrain.weights.receivers.deltas import COUNTS_BYTES, WHOLE, DeltaCounts, bits, check, unpacked
 from ds_dynatrain.weights.update import Update
@@ -49,13 +49,13 @@ class ReceiverLink:
 
 
 class GroupReceiver:
-    """A rank that takes weights from a trainer, whatever the trainer's layout, size and number of lives.
+    """A rank that receives weights from a trainer, which may change its layout and size, and may start anew.
 
-    address: HOST:PORT; rank 0 listens there, and reachable by the trainer's ranks (port 0: a free one, see `address`).
-    rank, world_size: this rank's place among the receiving ones. placements: the dimension of each tensor, by its
-    Hugging Face name, that the ranks cut, as `torch.chunk` does; the same on all ranks. They all hold any other tensor
-    as a whole. device: where the weights lie. timeout_seconds: the longest wait for another rank during an update.
-    token: a secret that trainer and receivers share; records without it are refused.
+    address: HOST:PORT at which rank 0 listens, and which the trainer's ranks can reach. Port 0 takes a free port, which
+    the attribute `address` then contains. rank, world_size: this rank's place among the receiving ones. placements: the
+    dimension of each tensor, by its Hugging Face name, that the ranks cut, as `torch.chunk` does; the same on all
+    ranks. They all hold any other tensor as a whole. device: where the weights lie. timeout_seconds: the longest wait
+    for another rank during an update. token: a secret that trainer and receivers share; records without it are refused.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class GroupReceiver:
         logger.warning("version %d is discarded, version %d stays: %s", version, self.version, reason)
 
     def _clean(self, version: int) -> None:
-        """Remove on rank 0 what was said of earlier versions than the one before `version`, except for verdicts."""
+        """Remove the records of versions older than the previous one, except for verdicts. Only rank 0 does this."""
         if self.rank == 0:
             kinds, ranks = ("ready", "held", "shown"), range(self.world_size)
             for old in range(max(1, self._seen - 1), version - 1):
@@ -302,7 +302,7 @@ def _write_whole(link: ReceiverLink, rows: list[Row], values: torch.Tensor) -> N
     at = 0
     for tensor, (_, _, to, pace, length, count) in rows:
         flat = link.beside[link.targets[tensor].name].view(-1)
-        rows_of(flat, to, pace, length, count).copy_(values[at : at + length * count].view(count, length))
+        matrix_in(flat, to, pace, length, count).copy_(values[at : at + length * count].view(count, length))
         at += length * count
 
 

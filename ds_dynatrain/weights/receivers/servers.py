@@ -107,7 +107,7 @@ class TorchEndpoint:
             self._group = join_programs(PrefixStore(name, self._store), name, 0, size, device, seconds)
 
     def abort(self) -> None:
-        """End a broadcast that waits, with an error; of gloo's, on Linux."""
+        """Make a waiting broadcast raise. This works for gloo, on Linux."""
         with suppress(OSError):
             self._sockets.abort()
 
@@ -124,7 +124,7 @@ class TorchEndpoint:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a free TCP port."""
     with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])
 
@@ -143,7 +143,7 @@ def grouped(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
 
 
 def meeting_place(master: str | None, own_address: Callable[[], str]) -> dict[str, Any]:
-    """Return where the workers find the trainer's rank 0: at `master`, or at its own address; a free port by default.
+    """Return the address at which workers reach the trainer's rank 0: `master`, or its own address with a free port.
 
     master: HOST, HOST:PORT or [IPv6]:PORT.
     """
@@ -155,29 +155,22 @@ def meeting_place(master: str | None, own_address: Callable[[], str]) -> dict[st
 
 
 class Server(Receiver):
-    """Base class of receivers that are servers; `send` runs on all ranks, `_deliver` on the first one."""
+    """Base class of receivers that are servers; `deliver` runs on the first rank."""
 
     always_claims: ClassVar[bool] = False
     _group: Broadcast | None = None
 
-    def send(self, out: Outgoing) -> None:
+    def deliver(self, out: Outgoing) -> None:
         """Send one update; the server shows it if all tensors have passed, each as announced."""
-        error: Exception | None = None
-        try:
-            out.begin()
-            if out.source.rank == 0:
-                with ThreadPoolExecutor(1, "weights-request") as beside, self._forgetting():
-                    self._deliver(out, out.full(), beside)
-        except Exception as failed:  # reported to all ranks by `settle`
-            error = failed
-        out.settle(error)
+        with ThreadPoolExecutor(1, "weights-request") as beside, self._forgetting():
+            self._deliver(out, out.full(), beside)
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         raise NotImplementedError
 
     @contextmanager
     def _forgetting(self) -> Iterator[None]:
-        """Leave the group after an error, before the request beside it is awaited, which may wait for a broadcast."""
+        """Leave the group after an error, before the request is awaited, which may itself wait for a broadcast."""
         try:
             yield
         except BaseException:

@@ -37,8 +37,8 @@ class SGLang(Server):
 
     url: http://HOST:PORT of the server. workers: its tensor ranks times its pipeline and data ranks. master: HOST or
     HOST:PORT of the trainer's rank 0, as the workers reach it; by default this machine's address and a free port.
-    checks: whether to compare the checksums of replicas after each update. device: of the group; NCCL on a GPU, gloo on
-    a CPU.
+    checks: whether to compare the checksums of replicas after each update. device: the group's device; NCCL on a
+    GPU, gloo on a CPU.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SGLang(Server):
         self.server, self.workers, self._master, self._checks = Requests(url, timeout_seconds), workers, master, checks
         self.device, self.bucket_bytes = torch.device(device), bucket_bytes
         self.checksums: list[Any] = []
-        """What the ranks of the server said of their weights after the last update."""
+        """Checksums that the server's ranks reported after the last update."""
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         before = self.server.count

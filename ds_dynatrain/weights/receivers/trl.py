@@ -19,7 +19,7 @@ class TRLWeights:
     """TRL's `WeightTransferProtocol`; make one on each rank, and `attach` the trainer before it trains.
 
     receiver: where the weights go. engine: returns the engine, which the trainer makes late. delta: see `send`. pause,
-    resume: how generation stops meanwhile; a `VLLM` receiver does that itself.
+    resume: functions that stop generation during an update, and continue it; a `VLLM` receiver does that itself.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ from ds_dynatrain.errors import UnsupportedError
 class ShardSpec:
     """The fields of verl's class of that name that are used here.
 
-    full_shape: of the whole tensor. place: the first element of the shard in it, row-major. gather_group: all
-    ranks of the world. contributes: whether this rank has one.
+    full_shape: the shape of the whole tensor. place: the row-major index of the shard's first element in it.
+    gather_group: all ranks of the world. contributes: whether this rank has a shard.
     """
 
     full_shape: tuple[int, ...]

@@ -54,20 +54,20 @@ class Folder(Receiver):
         return max([self.version, *versions]) + 1, 0, 0
 
     def send(self, out: Outgoing) -> None:
-        """Write a version beside the others, and give it its name once all tensors are in it."""
-        error: Exception | None = None
-        hidden = self.path / f".v{out.version:08d}"
-        try:
-            out.begin()
-            if out.source.rank == 0:
-                self._write(out, hidden)
-        except Exception as failed:  # reported to all ranks by `settle`
-            error = failed
-            shutil.rmtree(hidden, ignore_errors=True)
-        out.settle(error)
+        """Write a version beside the others, and remove the oldest ones."""
+        super().send(out)
         if out.source.rank == 0:
             for version in _versions(self.path)[: -self.keep]:
                 shutil.rmtree(self.path / f"v{version:08d}", ignore_errors=True)
+
+    def deliver(self, out: Outgoing) -> None:
+        """Write a version, and give it its name once all tensors are in it."""
+        hidden = self.path / f".v{out.version:08d}"
+        try:
+            self._write(out, hidden)
+        except Exception:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
 
     def _write(self, out: Outgoing, hidden: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -29,7 +29,7 @@ from ds_dynatrain.weights.update import Outgoing
 
 BUCKET_BYTES = 32 << 20
 BUFFERS = 2
-"""Buffers of a worker. It must know the number, and has the trainer's one beside them."""
+"""Number of buffers into which a worker receives. Workers are told this number."""
 
 
 class VLLMClient(Requests):

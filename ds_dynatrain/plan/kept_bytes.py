@@ -1,0 +1,194 @@
+"""The bytes that each member would keep in each rank (slot) of the target, as a sparse table.
+
+A member keeps the elements that it holds at the source and wants in the slot, unless they can be cast there from other
+state. Most kinds are cut into small parts, and a part at the source meets few parts at the target. If a whole shard
+group holds the same elements, the table has one entry for the group instead of one for each of its ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import coo_array, csr_array, hstack
+
+from ds_dynatrain.plan.sides import Sides
+from ds_dynatrain.space import ABSENT, Kind, Sharding, interval, row_of
+from ds_dynatrain.space.interval import Ints, join
+
+Held = tuple[Ints, Ints, Ints]
+"""Runs and their holder, as arrays (start, stop, holder): a rank, or the number of ranks plus the index of a group."""
+
+
+@dataclass(frozen=True, eq=False)
+class Classes:
+    """Ranks in classes. What whole groups hold, or share with whole groups, is the same for all ranks of a class.
+
+    of: the class of each rank.
+    first: the first rank of each class.
+    """
+
+    of: Ints
+    first: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class KeptBytes:
+    """The bytes that each source rank keeps in each slot.
+
+    ranks, slots: the classes of source ranks and of slots.
+    by_class: the bytes that a rank of a class (row) keeps in a slot of a class (column), unless the pair is listed.
+    rank, slot, nbytes: the pairs in which a rank keeps more than its class, each once, and all that it keeps there.
+    wanted: the bytes that a member without a source rank receives in each slot.
+    """
+
+    ranks: Classes
+    slots: Classes
+    by_class: csr_array
+    rank: Ints
+    slot: Ints
+    nbytes: Ints
+    wanted: Ints
+
+    def nbytes_of(self, rank_of: Ints) -> int:
+        """Return the bytes kept by the ranks at slots 0, 1, ..., of which some may be ABSENT."""
+        slot = np.flatnonzero(rank_of != ABSENT)
+        rank, width = rank_of[slot], len(self.slots.of)
+        nbytes = self.by_class[self.ranks.of[rank], self.slots.of[slot]]
+        _, taken, listed = np.intersect1d(rank * width + slot, self.rank * width + self.slot, True, True)
+        nbytes[taken] = self.nbytes[listed]
+        return int(nbytes.sum())
+
+    def dense(self) -> Ints:
+        """Return the whole table, with a row for each source rank; for small worlds."""
+        table: Ints = self.by_class.toarray()[self.ranks.of][:, self.slots.of]
+        table[self.rank, self.slot] = self.nbytes
+        return table
+
+
+def kept_bytes(sides: Sides) -> KeptBytes:
+    """Return the table of a switch for all kinds that move. It does not depend on the members of `sides`."""
+    ranks, slots = sides.vps.layout.world_size, sides.layout.world_size
+    rank_groups = _groups(ranks, [sides.source(kind.name) for kind in sides.kinds])
+    slot_groups = _groups(slots, [sides.target(kind.name) for kind in sides.kinds])
+    shape = rank_groups.shape[1], slot_groups.shape[1]
+    wanted = np.zeros(shape[1], np.int64)
+    parts = [(np.empty(0, np.int64),) * 3]
+    for kind, itemsize in _alike(sides.kinds):
+        for (start, stop, slot), factor in _wanted(sides, kind, itemsize):
+            np.add.at(wanted, slot, factor * (stop - start))
+            for rank, other, count in _meetings(sides, kind, start, stop, slot):
+                parts.append((rank, other, factor * count))
+    rank, slot, nbytes = _summed(parts, shape)
+    single = (rank < ranks) & (slot < slots)
+    shared = coo_array((nbytes[~single], (rank[~single], slot[~single])), shape=shape).tocsr()
+    rank, slot, nbytes = rank[single], slot[single], nbytes[single]
+    less = nbytes < 0
+    rank_class = _classes(rank_groups[:, ranks:], shared[:ranks], rank[less])
+    slot_class = _classes(slot_groups[:, slots:], shared[:, :slots].T, slot[less])
+    by_class = rank_groups[rank_class.first] @ shared @ slot_groups[slot_class.first].T
+    if less.any():  # these ranks and slots are classes of their own
+        pairs = rank_class.of[rank[less]], slot_class.of[slot[less]]
+        by_class = by_class + coo_array((nbytes[less], pairs), shape=by_class.shape)
+    rank, slot, nbytes = rank[~less], slot[~less], nbytes[~less]
+    by_class = csr_array(by_class)
+    if len(rank):
+        nbytes = nbytes + by_class[rank_class.of[rank], slot_class.of[slot]]
+    return KeptBytes(rank_class, slot_class, by_class, rank, slot, nbytes, slot_groups @ wanted)
+
+
+def _alike(kinds: Iterable[Kind]) -> Iterable[tuple[Kind, int]]:
+    """Return a kind for each set of kinds that every layout cuts alike, such as masters and moments, and their bytes
+    per element together.
+    """
+    alike: dict[object, tuple[Kind, int]] = {}
+    for kind in kinds:
+        row = row_of(kind.name)
+        own = kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
+        key = (row.stages, row.whole_in, row.of_frozen, *own)
+        first, nbytes = alike.get(key, (kind, 0))
+        alike[key] = first, nbytes + kind.itemsize
+    return alike.values()
+
+
+def _wanted(sides: Sides, kind: Kind, nbytes: int) -> Iterator[tuple[Held, int]]:
+    """Yield the runs that slots cannot cast from others of their own, and the bytes to count for each element."""
+    goal = sides.target(kind.name)
+    start, stop, slot = _held(goal)
+    if kind.derived_from is not None and goal.shared is None:
+        row, start, stop = sides.target(kind.derived_from).lacking(start, stop, slot)
+        slot = slot[row]
+    elif kind.derived_from is not None:
+        yield _held(sides.target(kind.derived_from)), -nbytes
+    yield (start, stop, slot), nbytes
+
+
+def _held(cut: Sharding) -> Held:
+    """Return all runs of a sharding, with the group as the holder if a whole group holds them."""
+    if cut.shared is None:
+        _, start, stop, rank = cut.holders(*cut.region())
+        return start, stop, rank
+    holder = np.repeat(np.arange(len(cut.shared), dtype=np.int64), [len(start) for _, start, _ in cut.shared])
+    _, start, stop = join(cut.shared)
+    return start, stop, cut.ranks + holder
+
+
+def _meetings(sides: Sides, kind: Kind, start: Ints, stop: Ints, slot: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Yield how many elements of the runs that slots hold each source rank holds, as (rank, slot, count).
+
+    Groups are numbered like holders in `Held`. What a rank holds in two kinds of equal bytes is counted once.
+    """
+    earlier: list[Sharding] = []
+    for cut in sorted(map(sides.source, kind.sources), key=lambda cut: cut.shared is None):
+        if cut.shared is None:
+            row, low, high, rank = cut.holders(start, stop)
+            for before in earlier:
+                part, low, high = before.lacking(low, high, rank)
+                row, rank = row[part], rank[part]
+            yield rank, slot[row], high - low
+        for number, (_, first, last) in enumerate(cut.shared or ()):
+            for before in earlier:  # they are shared by the same groups
+                _, first, last = interval.subtract(first, last, *(before.shared or [])[number][1:])
+            row, _, low, high = interval.intersect(start, stop, first, last)
+            yield np.full_like(row, cut.ranks + number), slot[row], high - low
+        earlier.append(cut)
+
+
+def _groups(ranks: int, cuts: Iterable[Sharding]) -> csr_array:
+    """Return which holders (column) each rank (row) counts as: itself, and the groups to which it belongs."""
+    shared = next((cut.shared for cut in cuts if cut.shared is not None), [])
+    own = np.arange(ranks, dtype=np.int64)
+    rank = np.concatenate([own, *(members for members, _, _ in shared)])
+    sizes = [len(members) for members, _, _ in shared]
+    holder = np.append(own, ranks + np.repeat(np.arange(len(shared), dtype=np.int64), sizes))
+    return coo_array((np.ones(len(rank), np.int64), (rank, holder)), shape=(ranks, ranks + len(shared))).tocsr()
+
+
+def _classes(groups: csr_array, shares: csr_array, alone: Ints) -> Classes:
+    """Put ranks that belong to the same groups, and have the same row of `shares`, into one class.
+
+    alone: ranks that are classes of their own.
+    """
+    own = np.zeros(groups.shape[0], np.int64)
+    own[alone] = 1 + np.arange(len(alone))
+    rows = csr_array(hstack([groups, shares, own[:, None]], format="csr"))
+    rows.eliminate_zeros()
+    rows.sort_indices()
+    known: dict[tuple[bytes, bytes], int] = {}
+    of = np.empty(len(own), np.int64)
+    for rank, (start, stop) in enumerate(itertools.pairwise(rows.indptr.tolist())):
+        key = rows.indices[start:stop].tobytes(), rows.data[start:stop].tobytes()
+        of[rank] = known.setdefault(key, len(known))
+    return Classes(of, np.unique(of, return_index=True)[1])
+
+
+def _summed(parts: list[tuple[Ints, Ints, Ints]], shape: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
+    """Return the entries of a sparse table, sorted by row and column, from entries that may be named repeatedly."""
+    row, column, value = join(parts)
+    table = coo_array((value, (row, column)), shape=shape).tocsr()
+    table.eliminate_zeros()
+    table.sort_indices()
+    table = table.tocoo()
+    return table.row.astype(np.int64), table.col.astype(np.int64), table.data

@@ -1,0 +1,268 @@
+"""Which source ranks take which slots so that they keep the most bytes, with prices that prove it.
+
+This is a transport problem: a linear program whose corners are whole numbers. In a slot a rank either keeps more than
+its class does, or stands for its class, whose ranks are all alike in all slots of a class. The prices of ranks and
+slots prove that no assignment keeps more (`most_kept`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+from scipy.sparse import coo_array, csr_array, vstack
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.plan.kept_bytes import Classes, KeptBytes
+from ds_dynatrain.space import ABSENT
+from ds_dynatrain.space.interval import Ints, join
+
+Bools = npt.NDArray[np.bool_]
+Selection = tuple[bool | Bools, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """The bytes that each source rank and each slot is worth.
+
+    No rank keeps more in a slot than the prices of both, so no assignment keeps more than all prices together.
+    """
+
+    rank: Ints
+    slot: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Matching:
+    """The source rank at each slot, or ABSENT, and prices that bound what any matching keeps."""
+
+    rank_of: Ints
+    prices: Prices
+
+
+def most_kept(kept: KeptBytes, prices: Prices, ranks: Bools, slots: Bools) -> int:
+    """Return the number of bytes that, by these prices, no assignment of the given ranks to the given slots exceeds.
+
+    Raises LayoutError if a price is negative, or if a rank keeps more in a slot than the prices of both.
+    """
+    by_rank, by_slot = prices.rank[ranks], prices.slot[slots]
+    pairs = ranks[kept.rank] & slots[kept.slot]
+    table = coo_array(kept.by_class)
+    cheapest = [np.full(size, np.iinfo(np.int64).max // 2) for size in table.shape]
+    np.minimum.at(cheapest[0], kept.ranks.of[ranks], by_rank)
+    np.minimum.at(cheapest[1], kept.slots.of[slots], by_slot)
+    short = [
+        -by_rank,
+        -by_slot,
+        (kept.nbytes - prices.rank[kept.rank] - prices.slot[kept.slot])[pairs],
+        table.data - cheapest[0][table.row] - cheapest[1][table.col],
+    ]
+    if (worst := np.concatenate(short).max(initial=0)) > 0:
+        raise LayoutError(f"prices are {worst} bytes too low to prove a bound; take the prices that `match` returns")
+    return int(by_rank.sum() + by_slot.sum())
+
+
+def match(kept: KeptBytes, ranks: Bools, slots: Bools) -> Matching:
+    """Assign source ranks to slots such that they keep the most bytes, until no rank or no slot is left.
+
+    ranks, slots: which of them take part. Of the assignments that keep the most, that one is taken in which lower ranks
+    take part and ranks come to slots near their own position, by the sum of squares; both count from the first that
+    takes part. Ranks that stand for their class come to its slots in order.
+    """
+    program = _Program.of(kept, ranks, slots)
+    price = program.quick_prices()
+    chosen = program.nearest(price)
+    if chosen is None:
+        price = program.prices()
+        chosen = program.nearest(price)
+    if chosen is None:
+        raise LayoutError("no assignment fits its prices; report this as a bug, with both layouts")
+    of_rank, _, of_slot, of_class, _ = program.by_sort(price)
+    return Matching(program.dealt(chosen), Prices(of_rank, of_slot + of_class[kept.slots.of]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """The linear program of `match`. Ranks and slots that take part are called open.
+
+    Variables: listed pairs (`rank`, `slot`); pairs of classes (`rank_class`, `slot_class`) that keep more than the
+    least that every class keeps in the same slots; ranks that stand for their class; for each class of ranks, how many
+    keep that least; for each class of slots, in how many the least is kept.
+    Constraints: each rank is used once; a class no more often than ranks stand for it; each slot is used once; a class
+    of slots as often as it has open slots; and the least is not kept in more slots than by ranks.
+
+    value: bytes kept, for each variable.
+    """
+
+    kept: KeptBytes
+    open_ranks: Bools
+    open_slots: Bools
+    rank: Ints
+    slot: Ints
+    rank_class: Ints
+    slot_class: Ints
+    value: Ints
+    limit: Ints
+
+    @staticmethod
+    def of(kept: KeptBytes, ranks: Bools, slots: Bools) -> _Program:
+        """Build the program."""
+        of_rank, of_slot = _sizes(kept.ranks, ranks), _sizes(kept.slots, slots)
+        pairs = ranks[kept.rank] & slots[kept.slot]
+        rank, slot = kept.rank[pairs], kept.slot[pairs]
+        table = coo_array(kept.by_class)
+        row, column, nbytes = table.row.astype(np.int64), table.col.astype(np.int64), table.data
+        both = of_rank[row] * of_slot[column] > 0
+        row, column, nbytes = row[both], column[both], nbytes[both]
+        least = np.zeros_like(of_slot)
+        if of_rank.any():
+            least = np.where(of_slot > 0, kept.by_class[of_rank > 0].min(axis=0).toarray().reshape(-1), 0)
+        more = nbytes > least[column]
+        row, column, nbytes = row[more], column[more], nbytes[more]
+        unpaid = np.zeros(len(ranks) + len(of_rank), np.int64)
+        value = np.concatenate([kept.nbytes[pairs], nbytes, unpaid, least])
+        limit = np.concatenate([ranks, np.zeros_like(of_rank), slots, of_slot, [0]]).astype(np.int64)
+        return _Program(kept, ranks, slots, rank, slot, row, column, value, limit)
+
+    def by_sort(self, of_constraint: Ints) -> list[Ints]:
+        """Split an array with an entry for each constraint by sort."""
+        kept = self.kept
+        sizes = len(self.open_ranks), len(kept.ranks.first), len(self.open_slots), len(kept.slots.first)
+        return np.split(of_constraint, np.cumsum(sizes))
+
+    def by_use(self, of_variable: Ints) -> list[Ints]:
+        """Split an array with an entry for each variable by sort."""
+        sizes = len(self.rank), len(self.rank_class), len(self.open_ranks), len(self.kept.ranks.first)
+        return np.split(of_variable, np.cumsum(sizes))
+
+    @cached_property
+    def matrix(self) -> csr_array:
+        """How often a variable (column) counts in a constraint (row)."""
+        kept, count = self.kept, (len(self.limit), len(self.value))
+        r, of_r, s, of_s, hub = self.by_sort(np.arange(count[0]))
+        pair, both, stand, few, fill = self.by_use(np.arange(count[1]))
+        entries = [
+            (r[self.rank], pair, 1),
+            (s[self.slot], pair, 1),
+            (of_s[kept.slots.of[self.slot]], pair, 1),
+            (of_r[self.rank_class], both, 1),
+            (of_s[self.slot_class], both, 1),
+            (r, stand, 1),
+            (of_r[kept.ranks.of], stand, -1),
+            (of_r, few, 1),
+            (hub.repeat(len(few)), few, -1),
+            (of_s, fill, 1),
+            (hub.repeat(len(fill)), fill, 1),
+        ]
+        sign = np.repeat([sign for _, _, sign in entries], [len(each) for each, _, _ in entries])
+        return coo_array((sign, join([each[:2] for each in entries])), shape=count).tocsr()
+
+    def prices(self) -> Ints:
+        """Return the price of each constraint of the whole program."""
+        hub = bool(self.by_use(self.value)[4].any())
+        ranks, slots = np.full(len(self.kept.ranks.first), hub), np.full(len(self.kept.slots.first), hub)
+        ranks[self.rank_class] = slots[self.slot_class] = True  # the classes whose constraints matter
+        return self._solved(
+            self.value, self.limit, (True, True, ranks[self.kept.ranks.of], hub, hub), (True, ranks, True, slots, hub)
+        )
+
+    def quick_prices(self) -> Ints:
+        """Return prices from two small programs: classes alone, then the listed pairs with what they keep beyond.
+
+        They always prove a bound. Together they are usually the best ones.
+        """
+        limit = self.limit.copy()
+        self.by_sort(limit)[1][:] = _sizes(self.kept.ranks, self.open_ranks)
+        price = self._solved(self.value, limit, (False, True, False, True, True), (False, True, False, True, True))
+        of_rank, of_class = self.by_sort(price)[:2]
+        of_rank[:] = of_class[self.kept.ranks.of]
+        beyond = self.value - self.matrix.T @ price
+        some = self.by_use(beyond)[0] > 0
+        return price + self._solved(
+            beyond, self.limit, (some, False, False, False, False), (True, False, True, False, False)
+        )
+
+    def _solved(self, value: Ints, limit: Ints, uses: Selection, sorts: Selection) -> Ints:
+        """Return the price of each constraint at the most value, in a program of the selected variables and
+        constraints.
+        """
+        variables, constraints = np.ones(len(value), bool), np.ones(len(limit), bool)
+        for part, chosen in zip(self.by_use(variables) + self.by_sort(constraints), (*uses, *sorts), strict=True):
+            part[:] = chosen
+        price = np.zeros(len(limit), np.int64)
+        if variables.any():
+            found = linprog(
+                -value[variables],
+                A_ub=self.matrix[constraints][:, variables],
+                b_ub=limit[constraints],
+                method="highs-ds",
+                options={"simplex_dual_edge_weight_strategy": "devex"},
+            )
+            price[constraints] = np.rint(-found.ineqlin.marginals)
+        return price
+
+    def nearest(self, price: Ints) -> Ints | None:
+        """Return how often to use each variable in the choice that `match` prefers, or None if there is no choice that
+        is the best at these prices.
+        """
+        ranks, slots = int(self.open_ranks.sum()), int(self.open_slots.sum())
+        place, position = np.cumsum(self.open_ranks) - 1, np.cumsum(self.open_slots) - 1
+        step = 2 * ranks**2 * place if ranks > slots else np.zeros_like(place)
+        cost, members = np.zeros_like(self.value), np.zeros_like(self.value)
+        self.by_use(cost)[0][:] = (place[self.rank] - position[self.slot]) ** 2 + step[self.rank]
+        self.by_use(cost)[2][:] = step
+        for sort in (0, 2):
+            self.by_use(members)[sort][:] = 1
+        tight, full = self.value == self.matrix.T @ price, price > 0
+        matrix = csr_array(self.matrix[:, tight])
+        found = linprog(
+            cost[tight],
+            A_ub=matrix[~full],
+            b_ub=self.limit[~full],
+            A_eq=vstack([matrix[full], csr_array(members[None, tight])]),
+            b_eq=np.append(self.limit[full], min(ranks, slots)),
+            method="highs-ds",
+        )
+        if found.x is None:
+            return None
+        chosen = np.zeros_like(self.value)
+        chosen[tight] = np.rint(found.x)
+        return chosen
+
+    def dealt(self, chosen: Ints) -> Ints:
+        """Return the rank at each slot, given how often each variable is used."""
+        pair, both, stand, _, fill = self.by_use(chosen)
+        found = np.full(len(self.open_slots), ABSENT)
+        found[self.slot[pair > 0]] = self.rank[pair > 0]
+        waiting = _by_class(self.kept.ranks, stand > 0)
+        free = _by_class(self.kept.slots, self.open_slots & (found == ABSENT))
+        coming: list[list[int]] = [[] for _ in free]
+        for row, column, count in zip(self.rank_class.tolist(), self.slot_class.tolist(), both.tolist(), strict=True):
+            coming[column] += waiting[row][:count]
+            del waiting[row][:count]
+        rest = sorted(itertools.chain.from_iterable(waiting))
+        for column, count in enumerate(fill.tolist()):
+            coming[column] += rest[:count]
+            del rest[:count]
+        for some, ranks in zip(free, coming, strict=True):
+            found[some[: len(ranks)]] = sorted(ranks)
+        left = np.flatnonzero(self.open_slots & (found == ABSENT))[: len(rest)]
+        found[left] = rest
+        return found
+
+
+def _sizes(classes: Classes, among: Bools) -> Ints:
+    """Return how many of the selected ranks each class has."""
+    return np.bincount(classes.of[among], minlength=len(classes.first))
+
+
+def _by_class(classes: Classes, among: Bools) -> list[list[int]]:
+    """Return the selected ranks of each class, in ascending order."""
+    found: list[list[int]] = [[] for _ in classes.first]
+    for rank in np.flatnonzero(among).tolist():
+        found[classes.of[rank]].append(rank)
+    return found
