@@ -177,7 +177,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What moves take beyond their links; see `Topology`."""
+    """The time that moves take beyond their links; see `Topology`."""
 
     seconds: Annotated[float, Field(ge=0)] = 0.0
     factor: Annotated[float, Field(ge=1)] = 1.0

@@ -155,7 +155,7 @@ class EvenSharding:
         yield self.copies_of(0)[0]._replace(start=low, stop=high)
 
     def ranks_near(self, start: Ints, stop: Ints) -> Ints:
-        """Return all ranks."""
+        """Return all ranks, as for one shard group."""
         return np.arange(self.ranks, dtype=np.int64)
 
     def copies_of(self, rank: int) -> list[Copies]:
@@ -278,7 +278,7 @@ class OverlappingSharding:
         yield from ()
 
     def ranks_near(self, start: Ints, stop: Ints) -> Ints:
-        """Return all ranks."""
+        """Return all ranks, as for one shard group."""
         return np.arange(self.ranks, dtype=np.int64)
 
     def copies_of(self, rank: int) -> list[Copies]:
