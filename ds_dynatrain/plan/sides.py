@@ -171,19 +171,19 @@ class Sides:
 
     def receivers(self, kind: Kind, sender: int) -> Rows:
         """Split the runs that a source rank sends by receiver; return (start, stop, target rank)."""
-        cut = self.source(self.read_from(kind))
+        cut, target = self.source(self.read_from(kind)), self.target(kind.name)
         if not cut.has_copies:
             owned = cut.owned(sender)
-            return self._still_needed(kind, owned.start, owned.stop)
+            return self._still_needed(kind, *target.holders(owned.start, owned.stop)[1:])
         parts = [NO_ROWS]
         for each in cut.copies_of(sender):
-            start, stop, rank = self._still_needed(kind, each.start, each.stop)
-            parts.append(self._own_share(each, sender, start, stop, rank))
+            start, stop, rank = self._own_share(each, sender, target.candidates(each.start, each.stop))
+            row, start, stop = target.held(start, stop, rank)
+            parts.append(self._still_needed(kind, start, stop, rank[row]))
         return interval.join(parts)
 
-    def _still_needed(self, kind: Kind, start: Ints, stop: Ints) -> Rows:
-        """Return the parts of runs of the source that target ranks have to receive, as (start, stop, target rank)."""
-        _, start, stop, rank = self.target(kind.name).holders(start, stop)
+    def _still_needed(self, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> Rows:
+        """Return the parts of runs, which target ranks will hold, that these ranks have to receive."""
         for name in kind.sources:
             row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
             rank = rank[row]
@@ -215,22 +215,27 @@ class Sides:
         able = near if len(near) else copies.ranks
         return np.roll(able, -int(self._turn(copies, rank)))
 
-    def _own_share(self, copies: Copies, sender: int, start: Ints, stop: Ints, rank: Ints) -> Rows:
-        """Return the parts of runs that go from a source rank to the given target ranks, as `shares` has it."""
+    def _own_share(self, copies: Copies, sender: int, rank: Ints) -> Rows:
+        """Return the runs that a source rank sends to each of the given target ranks if these need them.
+
+        The result is (start, stop, target rank), as `shares` has it.
+        """
+        if not len(copies.start):
+            return NO_ROWS
         node, there = self.source_nodes[copies.ranks], self.target_nodes[rank]
         mine = self.source_nodes[sender]
         is_near, has_near = there == mine, np.isin(there, node)
-        start, stop, rank, is_near = (column[is_near | ~has_near] for column in (start, stop, rank, is_near))
+        rank, is_near = (column[is_near | ~has_near] for column in (rank, is_near))
         near = copies.ranks[node == mine]
         count = np.where(is_near, len(near), len(copies.ranks))
         place = np.where(is_near, *(int(np.flatnonzero(able == sender)[0]) for able in (near, copies.ranks)))
-        width = width_of_shares(copies, len(start))
-        first = start // width
+        width = int(width_of_shares(copies, 1)[0])
+        first, last = (int(edge) // width for edge in (copies.start[0], copies.stop[-1] - 1))
         share = first + (place - self._turn(copies, rank) - first) % count  # the first one that is this sender's
-        row, nth = interval.expand(np.maximum(-(-(-(-stop // width) - share) // count), 0))
-        begin = (share[row] + nth * count[row]) * width[row]
-        low, high = np.maximum(start[row], begin), np.minimum(stop[row], begin + width[row])
-        return low, high, rank[row]
+        row, nth = interval.expand(np.maximum((last - share) // count + 1, 0))
+        begin = (share[row] + nth * count[row]) * width
+        part, _, start, stop = interval.intersect(begin, begin + width, copies.start, copies.stop)
+        return start, stop, rank[row[part]]
 
     def _turn(self, copies: Copies, rank: Ints | int) -> Ints:
         """Return the index of target ranks in their shard groups: each begins with another sender."""
