@@ -171,22 +171,22 @@ class Sides:
 
     def receivers(self, kind: Kind, sender: int) -> Rows:
         """Split the runs that a source rank sends by receiver; return (start, stop, target rank)."""
-        cut = self.source(self.read_from(kind))
-        target = self.target(kind.name)
+        cut, target = self.source(self.read_from(kind)), self.target(kind.name)
         if not cut.has_copies:
             owned = cut.owned(sender)
             return self._still_needed(kind, *target.holders(owned.start, owned.stop)[1:])
         parts = [NO_ROWS]
         for each in cut.copies_of(sender):
-            rank = target.ranks_near(each.start, each.stop)
+            rank = target.candidates(each.start, each.stop)
             if cut.replicated:  # only newcomers do not have it
                 rank = rank[self.source_ranks[rank] == ABSENT]
-            rows = self._own_share(each, sender, rank)
-            parts.append(_held(target, *self._still_needed(kind, *rows)))
+            start, stop, rank = self._own_share(each, sender, rank)
+            row, start, stop = target.held(start, stop, rank)
+            parts.append(self._still_needed(kind, start, stop, rank[row]))
         return interval.join(parts)
 
     def _still_needed(self, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> Rows:
-        """Return the parts of runs that target ranks neither hold before the switch nor can cast after it."""
+        """Return the parts of runs, which target ranks will hold, that these ranks have to receive."""
         for name in kind.sources:
             row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
             rank = rank[row]
@@ -219,20 +219,26 @@ class Sides:
         return np.roll(able, -int(self._turn(copies, rank)))
 
     def _own_share(self, copies: Copies, sender: int, rank: Ints) -> Rows:
-        """Return the runs that a source rank would send to target ranks that lack all, as `shares` has it."""
-        node, there, mine = self.source_nodes[copies.ranks], self.target_nodes[rank], self.source_nodes[sender]
-        width = width_of_shares(copies, len(copies.start))
-        _, low, high, share = interval.cut_every(copies.start, copies.stop, width)
-        parts = [NO_ROWS]
-        for able, to in ((node == mine, rank[there == mine]), (node == node, rank[~np.isin(there, node)])):
-            count, place = int(able.sum()), int(np.flatnonzero(copies.ranks[able] == sender)[0])
-            order = np.argsort(share % count, kind="stable")
-            turns, wanted = (share % count)[order], (place - self._turn(copies, to)) % count
-            first, last = (np.searchsorted(turns, wanted, side=side) for side in ("left", "right"))
-            row, nth = interval.expand(last - first)
-            at = order[first[row] + nth]
-            parts.append((low[at], high[at], to[row]))
-        return interval.join(parts)
+        """Return the runs that a source rank sends to each of the given target ranks if these need them.
+
+        The result is (start, stop, target rank), as `shares` has it.
+        """
+        if not len(copies.start):
+            return NO_ROWS
+        node, there = self.source_nodes[copies.ranks], self.target_nodes[rank]
+        mine = self.source_nodes[sender]
+        is_near, has_near = there == mine, np.isin(there, node)
+        rank, is_near = (column[is_near | ~has_near] for column in (rank, is_near))
+        near = copies.ranks[node == mine]
+        count = np.where(is_near, len(near), len(copies.ranks))
+        place = np.where(is_near, *(int(np.flatnonzero(able == sender)[0]) for able in (near, copies.ranks)))
+        width = int(width_of_shares(copies, 1)[0])
+        first, last = (int(edge) // width for edge in (copies.start[0], copies.stop[-1] - 1))
+        share = first + (place - self._turn(copies, rank) - first) % count  # the first one that is this sender's
+        row, nth = interval.expand(np.maximum((last - share) // count + 1, 0))
+        begin = (share[row] + nth * count[row]) * width
+        part, _, start, stop = interval.intersect(begin, begin + width, copies.start, copies.stop)
+        return start, stop, rank[row[part]]
 
     def _turn(self, copies: Copies, rank: Ints | int) -> Ints:
         """Return the index of target ranks in their shard groups: each begins with another sender."""
@@ -244,15 +250,6 @@ def width_of_shares(copies: Copies, rows: int) -> Ints:
     """Return the length of the runs that are dealt out in turn to those who hold copies, for each of some rows."""
     share = copies.each // TURNS if copies.each >= TURNS * SMALLEST_SHARE else max(1, copies.each)
     return np.full(rows, share, dtype=np.int64)
-
-
-def _held(cut: Sharding, start: Ints, stop: Ints, rank: Ints) -> Rows:
-    """Return the parts of each run that its rank holds, as (start, stop, rank)."""
-    apart = np.arange(len(start), dtype=np.int64) * (int(stop.max(initial=0)) + 1)  # runs lie one after another
-    row, low, high = cut.lacking(start, stop, rank)
-    lacks = interval.union(low + apart[row], high + apart[row])
-    row, low, high = interval.subtract(start + apart, stop + apart, *lacks)
-    return low - apart[row], high - apart[row], rank[row]
 
 
 def _runs(cut: Sharding, rank: int) -> Runs:

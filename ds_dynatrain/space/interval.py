@@ -83,6 +83,18 @@ def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
     return row, low, high
 
 
+def outside(start: Ints, stop: Ints, row: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the parts of runs that lie outside of given parts, as (row, start, stop).
+
+    row, low, high: the given parts, disjoint; `row` is the index of the run that contains each of them.
+    """
+    rows = np.concatenate([np.arange(len(start), dtype=np.int64), row])
+    begin, end = np.concatenate([start, high]), np.concatenate([stop, low])
+    by_begin, by_end = np.lexsort((begin, rows)), np.lexsort((end, rows))
+    keep = begin[by_begin] < end[by_end]
+    return rows[by_begin][keep], begin[by_begin][keep], end[by_end][keep]
+
+
 def union(start: Ints, stop: Ints) -> Runs:
     """Return sorted, disjoint runs that cover the same coordinates as arbitrary runs; adjacent runs are merged."""
     keep = start < stop

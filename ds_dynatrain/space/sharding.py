@@ -154,10 +154,6 @@ class EvenSharding:
         _, _, low, high = interval.intersect(start, stop, *self.region())
         yield self.copies_of(0)[0]._replace(start=low, stop=high)
 
-    def ranks_near(self, start: Ints, stop: Ints) -> Ints:
-        """Return all ranks, as for one shard group."""
-        return np.arange(self.ranks, dtype=np.int64)
-
     def copies_of(self, rank: int) -> list[Copies]:
         """Return what a rank holds, which all ranks hold."""
         each = -(-int((self.stop - self.start).sum()) // self.ranks)
@@ -171,22 +167,22 @@ class EvenSharding:
         rank = np.repeat(np.arange(self.ranks, dtype=np.int64), len(row))
         return np.tile(row, self.ranks), np.tile(low, self.ranks), np.tile(high, self.ranks), rank
 
-    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).
-
-        If a row's holder is `ABSENT`, the whole row is returned.
-        """
-        absent = holder == ABSENT
-        row, low, high = interval.subtract(start, stop, *self.region())
-        beyond = ~absent[row]
-        parts = [(np.flatnonzero(absent), start[absent], stop[absent]), (row[beyond], low[beyond], high[beyond])]
+    def held(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
+        """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop); none for ABSENT."""
+        row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
         if not self.replicated:
-            row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
             part = (self.start - self.lead)[segment] + holder[row] * self.width[segment]
-            for first, last in ((low, np.minimum(high, part)), (np.maximum(low, part + self.width[segment]), high)):
-                others = ~absent[row] & (first < last)
-                parts.append((row[others], first[others], last[others]))
-        return join(parts)
+            low, high = np.maximum(low, part), np.minimum(high, part + self.width[segment])
+        keep = (low < high) & (holder[row] != ABSENT)
+        return row[keep], low[keep], high[keep]
+
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
+        """Return the parts of each row that the rank `holder[row]` does not hold; all of the row if it is ABSENT."""
+        return interval.outside(start, stop, *self.held(start, stop, holder))
+
+    def candidates(self, start: Ints, stop: Ints) -> Ints:
+        """Return the ranks that may hold some of the given coordinates."""
+        return np.arange(self.ranks, dtype=np.int64)
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
         """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset, step).
@@ -277,10 +273,6 @@ class OverlappingSharding:
         """Yield nothing: each rank holds a part only."""
         yield from ()
 
-    def ranks_near(self, start: Ints, stop: Ints) -> Ints:
-        """Return all ranks, as for one shard group."""
-        return np.arange(self.ranks, dtype=np.int64)
-
     def copies_of(self, rank: int) -> list[Copies]:
         """Return nothing, as for `copies`."""
         return []
@@ -298,15 +290,19 @@ class OverlappingSharding:
         again, nth = interval.expand((self.last - self.first + 1)[tensor])
         return row[again], low[again], high[again], self.first[tensor][again] + nth
 
-    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).
-
-        If a row's holder is `ABSENT`, the whole row is returned.
-        """
-        beyond = interval.subtract(start, stop, *self.region())
+    def held(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
+        """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop); none for ABSENT."""
         row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
-        others = (holder[row] < self.first[tensor]) | (holder[row] > self.last[tensor])  # ABSENT is below every rank
-        return join([beyond, (row[others], low[others], high[others])])
+        keep = (self.first[tensor] <= holder[row]) & (holder[row] <= self.last[tensor])  # ABSENT is below every rank
+        return row[keep], low[keep], high[keep]
+
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
+        """Return the parts of each row that the rank `holder[row]` does not hold; all of the row if it is ABSENT."""
+        return interval.outside(start, stop, *self.held(start, stop, holder))
+
+    def candidates(self, start: Ints, stop: Ints) -> Ints:
+        """Return the ranks that may hold some of the given coordinates."""
+        return np.arange(self.ranks, dtype=np.int64)
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
         """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset, step).
@@ -394,11 +390,6 @@ class GroupedSharding:
             if len(low):
                 yield Copies(group.ranks, group.experts, self._each[group.experts], low, high)
 
-    def ranks_near(self, start: Ints, stop: Ints) -> Ints:
-        """Return the ranks of the shard groups that hold any of some runs."""
-        groups = self.mesh.meeting(start, stop, is_primary=False)
-        return np.concatenate([interval.ints([]), *(group.ranks for group in groups)])
-
     def copies_of(self, rank: int) -> list[Copies]:
         """Return what a rank holds and no earlier group does, for each shard group of the rank."""
         found = []
@@ -414,22 +405,25 @@ class GroupedSharding:
         experts, numels = self.mesh.line.experts, self.mesh.line.numels
         return {sort: -(-int(numels[experts == sort].sum()) // self.ranks) for sort in (False, True)}
 
-    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).
-
-        If a row's holder is `ABSENT`, the whole row is returned.
-        """
-        away = np.flatnonzero(holder == ABSENT)
-        parts = [(away, start[away], stop[away])]
+    def held(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
+        """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop); none for ABSENT."""
+        nothing = np.empty(0, np.int64)
+        parts = [(nothing, nothing, nothing)]
         for group, rows, low, high, index in self._by_group(start, stop, holder):
-            strips = self.mesh.index_map(group)
-            beyond, first, last = interval.subtract(low, high, strips.start, strips.stop)
-            parts.append((rows[beyond], first, last))
-            hulls = strips.hulls(low, high)
-            left, begin, end = self.cutter(group).lacking(hulls.first, hulls.last, index[hulls.row])
-            kept, first, last = hulls.back(left, begin, end)
-            parts.append((rows[hulls.row[left[kept]]], first, last))
+            hulls = self.mesh.index_map(group).hulls(low, high)
+            part, first, last = self.cutter(group).held(hulls.first, hulls.last, index[hulls.row])
+            kept, begin, end = hulls.back(part, first, last)
+            parts.append((rows[hulls.row[part[kept]]], begin, end))
         return _in_order(parts)
+
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
+        """Return the parts of each row that the rank `holder[row]` does not hold; all of the row if it is ABSENT."""
+        return interval.outside(start, stop, *self.held(start, stop, holder))
+
+    def candidates(self, start: Ints, stop: Ints) -> Ints:
+        """Return the ranks that may hold some of the given coordinates, each once."""
+        groups = self.mesh.meeting(start, stop, is_primary=False)
+        return np.unique(np.concatenate([np.empty(0, np.int64), *(group.ranks for group in groups)]))
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
         """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset, step).
