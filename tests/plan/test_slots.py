@@ -203,12 +203,11 @@ def test_groups_lie_on_few_nodes(
     blocks = data.draw(st.integers(1, sum(capacity) // block))
     layout = Layout(zero_stage=1, tensor=tensor, expert=expert, data=block // tensor * blocks)
     ranks, slots = sum(capacity), layout.world_size
-    one = [Classes(np.zeros(size, np.int64), np.zeros(1, np.int64)) for size in (ranks, slots)]
-    nothing = np.empty(0, np.int64)
+    one = Classes(np.zeros(ranks, np.int64), np.zeros(1, np.int64))
+    other = Classes(np.zeros(slots, np.int64), np.zeros(1, np.int64))
+    nothing, table = np.empty(0, np.int64), csr_array((1, 1), dtype=np.int64)
     zones = np.zeros(ranks, np.int64), np.zeros(slots, np.int64)
-    kept = KeptBytes(
-        *one, csr_array((1, 1), dtype=np.int64), nothing, nothing, nothing, np.zeros(slots, np.int64), zones
-    )
+    kept = KeptBytes(one, other, table, nothing, nothing, nothing, np.zeros(slots, np.int64), zones)
     node_of_rank = np.repeat(np.arange(len(capacity)), capacity)
     zone_of_slot, zone_of_node = place_slots(layout, capacity, capacity, has_first, kept, node_of_rank)
     if block == 1:
