@@ -61,7 +61,22 @@ SLOTS: tuple[tuple[str, Layout, Layout], ...] = (
     ),
     ("64 ranks, expert 8→16", Layout(data=64, expert=8, zero_stage=1), Layout(data=64, expert=16, zero_stage=1)),
     ("256 ranks, pipe 4→8", Layout(data=64, pipe=4, zero_stage=1), Layout(data=32, pipe=8, zero_stage=1)),
+    ("data 16384→16383", Layout(data=16384, zero_stage=1), Layout(data=16383, zero_stage=1)),
+    (
+        "16,384 ranks, expert 64→32",
+        Layout(data=16384, expert=64, zero_stage=1),
+        Layout(data=16384, expert=32, zero_stage=1),
+    ),
+    ("16,384 ranks, pipe 16→8", Layout(pipe=16, data=1024, zero_stage=1), Layout(pipe=8, data=2048, zero_stage=1)),
+    ("on nodes of 8: data 64→32", Layout(data=64, zero_stage=1), Layout(data=32, zero_stage=1)),
+    (
+        "on nodes of 8: expert 64, data 128→64",
+        Layout(data=128, expert=64, zero_stage=1),
+        Layout(data=64, expert=64, zero_stage=1),
+    ),
 )
+NODES = "on nodes"
+"""The beginning of rows whose members are on nodes of 8."""
 
 
 ROWS, COLUMNS = 0, 1
@@ -187,9 +202,14 @@ def plan_row(model: str, name: str, source: dict[str, int], target: dict[str, in
 def slots_row(name: str, source: Layout, target: Layout) -> list[object]:
     """The assignment of all members."""
     vps = space(source)
-    begin = time.process_time()
-    assign_slots(vps, target, range(max(source.world_size, target.world_size)))
-    return [name, f"{time.process_time() - begin:.2f}"]
+    members = range(max(source.world_size, target.world_size))
+    nodes = {member: str(member // 8 if name.startswith(NODES) else 0) for member in members}
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    found = assign_slots(vps, target, members, nodes)
+    seconds, peak = time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    used = f", {len({nodes[member] for member in found.members})} nodes used" if name.startswith(NODES) else ""
+    excess = found.bytes_moved - found.bytes_bound
+    return [name, f"{seconds:.2f} ({(peak - before) * 1024 / 1e6:.0f} MB, {excess} B above the bound{used})"]
 
 
 def in_a_process_of_its_own(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,11 +1,12 @@
 """The plan of a switch: which member gets which rank, who sends what to whom and in which order, and what it costs.
 
-`slots` assigns members to the ranks of the new world: `kept_bytes` counts what each would keep in each rank, and
-`matching` keeps the most and proves it. `sides` compares source and target: it finds what each member lacks and which
-member sends it. `moves` turns that into moves. `plan` is the whole plan as one member sees it, and the parts of absent
-members that another member carries out; `rounds` orders its exchanges. `picture` counts the bytes of all members at
-once, `cost` estimates memory and time, and `topology` knows nodes and the speed of the links between members. `copies`
-determines which state is lost when a member dies, and which buffers of a rank must be copied.
+`slots` assigns members to the ranks of the new world: `kept_bytes` counts what each would keep in each rank,
+`placement` chooses the node of each rank, and `matching` keeps the most and proves it. `sides` compares source and
+target: it finds what each member lacks and which member sends it. `moves` turns that into moves. `plan` is the whole
+plan as one member sees it, and the parts of absent members that another member carries out; `rounds` orders its
+exchanges. `picture` counts the bytes of all members at once, `cost` estimates memory and time, and `topology` knows
+nodes and the speed of the links between members. `copies` determines which state is lost when a member dies, and which
+buffers of a rank must be copied.
 Nothing here communicates: a plan follows from two layouts and two lists of members alone.
 
 May import `space`; start with `plan`.

@@ -42,6 +42,7 @@ class KeptBytes:
     by_class: the bytes that a rank of a class (row) keeps in a slot of a class (column), unless the pair is listed.
     rank, slot, nbytes: the pairs in which a rank keeps more than its class, each once, and all that it keeps there.
     wanted: the bytes that a member without a source rank receives in each slot.
+    zones: the zone of each rank and of each slot. A rank comes to slots of its zone only, and a class lies in one zone.
     """
 
     ranks: Classes
@@ -51,6 +52,30 @@ class KeptBytes:
     slot: Ints
     nbytes: Ints
     wanted: Ints
+    zones: tuple[Ints, Ints]
+
+    @property
+    def zone_count(self) -> int:
+        """Number of zones."""
+        return 1 + max(int(each.max(initial=0)) for each in self.zones)
+
+    def within(self, rank_zone: Ints, slot_zone: Ints) -> KeptBytes:
+        """Return the part of the table in which the zones of rank and slot are the same."""
+        pairs = rank_zone[self.rank] == slot_zone[self.slot]
+        ranks, slots = _divided(self.ranks, rank_zone), _divided(self.slots, slot_zone)
+        here, there = rank_zone[ranks.first], slot_zone[slots.first]
+        order = np.argsort(there, kind="stable")
+        start, stop = (np.searchsorted(there[order], here, side=side) for side in ("left", "right"))
+        row, nth = interval.expand(stop - start)
+        column = order[start[row] + nth]
+        nbytes = self.by_class[self.ranks.of[ranks.first[row]], self.slots.of[slots.first[column]]]
+        by_class = coo_array((nbytes, (row, column)), shape=(len(here), len(there))).tocsr()
+        by_class.eliminate_zeros()
+        return KeptBytes(
+            *(ranks, slots, by_class),
+            *(self.rank[pairs], self.slot[pairs], self.nbytes[pairs]),
+            *(self.wanted, (rank_zone, slot_zone)),
+        )
 
     def nbytes_of(self, rank_of: Ints) -> int:
         """Return the bytes kept by the ranks at slots 0, 1, ..., of which some may be ABSENT."""
@@ -96,7 +121,8 @@ def kept_bytes(sides: Sides) -> KeptBytes:
     by_class = csr_array(by_class)
     if len(rank):
         nbytes = nbytes + by_class[rank_class.of[rank], slot_class.of[slot]]
-    return KeptBytes(rank_class, slot_class, by_class, rank, slot, nbytes, slot_groups @ wanted)
+    zones = np.zeros(ranks, np.int64), np.zeros(slots, np.int64)
+    return KeptBytes(rank_class, slot_class, by_class, rank, slot, nbytes, slot_groups @ wanted, zones)
 
 
 def _alike(kinds: Iterable[Kind]) -> Iterable[tuple[Kind, int]]:
@@ -182,6 +208,13 @@ def _classes(groups: csr_array, shares: csr_array, alone: Ints) -> Classes:
         key = rows.indices[start:stop].tobytes(), rows.data[start:stop].tobytes()
         of[rank] = known.setdefault(key, len(known))
     return Classes(of, np.unique(of, return_index=True)[1])
+
+
+def _divided(classes: Classes, zone: Ints) -> Classes:
+    """Return classes of ranks that are in the same class and in the same zone."""
+    key = classes.of * (1 + int(zone.max(initial=0))) + zone
+    _, first, of = np.unique(key, return_index=True, return_inverse=True)
+    return Classes(of, first)
 
 
 def _summed(parts: list[tuple[Ints, Ints, Ints]], shape: tuple[int, int]) -> tuple[Ints, Ints, Ints]:

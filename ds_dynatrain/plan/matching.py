@@ -67,7 +67,7 @@ def most_kept(kept: KeptBytes, prices: Prices, ranks: Bools, slots: Bools) -> in
 
 
 def match(kept: KeptBytes, ranks: Bools, slots: Bools) -> Matching:
-    """Assign source ranks to slots such that they keep the most bytes, until no rank or no slot is left.
+    """Assign source ranks to slots of their zone such that they keep the most bytes, until either runs out there.
 
     ranks, slots: which of them take part. Of the assignments that keep the most, that one is taken in which lower ranks
     take part and ranks come to slots near their own position, by the sum of squares; both count from the first that
@@ -209,22 +209,29 @@ class _Program:
         """Return how often to use each variable in the choice that `match` prefers, or None if there is no choice that
         is the best at these prices.
         """
-        ranks, slots = int(self.open_ranks.sum()), int(self.open_slots.sum())
         place, position = np.cumsum(self.open_ranks) - 1, np.cumsum(self.open_slots) - 1
-        step = 2 * ranks**2 * place if ranks > slots else np.zeros_like(place)
-        cost, members = np.zeros_like(self.value), np.zeros_like(self.value)
+        step = 2 * len(place) ** 2 * place
+        cost = np.zeros_like(self.value)
         self.by_use(cost)[0][:] = (place[self.rank] - position[self.slot]) ** 2 + step[self.rank]
         self.by_use(cost)[2][:] = step
-        for sort in (0, 2):
-            self.by_use(members)[sort][:] = 1
+        zone_of, zone_of_slot = self.kept.zones
+        taken = np.minimum(
+            *(
+                np.bincount(each, minlength=self.kept.zone_count)
+                for each in (zone_of[self.open_ranks], zone_of_slot[self.open_slots])
+            )
+        )
+        pair, _, stand, _, _ = self.by_use(np.arange(len(self.value)))
+        used = np.append(zone_of[self.rank], zone_of), np.append(pair, stand)
+        members = coo_array((np.ones(len(used[0])), used), shape=(len(taken), len(self.value))).tocsr()
         tight, full = self.value == self.matrix.T @ price, price > 0
         matrix = csr_array(self.matrix[:, tight])
         found = linprog(
             cost[tight],
             A_ub=matrix[~full],
             b_ub=self.limit[~full],
-            A_eq=vstack([matrix[full], csr_array(members[None, tight])]),
-            b_eq=np.append(self.limit[full], min(ranks, slots)),
+            A_eq=vstack([matrix[full], members[:, tight]]),
+            b_eq=np.append(self.limit[full], taken),
             method="highs-ds",
         )
         if found.x is None:
@@ -244,14 +251,19 @@ class _Program:
         for row, column, count in zip(self.rank_class.tolist(), self.slot_class.tolist(), both.tolist(), strict=True):
             coming[column] += waiting[row][:count]
             del waiting[row][:count]
-        rest = sorted(itertools.chain.from_iterable(waiting))
+        rest: list[list[int]] = [[] for _ in range(self.kept.zone_count)]
+        zone_of, zone_of_slot = self.kept.zones
+        for rank in sorted(itertools.chain.from_iterable(waiting)):
+            rest[zone_of[rank]].append(rank)
         for column, count in enumerate(fill.tolist()):
-            coming[column] += rest[:count]
-            del rest[:count]
-        for some, ranks in zip(free, coming, strict=True):
-            found[some[: len(ranks)]] = sorted(ranks)
-        left = np.flatnonzero(self.open_slots & (found == ABSENT))[: len(rest)]
-        found[left] = rest
+            some = rest[zone_of_slot[self.kept.slots.first[column]]]
+            coming[column] += some[:count]
+            del some[:count]
+        for places, ranks in zip(free, coming, strict=True):
+            found[places[: len(ranks)]] = sorted(ranks)
+        for slot in np.flatnonzero(self.open_slots & (found == ABSENT)).tolist():
+            if some := rest[zone_of_slot[slot]]:
+                found[slot] = some.pop(0)
         return found
 
 

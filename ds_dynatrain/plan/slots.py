@@ -1,12 +1,13 @@
 """Slots: the assignment of members to the ranks (slots) of the new world that moves the fewest bytes.
 
 If the member at rank 0 stays, it keeps rank 0. All others come to the slots in which they keep the most bytes together
-(`matching`), counted in a sparse table (`kept_bytes`). The result is the same on every member.
+(`matching`), counted in a sparse table (`kept_bytes`). On several nodes, it comes first which node each slot lies on
+(`placement`): bytes are moved once, and the placement lasts. The result is the same on every member.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import numpy as np
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan.kept_bytes import KeptBytes, kept_bytes
 from ds_dynatrain.plan.matching import Bools, match, most_kept
+from ds_dynatrain.plan.placement import place_slots
 from ds_dynatrain.plan.plan import plan_switch
 from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace
 from ds_dynatrain.space.interval import Ints
@@ -26,14 +28,17 @@ class Assignment:
 
     members: the member at each rank.
     bytes_moved: bytes that the members receive.
-    bytes_bound: the fewest bytes that any assignment with the same member at rank 0 moves, as proved by prices.
+    bytes_bound: the fewest bytes, as proved by prices, that any assignment moves if the member at rank 0 keeps it and
+    the slots of each node are given.
     rank_zero_bytes: how many more bytes are moved because the member at rank 0 keeps it.
+    placement_bytes: how many more bytes are moved because of the rules for nodes (see `place_slots`).
     """
 
     members: tuple[int, ...]
     bytes_moved: int
     bytes_bound: int
     rank_zero_bytes: int
+    placement_bytes: int = 0
 
 
 def assign_slots(
@@ -49,6 +54,8 @@ def assign_slots(
     node_of: the node of each candidate.
     kinds: the state kinds that move; None for all that the source holds.
 
+    If the members are on several nodes, the rules of `place_slots` come first.
+
     Ties in bytes moved are broken by: already working; lower current rank; node with more working members; lower member
     number. Among the members that take part, those with lower current ranks get lower slots, such that the sum of the
     squared differences is small (see `match`); idle members get the remaining slots in order. Neither the order of
@@ -62,24 +69,45 @@ def assign_slots(
             f"choose a layout of at most {len(members)} ranks"
         )
     kept = kept_bytes(plan_switch(vps, target_layout, range(slots), kinds).sides)
-    working = np.array([member in members for member in vps.members])
-    rank_of, most = _matched(kept, working, np.ones(slots, bool))
-    rank_zero_bytes = 0
-    if working[0] and rank_of[0] != 0:
-        free = kept.nbytes_of(rank_of)
-        others, rest = working & (np.arange(len(working)) > 0), np.arange(slots) > 0
-        rank_of, most = _matched(kept, others, rest)
-        rank_of[0] = 0
-        most += kept.nbytes_of(rank_of[:1])
-        rank_zero_bytes = free - kept.nbytes_of(rank_of)
-    wanted = int(kept.wanted.sum())
-    busy = Counter(node_of.get(vps.members[rank], "") for rank in np.flatnonzero(working).tolist())
-    idle = sorted(
-        members.difference(vps.members), key=lambda each: (-busy[node_of.get(each, "")], node_of.get(each, ""), each)
-    )
-    waiting = iter(idle)
-    chosen = tuple(next(waiting) if rank == ABSENT else vps.members[rank] for rank in rank_of.tolist())
-    return Assignment(chosen, wanted - kept.nbytes_of(rank_of), wanted - most, rank_zero_bytes)
+    working = [member for member in vps.members if member in members]
+    node = {member: node_of.get(member, "") for member in members}
+    busy = Counter(node[member] for member in working)
+    idle = sorted(members.difference(working), key=lambda member: (-busy[node[member]], node[member], member))
+    number = {name: index for index, name in enumerate(dict.fromkeys(node[member] for member in working + idle))}
+    capacity, has_first = Counter(node.values()), vps.members[0] in members
+    takes_part = np.array([member in members for member in vps.members])
+    rank_of, most, rank_zero_bytes = _ruled(kept, takes_part)
+    free = kept.nbytes_of(rank_of)
+    zone_of_slot, zone_of_node = kept.zones[1], np.zeros(len(number), np.int64)
+    if 1 < len(number) < len(members):
+        sizes, counts = [capacity[name] for name in number], [busy[name] for name in number]
+        of_rank = np.array([number[node[each]] if each in members else len(number) for each in vps.members])
+        zone_of_slot, zone_of_node = place_slots(target_layout, sizes, counts, has_first, kept, of_rank)
+        placed = kept.within(np.append(zone_of_node, len(number))[of_rank], zone_of_slot)
+        rank_of, most, rank_zero_bytes = _ruled(placed, takes_part)
+    waiting = defaultdict[int, list[int]](list)
+    for member in reversed(idle):
+        waiting[int(zone_of_node[number[node[member]]])].append(member)
+    pairs = zip(rank_of.tolist(), zone_of_slot.tolist(), strict=True)
+    chosen = tuple(waiting[zone].pop() if rank == ABSENT else vps.members[rank] for rank, zone in pairs)
+    wanted, keeps = int(kept.wanted.sum()), kept.nbytes_of(rank_of)
+    return Assignment(chosen, wanted - keeps, wanted - most, rank_zero_bytes, free - keeps)
+
+
+def _ruled(kept: KeptBytes, ranks: Bools) -> tuple[Ints, int, int]:
+    """Return the rank at each slot if rank 0 keeps its own, the most bytes kept by this rule, and what the rule costs.
+
+    ranks: the source ranks that take part.
+    """
+    slots = np.ones(len(kept.wanted), bool)
+    rank_of, most = _matched(kept, ranks, slots)
+    if not ranks[0] or rank_of[0] == 0:
+        return rank_of, most, 0
+    free, only = kept.nbytes_of(rank_of), np.arange(len(slots)) == 0
+    rank_of, most = _matched(kept, ranks & (np.arange(len(ranks)) > 0), ~only)
+    rank_of[0] = 0
+    most += kept.nbytes_of(np.where(only, 0, ABSENT))
+    return rank_of, most, free - kept.nbytes_of(rank_of)
 
 
 def _matched(kept: KeptBytes, ranks: Bools, slots: Bools) -> tuple[Ints, int]:

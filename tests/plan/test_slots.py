@@ -15,6 +15,7 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan import assign_slots, bytes_sent, plan_switch
 from ds_dynatrain.plan.kept_bytes import Classes, KeptBytes
 from ds_dynatrain.plan.matching import Prices, match, most_kept
+from ds_dynatrain.plan.placement import place_slots
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, ZeroRules
 from tests.plan.dense import fewest_bytes, received, slot_costs
 from tests.plan.simulate import lacking_bytes
@@ -126,10 +127,11 @@ def tables(draw: st.DrawFn) -> KeptBytes:
         slot,
         by_class[classes[0][rank], classes[1][slot]] + more,
         np.full(slots, 3 * top),
+        (np.zeros(ranks, np.int64), np.zeros(slots, np.int64)),
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(tables())
 def test_a_matching_keeps_the_most_and_its_prices_prove_it(kept: KeptBytes) -> None:
     table = kept.dense()
@@ -170,3 +172,67 @@ def test_as_few_bytes_as_the_dense_method(source: Layout, target: Layout) -> Non
     found = assign_slots(vps, target, candidates, kinds=KINDS)
     assert found.bytes_moved == fewest_bytes(slot_costs(vps, target, candidates, KINDS), rank_zero_stays=True)
     assert found.bytes_moved == found.bytes_bound
+
+
+def test_released_members_empty_whole_nodes() -> None:
+    vps = space([LogicalTensor("a", (512, 64))], RULES, Layout(zero_stage=1, data=64), tuple(range(64)))
+    target, nodes = Layout(zero_stage=1, data=32), {member: f"node {member // 8}" for member in range(64)}
+    found, free = assign_slots(vps, target, range(64), nodes), assign_slots(vps, target, range(64))
+    assert len({nodes[member] for member in found.members}) == 4
+    assert len({nodes[member] for member in free.members}) == 8
+    assert found.members[0] == 0
+    assert found.bytes_moved == found.bytes_bound == free.bytes_moved + found.placement_bytes
+    assert assign_slots(vps, target, reversed(range(64)), dict(reversed(nodes.items()))) == found
+    assert assign_slots(vps, target, range(64), dict.fromkeys(nodes, "one")) == free
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=9),
+    st.sampled_from([(1, 1), (2, 1), (2, 4), (4, 1), (4, 8), (1, 6), (1, 12), (3, 1)]),
+    st.booleans(),
+    st.data(),
+)
+def test_groups_lie_on_few_nodes(
+    capacity: list[int], groups: tuple[int, int], has_first: bool, data: st.DataObject
+) -> None:
+    tensor, expert = groups
+    block = max(tensor, expert)
+    if sum(capacity) < block:
+        return
+    blocks = data.draw(st.integers(1, sum(capacity) // block))
+    layout = Layout(zero_stage=1, tensor=tensor, expert=expert, data=block // tensor * blocks)
+    ranks, slots = sum(capacity), layout.world_size
+    one = Classes(np.zeros(ranks, np.int64), np.zeros(1, np.int64))
+    other = Classes(np.zeros(slots, np.int64), np.zeros(1, np.int64))
+    nothing, table = np.empty(0, np.int64), csr_array((1, 1), dtype=np.int64)
+    zones = np.zeros(ranks, np.int64), np.zeros(slots, np.int64)
+    kept = KeptBytes(one, other, table, nothing, nothing, nothing, np.zeros(slots, np.int64), zones)
+    node_of_rank = np.repeat(np.arange(len(capacity)), capacity)
+    zone_of_slot, zone_of_node = place_slots(layout, capacity, capacity, has_first, kept, node_of_rank)
+    if block == 1:
+        used = [size for size, zone in zip(capacity, zone_of_node, strict=True) if zone == 0]
+        assert sum(used) >= slots and (sum(used) - min(used) < slots or has_first)
+        return
+    filled = np.bincount(zone_of_slot, minlength=len(capacity))
+    assert (filled <= capacity).all()
+    assert not has_first or zone_of_slot[0] == 0
+    if sum(size // tensor for size in capacity) * tensor >= slots and (capacity[0] >= tensor or not has_first):
+        assert all(len(set(each)) == 1 for each in zone_of_slot.reshape(-1, tensor).tolist())
+    if len(set(capacity)) == 1 and capacity[0] % tensor == 0:
+        fewest = -(-block // capacity[0])
+        assert all(len(set(each)) <= fewest for each in zone_of_slot.reshape(-1, block).tolist())
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts, layouts, st.lists(st.sampled_from("abc"), min_size=6, max_size=6), st.permutations(range(6)))
+def test_members_on_nodes_move_what_is_proved(
+    source: Layout, target: Layout, names: list[str], order: list[int]
+) -> None:
+    vps = space(TENSORS, RULES, source, tuple(order[: source.data]))
+    nodes = dict(zip(range(6), names, strict=True))
+    found = assign_slots(vps, target, range(6), nodes, kinds=KINDS)
+    free = assign_slots(vps, target, range(6), kinds=KINDS)
+    assert len({*found.members}) == target.data and found.members[0] == order[0]
+    assert bytes_sent(plan_switch(vps, target, found.members, KINDS)) == found.bytes_moved == found.bytes_bound
+    assert found.bytes_moved == free.bytes_moved + found.placement_bytes

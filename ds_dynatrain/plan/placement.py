@@ -1,0 +1,119 @@
+"""Which node each slot of the target lies on, where this matters for longer than one switch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from ds_dynatrain.plan.kept_bytes import Classes, KeptBytes
+from ds_dynatrain.plan.matching import match
+from ds_dynatrain.space import Layout
+from ds_dynatrain.space.interval import Ints
+
+
+def place_slots(
+    layout: Layout,
+    capacity: Sequence[int],
+    working: Sequence[int],
+    has_first: bool,
+    kept: KeptBytes,
+    node_of_rank: Ints,
+) -> tuple[Ints, Ints]:
+    """Return the zone of each slot, and the zone of each node: members come to slots of their node's zone. A zone is a
+    node, or all nodes that are used if there are no groups.
+
+    The rules, the most important first:
+    1. A tensor group lies inside a node, if all groups together fit so, and one of them with the first slot.
+    2. A sequence group, and an expert group, lies on the fewest nodes. Both are consecutive slots, like tensor groups.
+    3. Few nodes are used, so that members who leave empty whole nodes: nodes with working members before others, larger
+       before smaller ones.
+    4. Members keep the most bytes: parts of the slots change places between nodes of one size.
+
+    The slots are dealt out group after group: a group takes the largest nodes that are left, and for its remainder the
+    smallest that suffices. A node takes whole units of slots, the largest groups of which all fit inside nodes.
+
+    capacity: how many members of each node may take a slot; nodes are in the order of their lowest ranks.
+    working: how many of them work.
+    has_first: whether the first slot must lie on the first node.
+    kept: the bytes that source ranks keep in slots.
+    node_of_rank: the node of each source rank, or the number of nodes for one that takes no slot.
+    """
+    slots, sizes = layout.world_size, np.array(capacity, np.int64)
+    unit, group = _sizes(layout, sizes, int(sizes[0]) if has_first else layout.world_size)
+    order = sorted(
+        range(len(sizes)), key=lambda node: (not has_first or node > 0, working[node] == 0, -sizes[node], node)
+    )
+    room: dict[int, int] = {}
+    for node in order:
+        if sum(room.values()) < slots:
+            room[node] = int(sizes[node]) // unit * unit
+    if group == unit:
+        node_of_slot = np.repeat(list(room), list(room.values()))[:slots]
+    else:
+        node_of_slot = np.empty(slots, np.int64)
+        for start in range(0, slots, group):
+            taken = _taken(room, group, 0 if has_first and start == 0 else None)
+            node_of_slot[start : start + group] = np.repeat(list(taken), list(taken.values()))
+            for node, count in taken.items():
+                room[node] -= count
+    found = _exchanged(node_of_slot, sizes, has_first, kept, node_of_rank)
+    if group > 1:
+        return found, np.arange(len(sizes))
+    return np.zeros_like(found), 1 - np.isin(np.arange(len(sizes)), found)
+
+
+def _sizes(layout: Layout, capacity: Ints, most: int) -> tuple[int, int]:
+    """Return how many slots a node takes at once, at most `most`, and how many are dealt out together.
+
+    Both are sizes of groups.
+    """
+    found = [1]
+    for size in sorted({layout.tensor, layout.tensor * layout.sequence, layout.expert}):
+        if size % found[-1] == 0:
+            found.append(size)
+    unit = max(size for size in found if size <= most and (capacity // size * size).sum() >= layout.world_size)
+    return unit, max(found)
+
+
+def _taken(room: dict[int, int], count: int, first: int | None) -> dict[int, int]:
+    """Return how many slots of a group each node takes: as few nodes as there can be.
+
+    first: a node that must take the first slot.
+    """
+    taken: dict[int, int] = {}
+    nodes = sorted(room, key=lambda node: (node != first, -room[node]))  # stable: in the order of preference
+    for node in nodes:
+        if room[node] >= count and node != first:
+            node = min((each for each in nodes if room[each] >= count and each not in taken), key=room.__getitem__)
+        taken[node] = min(count, room[node])
+        count -= taken[node]
+        if not count:
+            break
+    return taken
+
+
+def _exchanged(node_of_slot: Ints, capacity: Ints, has_first: bool, kept: KeptBytes, node_of_rank: Ints) -> Ints:
+    """Exchange the slots of nodes of equal capacity such that members keep the most bytes."""
+    nodes = len(capacity)
+    rank_node = node_of_rank[kept.rank]
+    some = rank_node < nodes
+    # what the best rank of a node keeps in a slot, summed over the slots of each part
+    key, at = np.unique(rank_node[some] * len(node_of_slot) + kept.slot[some], return_inverse=True)
+    most = np.zeros(len(key), np.int64)
+    np.maximum.at(most, at, kept.nbytes[some])
+    node, slot = np.divmod(key, len(node_of_slot))
+    pair, at = np.unique(node * nodes + node_of_slot[slot], return_inverse=True)
+    nbytes = np.zeros(len(pair), np.int64)
+    np.add.at(nbytes, at, most)
+    node, part = np.divmod(pair, nodes)
+    one = Classes(np.zeros(nodes, np.int64), np.zeros(1, np.int64))
+    zone = np.unique(capacity, return_inverse=True)[1]
+    if has_first:
+        zone[0] = zone.max() + 1
+    nothing = csr_array((1, 1), dtype=np.int64)
+    table = KeptBytes(one, one, nothing, node, part, nbytes, np.zeros(nodes, np.int64), (zone, zone))
+    parts = np.isin(np.arange(nodes), node_of_slot)
+    found = match(table.within(zone, zone), np.ones(nodes, bool), parts)
+    return found.rank_of[node_of_slot]
