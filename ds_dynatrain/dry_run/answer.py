@@ -108,7 +108,7 @@ class ChangeFigures(_Part):
     rounds: list[ExchangeRound]
 
 
-class Answer(_Part):
+class DryRunAnswer(_Part):
     """The answer: whether a change fits, what it costs, and on which assumptions.
 
     refusal: why it is refused; "" if it fits.
