@@ -16,7 +16,7 @@ class MovedBytes(_Part):
     cast: weights that a member casts from its new masters.
     in_node, between_nodes: sent to another member.
     sent: the sum of these two.
-    minimum: what any assignment of members to ranks has to send.
+    minimum: what any assignment of members to ranks has to send, if rank 0 and the nodes of ranks stay; proved.
     excess: what is sent beyond the least that the sizes of both sides allow, by cause.
     """
 
@@ -108,7 +108,7 @@ class ChangeFigures(_Part):
     rounds: list[ExchangeRound]
 
 
-class Answer(_Part):
+class DryRunAnswer(_Part):
     """The answer: whether a change fits, what it costs, and on which assumptions.
 
     refusal: why it is refused; "" if it fits.

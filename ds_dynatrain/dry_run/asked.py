@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from ds_dynatrain.dry_run.answer import Answer
+from ds_dynatrain.dry_run.answer import DryRunAnswer
 from ds_dynatrain.dry_run.change import answered
-from ds_dynatrain.dry_run.job import Job, layout_of
+from ds_dynatrain.dry_run.planned_job import PlannedJob, layout_of
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.plan import LinkClass, Topology
 from ds_dynatrain.space import Layout
@@ -25,7 +25,7 @@ class Question:
     topology: None for as many equal nodes as the layouts need.
     """
 
-    job: Job
+    job: PlannedJob
     source: Layout
     target: Layout | None
     topology: Topology | None
@@ -43,21 +43,21 @@ class Question:
         members_per_node: int,
     ) -> Question:
         """Read the options. Raises DynatrainError, which names the option or file, for one that cannot be used."""
-        job = Job.read(model, config)
+        job = PlannedJob.read(model, config)
         stage = None if config is None else int(job.zero.get("stage", 0))
         present = layout_of(source, stage)
         wanted = None if target is None else layout_of(target, present=present)
         topology = None if cluster is None else Topology.read(cluster)
         return Question(job, present, wanted, topology, members_per_node, bytes_per_second)
 
-    def answer(self) -> Answer:
+    def answer(self) -> DryRunAnswer:
         """Return what the change would cost. Raises ConfigError if no target is given."""
         if self.target is None:
             raise ConfigError("--to is missing; give the layout to plan, or --suggest and --gpus")
         most = max(self.source.world_size, self.target.world_size)
         return answered(self.job, self.source, self.target, self.topology or self._assumed(most))
 
-    def suggestions(self, ranks: int) -> list[Answer]:
+    def suggestions(self, ranks: int) -> list[DryRunAnswer]:
         """Return the answers for the layouts of `ranks` ranks that fit, cheapest to reach first.
 
         Layouts that differ in the fewest sizes from the present one are planned, and a bounded number of them.

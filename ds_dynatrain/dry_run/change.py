@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from ds_dynatrain.dry_run import answer
-from ds_dynatrain.dry_run.job import Job
-from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.dry_run.planned_job import PlannedJob
+from ds_dynatrain.errors import LayoutError, SwitchRefused
 from ds_dynatrain.plan import (
     LinkClass,
     Picture,
@@ -41,7 +41,7 @@ NOT_COUNTED = (
 MOST_FOR_ROUNDS, MOST_PAIRS = 256, 1000
 
 
-def answered(job: Job, source: Layout, target: Layout, topology: Topology) -> answer.Answer:
+def answered(job: PlannedJob, source: Layout, target: Layout, topology: Topology) -> answer.DryRunAnswer:
     """Return the answer to what a change from one layout to another would cost.
 
     topology: the members of the cluster; the first ones train in the source.
@@ -57,13 +57,13 @@ def answered(job: Job, source: Layout, target: Layout, topology: Topology) -> an
     else:
         try:
             figures = _figures(job, source, target, topology)
-        except SwitchRefused as error:
-            refused = refused or error
+        except (SwitchRefused, LayoutError) as error:
+            refused = refused or (error if isinstance(error, SwitchRefused) else SwitchRefused(str(error)))
         if refused is None and figures is not None:
             refused, ways = _memory_refusal(job, source, target, figures)
     if refused is not None and refused.way_out:
         ways.insert(0, refused.way_out)
-    return answer.Answer(
+    return answer.DryRunAnswer(
         model=job.model.name,
         parameters=job.model.parameters,
         source=source.to_dict(),
@@ -85,17 +85,18 @@ def _links(topology: Topology) -> str:
     return ", ".join(f"{name} {link.bytes_per_second / 1e9:g} GB/s" for name, link in classes.items())
 
 
-def _figures(job: Job, source: Layout, target: Layout, topology: Topology) -> answer.ChangeFigures:
+def _figures(job: PlannedJob, source: Layout, target: Layout, topology: Topology) -> answer.ChangeFigures:
     every, names = sorted(topology.node_of), topology.names
     vps = job.space(source, target, every[: source.world_size])
-    plan = plan_switch(vps, target, assign_slots(vps, target, every, topology.node_of).members)
+    assigned = assign_slots(vps, target, every, topology.node_of)
+    plan = plan_switch(vps, target, assigned.members, nodes=topology.node_of)
     places = topology.node_index(np.array(plan.members, dtype=np.int64))
     found = picture_of(plan, places)
     before, after = (Counter(topology.node_of[each] for each in side) for side in (vps.members, plan.target_members))
     apart = np.where(np.eye(len(found.by_node), dtype=bool), 0, found.by_node).astype(np.int64)
     out, into = np.zeros((2, len(names)), np.int64)
     out[: len(apart)], into[: len(apart)] = apart.sum(1), apart.sum(0)
-    sent = int(found.gives.sum())
+    sent, least = int(found.gives.sum()), _least_by_sizes(plan)
     most = int(np.maximum(found.gives, found.takes).argmax())
     nodes = [
         answer.NodeBytes(name=name, before=before[name], after=after[name], sent=int(out[at]), received=int(into[at]))
@@ -110,8 +111,12 @@ def _figures(job: Job, source: Layout, target: Layout, topology: Topology) -> an
             in_node=int(found.sent[0].sum()),
             between_nodes=int(found.sent[1].sum()),
             sent=sent,
-            minimum=sent,
-            excess={"parts that lie elsewhere": sent - _least_by_sizes(plan)},
+            minimum=assigned.bytes_bound,
+            excess={
+                "parts that lie elsewhere": sent - least - assigned.placement_bytes - assigned.rank_zero_bytes,
+                "groups on few nodes": assigned.placement_bytes,
+                "rank 0 keeps its rank": assigned.rank_zero_bytes,
+            },
         ),
         busiest=answer.BusiestMember(
             member=plan.members[most],
@@ -143,7 +148,7 @@ def _least_by_sizes(plan: SwitchPlan) -> int:
     return total
 
 
-def _memory(job: Job, plan: SwitchPlan, found: Picture, topology: Topology) -> answer.PeakMemory:
+def _memory(job: PlannedJob, plan: SwitchPlan, found: Picture, topology: Topology) -> answer.PeakMemory:
     """Return the memory of the member that needs the most."""
     sides, sizes = plan.sides, np.zeros((2, len(found.members)), np.int64)
     sizes[0, np.searchsorted(found.members, sides.vps.members)] = held_bytes(sides.vps, sides.vps.layout, plan.kinds)
@@ -219,7 +224,7 @@ def _rounds(plan: SwitchPlan, topology: Topology) -> list[answer.ExchangeRound]:
 
 
 def _memory_refusal(
-    job: Job, source: Layout, target: Layout, figures: answer.ChangeFigures
+    job: PlannedJob, source: Layout, target: Layout, figures: answer.ChangeFigures
 ) -> tuple[SwitchRefused | None, list[str]]:
     """Return why the devices have too little memory, and what would fit; (None, []) if they have enough."""
     memory = figures.memory

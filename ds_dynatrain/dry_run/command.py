@@ -45,19 +45,19 @@ def plan(
 
     Exit code: 0 it fits, 1 it is refused, 2 a model, a file or an option cannot be used.
     """
-    from ds_dynatrain.dry_run import show
+    from ds_dynatrain.dry_run import printing
     from ds_dynatrain.dry_run.asked import Question
 
     with saying("plan"):
         question = Question.read(model, source, target, deepspeed, cluster, bandwidth, gpus_per_node)
         if suggest:
-            show.suggestions(question.suggestions(gpus or question.source.world_size), as_json)
+            printing.suggestions(question.suggestions(gpus or question.source.world_size), as_json)
             return
         answer = question.answer()
         if html is not None:
-            from ds_dynatrain.dry_run.page import page
+            from ds_dynatrain.dry_run.drawing import page
 
             html.write_text(page(answer), encoding="utf-8")
-    show.answer(answer, as_json)
+    printing.answer(answer, as_json)
     if not answer.fits:
         raise typer.Exit(REFUSED)

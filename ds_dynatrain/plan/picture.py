@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ds_dynatrain.plan.plan import SwitchPlan
 from ds_dynatrain.plan.sides import Sides, width_of_shares
-from ds_dynatrain.space import ABSENT, Kind, Layout, Sharding, VirtualParameterSpace, interval, row_of
+from ds_dynatrain.space import ABSENT, Kind, Layout, Sharding, VirtualParameterSpace, interval
 from ds_dynatrain.space.interval import Ints, join
 from ds_dynatrain.space.sharding import Owned
 
@@ -66,22 +66,10 @@ def picture_of(plan: SwitchPlan, nodes: Ints | None = None) -> Picture:
     sides, members = plan.sides, np.array(plan.members, dtype=np.int64)
     places = np.zeros_like(members) if nodes is None else nodes
     count = _Count(sides, members, places)
-    for kind, nbytes in alike(sides.kinds):
-        count.add_kind(kind, nbytes)
+    for kinds in sides.alike():
+        count.add_kind(kinds[0], sum(kind.itemsize for kind in kinds))
     kept, cast, sent, received = map(_whole, (count.kept, count.cast, count.sent, count.received))
     return Picture(members, kept, cast, sent, received, count.by_node)
-
-
-def alike(kinds: Collection[Kind]) -> list[tuple[Kind, int]]:
-    """Return (kind, bytes of an element of all of them) for each set of kinds that every layout shards alike."""
-    found: dict[object, tuple[Kind, int]] = {}
-    for kind in kinds:
-        row = row_of(kind.name)
-        own = kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
-        key = (row.stages, row.whole_in, row.of_frozen, *own)
-        first, nbytes = found.get(key, (kind, 0))
-        found[key] = first, nbytes + kind.itemsize
-    return [*found.values()]
 
 
 def traffic(plan: SwitchPlan) -> dict[int, tuple[int, int]]:

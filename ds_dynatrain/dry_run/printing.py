@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ds_dynatrain.dry_run.answer import Answer, ChangeFigures
+from ds_dynatrain.dry_run.answer import ChangeFigures, DryRunAnswer
 from ds_dynatrain.terminal import stdout_console
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -27,7 +27,7 @@ def layout_text(layout: dict[str, int | list[int]]) -> str:
     return " ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def answer(found: Answer, as_json: bool) -> None:
+def answer(found: DryRunAnswer, as_json: bool) -> None:
     """Print an answer as text or as one JSON object."""
     if as_json:
         print(found.model_dump_json(indent=2))
@@ -45,10 +45,10 @@ def answer(found: Answer, as_json: bool) -> None:
         console.print(f"  {escape(line)}", soft_wrap=True)
 
 
-def suggestions(found: list[Answer], as_json: bool) -> None:
+def suggestions(found: list[DryRunAnswer], as_json: bool) -> None:
     """Print suggested layouts, cheapest to reach first."""
     if as_json:
-        print(TypeAdapter(list[Answer]).dump_json(found, indent=2).decode())
+        print(TypeAdapter(list[DryRunAnswer]).dump_json(found, indent=2).decode())
         return
     table = Table("layout", "expected", "floor", "sent", "between nodes", "peak", box=None)
     for each in found:
@@ -64,13 +64,13 @@ def lines(figures: ChangeFigures) -> list[tuple[str, str]]:
     moved, memory, seconds, busiest = figures.bytes, figures.memory, figures.seconds, figures.busiest
     device = "" if memory.device is None else f" of {size(memory.device)}"
     freed = f"{len(figures.freed)}: {', '.join(figures.freed[:8])}" if figures.freed else "none"
-    excess = ", ".join(f"{size(number)} {cause}" for cause, number in moved.excess.items())
+    excess = ", ".join(f"{size(number)} {cause}" for cause, number in moved.excess.items() if number)
     phases = ", ".join(f"{name} {value:.3f}" for name, value in seconds.phases.items())
     return [
         ("kept", size(moved.kept)),
         ("cast from masters", size(moved.cast)),
         ("sent", f"{size(moved.sent)} ({size(moved.between_nodes)} between nodes)"),
-        ("minimum", f"{size(moved.minimum)} for any assignment of members to ranks"),
+        ("minimum", f"{size(moved.minimum)} with rank 0 and the nodes of ranks as they are, proved"),
         ("beyond what the sizes need", excess),
         (
             "busiest member",

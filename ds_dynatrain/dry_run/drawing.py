@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from ds_dynatrain.dry_run.answer import Answer, ChangeFigures
-from ds_dynatrain.dry_run.show import layout_text, lines, size
+from ds_dynatrain.dry_run.answer import ChangeFigures, DryRunAnswer
+from ds_dynatrain.dry_run.printing import layout_text, lines, size
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
@@ -17,7 +17,7 @@ NETWORK, NODE, OTHER = "#c2410c", "#1d4ed8", "#64748b"
 WIDTH, CELL = 900, 640
 
 
-def page(found: Answer) -> str:
+def page(found: DryRunAnswer) -> str:
     """Return the whole HTML document."""
     title = f"{found.model}: {layout_text(found.source)} → {layout_text(found.target)}"
     verdict = "fits" if found.fits else f"refused: {found.refusal}"

@@ -28,7 +28,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """A model, and the part of a DeepSpeed configuration that decides where its state lies.
 
     config: the configuration without its `dynatrain` block.
@@ -42,7 +42,7 @@ class Job:
     assumed: tuple[str, ...] = ()
 
     @staticmethod
-    def read(model: str, config: Path | None) -> Job:
+    def read(model: str, config: Path | None) -> PlannedJob:
         """Return the job with a model of the registry or a file, and a configuration file or the usual settings.
 
         Raises ConfigError if either cannot be used, UnsupportedError for a key that no job with a block may have.
@@ -57,13 +57,13 @@ class Job:
             said.append("experts are AutoEP's stacks, dealt evenly; a partition_config tells AutoTP to cut attention")
         if config is None:
             said.append("no DeepSpeed configuration: bf16 weights, fp32 masters, Adam, ZeRO's defaults")
-            return Job(known, {"bf16": {"enabled": True}}, assumed=tuple(said))
+            return PlannedJob(known, {"bf16": {"enabled": True}}, assumed=tuple(said))
         if not config.is_file():
             raise ConfigError(f"configuration {str(config)!r}: no such file; give the path of DeepSpeed's JSON file")
         own, block = split_config(str(config))
         refuse_config(own)
         budget = BUDGET_BYTES if block is None else block.memory_budget_bytes
-        return Job(known, own, budget, tuple(said))
+        return PlannedJob(known, own, budget, tuple(said))
 
     @property
     def zero(self) -> Mapping[str, Any]:
