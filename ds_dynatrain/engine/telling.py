@@ -9,7 +9,7 @@ from typing import Any
 from ds_dynatrain.report import CertificateSummary, EventWriter, Outcome, Side, SwitchEvent, log_event, logger
 from ds_dynatrain.report.monitors import rows
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.meeting import SUMS
+from ds_dynatrain.reshard.meeting import SUMS, UNKNOWN
 from ds_dynatrain.reshard.meeting import Outcome as Measured
 from ds_dynatrain.reshard.preparation import Preparation
 from ds_dynatrain.space import Layout
@@ -44,6 +44,8 @@ def event_of(
         bytes_local=everyone["local"],
         bytes_sent=everyone["sent"],
         bytes_minimum=everyone["planned"],
+        bytes_bound=_known(everyone["bound"]),
+        rank_zero_bytes=_known(everyone["rank_zero"]),
         bytes_busiest=everyone["busiest"],
         move_ms=everyone["move_ms"],
         predicted_move_ms=1e3 * everyone["busiest"] / bytes_per_second,
@@ -65,6 +67,10 @@ def event_of(
         reason=measured.reason,
         warnings=tuple(measured.warnings),
     )
+
+
+def _known(measured: int) -> int | None:
+    return None if measured == UNKNOWN else measured
 
 
 def tell(

@@ -61,8 +61,12 @@ class SwitchEvent:
     bytes_sent: int = 0
     """Bytes sent between members, including collectives."""
     bytes_minimum: int = 0
-    """Bytes that members lack in their new ranks, which is what the plan sends. The members were assigned to ranks so
-    that this sum is small."""
+    """Bytes that members lack in their new ranks, which is what the plan sends."""
+    bytes_bound: int | None = None
+    """The fewest bytes of tensors' state that any assignment of members to ranks sends, if the member at rank 0 keeps
+    it, with a proof. None if it was not computed, for example before the first optimizer step."""
+    rank_zero_bytes: int | None = None
+    """How many of these bytes are sent because the member at rank 0 keeps it."""
     bytes_busiest: int = 0
     """The planned bytes in the busiest direction of the busiest member, for which all others wait."""
     move_ms: float = 0.0
@@ -109,6 +113,11 @@ class SwitchEvent:
     """Reason for a rollback or cancellation."""
     warnings: tuple[str, ...] = ()
 
+    @property
+    def bytes_least(self) -> int:
+        """The fewest bytes that are known to suffice: the proven bound, or else what the plan sends."""
+        return self.bytes_minimum if self.bytes_bound is None else self.bytes_bound
+
     def to_json(self) -> str:
         """Return the event as one line of JSON, without a line break. `from_json` turns it back into an equal event."""
         return json.dumps({"event": _KIND, **to_record(self)}, separators=(",", ":"))
@@ -137,7 +146,7 @@ class SwitchEvent:
         if self.outcome == "rolled_back":
             return f"{head} rolled back after {took}: {self.reason}{notes}"
         said = [f"{head} in {took}"]
-        said.append(f"sent {self.bytes_sent / 1e6:.1f} MB (minimum {self.bytes_minimum / 1e6:.1f})")
+        said.append(f"sent {self.bytes_sent / 1e6:.1f} MB (minimum {self.bytes_least / 1e6:.1f})")
         if self.certificate is None:
             said.append("no certificate")
         else:

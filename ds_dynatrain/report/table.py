@@ -44,7 +44,7 @@ def _row(event: SwitchEvent) -> tuple[str, ...]:
         f"{event.source.describe()}\n-> {event.target.describe()}",
         ",".join(map(str, event.target.members)),
         f"{event.pause_ms:.0f}\n{event.certificate_ms:.0f}",
-        f"{event.bytes_sent / 1e6:.1f}\n{event.bytes_minimum / 1e6:.1f}",
+        f"{event.bytes_sent / 1e6:.1f}\n{event.bytes_least / 1e6:.1f}",
         f"{event.peak_memory_bytes / 1e6:.1f}",
         event.outcome.replace("_", " "),
     )

@@ -19,7 +19,7 @@ from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.proposal import CONNECTING, Proposal
 from ds_dynatrain.membership.session import Session, VoteResult
-from ds_dynatrain.plan import Cost
+from ds_dynatrain.plan import Assignment, Cost
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.old_state import ACKNOWLEDGED
@@ -32,6 +32,9 @@ NO_MOVES = TransferStats(0, 0, 0, 0, 0.0, 0.0, 0.0)
 SUMS = frozenset({"kept", "local", "sent", "planned", "late_bytes"})
 """Names of measurements that are summed over all members; for all others the event has the maximum."""
 
+UNKNOWN = -1
+"""Measurement that this member has not made."""
+
 
 @dataclass
 class Outcome:
@@ -41,6 +44,7 @@ class Outcome:
     stats: statistics of the moves in the pause.
     late_stats: statistics of the moves after the pause.
     cost: what this member's part of the plan costs.
+    best: on rank 0, the assignment of members to ranks that moves the fewest bytes, if it was computed.
     layer_bytes: bytes sent to transfer what layers keep besides parameters.
     late_ms: duration of the moves after the pause, digests included.
     late_wait_ms: how long the optimizer step had to wait for these moves.
@@ -59,6 +63,7 @@ class Outcome:
     stats: TransferStats | None = None
     late_stats: TransferStats | None = None
     cost: Cost = field(default_factory=Cost)
+    best: Assignment | None = None
     layer_bytes: int = 0
     late_ms: float = 0.0
     late_wait_ms: float = 0.0
@@ -79,6 +84,8 @@ class Outcome:
             "local": now.bytes_local + late.bytes_local,
             "sent": now.bytes_sent + late.bytes_sent + self.layer_bytes,
             "planned": self.cost.bytes_sent + self.layer_bytes,
+            "bound": UNKNOWN if self.best is None else self.best.bytes_bound,
+            "rank_zero": UNKNOWN if self.best is None else self.best.rank_zero_bytes,
             "busiest": self.cost.bytes_busiest,
             "memory_bound": self.cost.highest_peak_bytes,
             "move_ms": self.phases_ms.get("move", 0.0) + self.late_ms,

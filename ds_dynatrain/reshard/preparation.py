@@ -30,7 +30,7 @@ from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Session, first_and_other
-from ds_dynatrain.plan import Cost, MemberPlan, SwitchPlan, peak_bytes, plan_switch
+from ds_dynatrain.plan import Assignment, Cost, MemberPlan, SwitchPlan, assign_slots, peak_bytes, plan_switch
 from ds_dynatrain.reshard.digest_sides import DigestSide
 from ds_dynatrain.reshard.ways import POLL_SECONDS, Ways
 from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, row_of
@@ -109,6 +109,8 @@ class Preparation:
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
     mine: dict[tuple[tuple[str, ...], bool], ReadyPlan] = field(default_factory=dict)
     costs: dict[tuple[str, ...], Cost] = field(default_factory=dict)
+    best: dict[tuple[str, ...], Assignment] = field(default_factory=dict)
+    """On rank 0, the assignment of members to ranks that moves the fewest bytes, by state kinds."""
     sides: dict[tuple[Layout, int], DigestSide] = field(default_factory=dict)
     error: BaseException | None = None
     seconds: float = 0.0
@@ -273,6 +275,8 @@ class Preparation:
             stay = frozenset(kind for kind, held in self.memory.items() if held.place.device != HOST) & self.on_device
             self.ways.agree_on_batching(self._part(kinds), stay, self.budget_bytes, self._session, self.world)
         self.cost(kinds)
+        if self.source_rank == 0:
+            self.best[kinds] = self._best(kinds)
 
     def _stop_if_abandoned(self) -> None:
         if self._stop.is_set():
@@ -352,6 +356,16 @@ class Preparation:
             peak = peak_bytes(self.plan(kinds), self.control.member, min(self.budget_bytes, sent + received))
             self.costs[kinds] = Cost(sent, max(sent, received), peak)
         return self.costs[kinds]
+
+    def _best(self, kinds: tuple[str, ...]) -> Assignment:
+        """Return the assignment of members to ranks that moves the fewest bytes.
+
+        Members that were not asked to take a rank count as candidates, which can only lower the bound. Rank 0's member
+        would keep its rank, so it counts only if it does.
+        """
+        proposal, first = self.proposal, self.proposal.source_members[0]
+        candidates = [member for member in proposal.union if member != first or member in proposal.members]
+        return assign_slots(self.vps, proposal.layout, candidates, kinds=kinds)
 
     def lacks(self, old_world: World | None) -> bool:
         """Return whether the next world needs communicators on this member that the old world does not have."""

@@ -294,6 +294,7 @@ class Transaction:
         transport, seconds = self.preparation.ways.transport(self.preparation.world), self.control.timeout_seconds
         link = None if self.preparation.ways.batching is None else self._link()
         self.outcome.cost = self.preparation.cost(self.kinds)
+        self.outcome.best = self.preparation.best.get(self.kinds)
         self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport, link)
         if self.newcomers:
             self._send_rest(transport)
