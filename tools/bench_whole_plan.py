@@ -85,8 +85,8 @@ def main() -> None:
             named.append(pool.submit(named_row, *row).result())
     head = "model", "change", "sent GB", "seconds (bar 10; 120)", "peak MB (bar 2,000)"
     text = f"Measured on: {machine()}.\n\n{table(head, large)}"
-    head = "model, 16 x 8", "change", "sent GB (between nodes)", "floor s", "expected s", "verdict"
-    text += f"\n\nComputed, not run:\n\n{table(head, named)}"
+    of_named = "model, 16 x 8", "change", "sent GB (between nodes)", "floor s", "expected s", "verdict"
+    text += f"\n\nComputed, not run:\n\n{table(of_named, named)}"
     print(text)
     if asked.write:
         keep(asked.write, "bench_whole_plan", text)

@@ -56,7 +56,6 @@ class KeptBytes:
 
     @property
     def zone_count(self) -> int:
-        """Number of zones."""
         return 1 + max(int(each.max(initial=0)) for each in self.zones)
 
     def within(self, rank_zone: Ints, slot_zone: Ints) -> KeptBytes:

@@ -1,4 +1,4 @@
-"""Which source ranks take which slots so that they keep the most bytes, with prices that prove it.
+"""The matching of source ranks and slots that keeps the most bytes, with prices that prove it.
 
 This is a transport problem: a linear program whose corners are whole numbers. In a slot a rank either keeps more than
 its class does, or stands for its class, whose ranks are all alike in all slots of a class. The prices of ranks and
@@ -110,7 +110,6 @@ class _Program:
 
     @staticmethod
     def of(kept: KeptBytes, ranks: Bools, slots: Bools) -> _Program:
-        """Build the program."""
         of_rank, of_slot = _sizes(kept.ranks, ranks), _sizes(kept.slots, slots)
         pairs = ranks[kept.rank] & slots[kept.slot]
         rank, slot = kept.rank[pairs], kept.slot[pairs]

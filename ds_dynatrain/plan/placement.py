@@ -1,4 +1,4 @@
-"""Which node each slot of the target lies on, where this matters for longer than one switch."""
+"""The node of each slot of the target, where this matters for longer than one switch."""
 
 from __future__ import annotations
 

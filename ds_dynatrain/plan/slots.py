@@ -24,7 +24,7 @@ from ds_dynatrain.space.interval import Ints
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who gets which rank of the target, and how many bytes that moves.
+    """The member at each rank of the target, and how many bytes this assignment moves.
 
     members: the member at each rank.
     bytes_moved: bytes that the members receive.
