@@ -22,7 +22,7 @@ def place_slots(
     node_of_rank: Ints,
 ) -> tuple[Ints, Ints]:
     """Return the zone of each slot, and the zone of each node: members come to slots of their node's zone. A zone is a
-    node, or all nodes that are used if there are no groups.
+    node, the nodes of a group that shares them with no other group, or all nodes that are used if there are no groups.
 
     The rules, the most important first:
     1. A tensor group lies inside a node, if all groups together fit so, and one of them with the first slot.
@@ -59,9 +59,24 @@ def place_slots(
             for node, count in taken.items():
                 room[node] -= count
     found = _exchanged(node_of_slot, sizes, has_first, kept, node_of_rank)
-    if group > 1:
-        return found, np.arange(len(sizes))
-    return np.zeros_like(found), 1 - np.isin(np.arange(len(sizes)), found)
+    if group == 1:
+        return np.zeros_like(found), 1 - np.isin(np.arange(len(sizes)), found)
+    zone = np.arange(len(sizes))
+    if unit == 1:
+        _join_nodes(zone, found.reshape(-1, group))
+    return zone[found], zone
+
+
+def _join_nodes(zone: Ints, node_of_slot: Ints) -> None:
+    """Put the nodes of each group into one zone, if no other group lies on any of them.
+
+    zone: the zone of each node. node_of_slot: the node of each slot, with a row for each group.
+    """
+    nodes_of = [np.unique(row) for row in node_of_slot]
+    users = np.bincount(np.concatenate(nodes_of), minlength=len(zone))
+    for nodes in nodes_of:
+        if (users[nodes] == 1).all():
+            zone[nodes] = nodes[0]
 
 
 def _sizes(layout: Layout, capacity: Ints, most: int) -> tuple[int, int]:
