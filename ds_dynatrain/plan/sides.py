@@ -28,7 +28,7 @@ ANYWHERE: Mapping[int, str] = {}
 Rows = tuple[Ints, Ints, Ints]
 """Runs of coordinates as arrays: (start, stop, rank)."""
 NO_ROWS: Rows = (interval.ints([]), interval.ints([]), interval.ints([]))
-TURNS = 8
+TURNS = 16
 """How often each member that holds copies has its turn, on average, if a receiver needs all of them."""
 SMALLEST_SHARE = 1 << 16
 """Fewest elements of a turn, so that messages do not become small; members with less than all turns have one turn."""
@@ -241,9 +241,10 @@ class Sides:
         return start, stop, rank[row[part]]
 
     def _turn(self, copies: Copies, rank: Ints | int) -> Ints:
-        """Return the index of target ranks in their shard groups: each begins with another sender."""
-        index = np.asarray(rank) % self.layout.ranks_per_stage
-        return index // (self.layout.expert if copies.experts else self.layout.tensor)
+        """Return the first turn of target ranks: those of a shard group begin at even distances among the senders."""
+        groups = self.layout.expert if copies.experts else self.layout.tensor
+        index = np.asarray(rank) % self.layout.ranks_per_stage // groups
+        return index * len(copies.ranks) // (self.layout.ranks_per_stage // groups)
 
 
 def width_of_shares(copies: Copies, rows: int) -> Ints:

@@ -34,7 +34,7 @@ REASONS = {"raises": "member 1: RuntimeError: no way there", "hangs": "has not c
 @contextmanager
 def cannot_connect(how: str) -> Iterator[None]:
     """Inside the block the next communicator of this member fails, or hangs to the end of the block."""
-    ended, own, faults = threading.Event(), communicators._backend, [how] if how else []
+    ended, own, faults = threading.Event(), communicators.make_backend, [how] if how else []
 
     def backend(*arguments: Any) -> Any:
         if faults:
@@ -44,7 +44,7 @@ def cannot_connect(how: str) -> Iterator[None]:
         return own(*arguments)
 
     with (
-        patch.object(communicators, "_backend", backend),
+        patch.object(communicators, "make_backend", backend),
         patch.object(communicators, "default_pg_timeout", timedelta(seconds=2 * SECONDS)),
     ):
         try:

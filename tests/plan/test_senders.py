@@ -72,7 +72,7 @@ def test_both_ends_agree_with_nodes_and_short_turns(source: Layout, monkeypatch:
         assert play(plan) == bytes_minimum(vps, target, members, kinds)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.sampled_from(SIZES), st.sampled_from(SIZES), st.integers(0, 99))
 def test_no_member_sends_much_more_than_one_has_to_receive(
     source: dict[str, int], target: dict[str, int], seed: int
