@@ -139,11 +139,11 @@ def _least_by_sizes(plan: SwitchPlan) -> int:
     """Return what has to be sent because members hold more afterwards than before, whatever their parts are."""
     sides, total = plan.sides, 0
     for kind in sides.kinds:
-        before = np.append(held_bytes(sides.vps, sides.vps.layout, [kind.name]), 0)[sides.source_ranks]
-        after = held_bytes(sides.vps, sides.layout, [kind.name])
+        before = np.append(held_bytes(sides.space, sides.vps.layout, [kind.name]), 0)[sides.source_ranks]
+        after = held_bytes(sides.space, sides.layout, [kind.name])
         if kind.derived_from is not None:
             master = sides.vps.kind(kind.derived_from)
-            after = after - held_bytes(sides.vps, sides.layout, [master.name]) // master.itemsize * kind.itemsize
+            after = after - held_bytes(sides.space, sides.layout, [master.name]) // master.itemsize * kind.itemsize
         total += int(np.maximum(after - before, 0).sum())
     return total
 
@@ -151,8 +151,8 @@ def _least_by_sizes(plan: SwitchPlan) -> int:
 def _memory(job: PlannedJob, plan: SwitchPlan, found: Picture, topology: Topology) -> answer.PeakMemory:
     """Return the memory of the member that needs the most."""
     sides, sizes = plan.sides, np.zeros((2, len(found.members)), np.int64)
-    sizes[0, np.searchsorted(found.members, sides.vps.members)] = held_bytes(sides.vps, sides.vps.layout, plan.kinds)
-    sizes[1, np.searchsorted(found.members, sides.members)] = held_bytes(sides.vps, sides.layout, plan.kinds_after)
+    sizes[0, np.searchsorted(found.members, sides.vps.members)] = held_bytes(sides.space, sides.vps.layout, plan.kinds)
+    sizes[1, np.searchsorted(found.members, sides.members)] = held_bytes(sides.space, sides.layout, plan.kinds_after)
     flying = np.minimum(job.budget_bytes, found.gives + found.takes)
     peak = sizes.sum(0) + flying
     most, device = int(peak.argmax()), topology.device_memory_bytes
@@ -178,7 +178,7 @@ def _seconds(plan: SwitchPlan, found: Picture, topology: Topology, places: Ints)
             own[name] = np.maximum.reduce([own[name], alone, together[places]])
     floors = {name: float(each.max(initial=0.0)) for name, each in own.items()}
     sides = plan.sides
-    digested = [held_bytes(sides.vps, layout, plan.kinds).max() for layout in (sides.vps.layout, sides.layout)]
+    digested = [held_bytes(sides.space, layout, plan.kinds).max() for layout in (sides.vps.layout, sides.layout)]
     phases = {
         "votes": VOTE_SECONDS,
         "rebuild": REBUILD_SECONDS,

@@ -92,8 +92,8 @@ def peaks(plan: SwitchPlan, found: Picture, budget_bytes: int) -> Ints:
     """
     sides = plan.sides
     peak: Ints = np.minimum(budget_bytes, found.gives + found.takes)
-    peak[np.searchsorted(found.members, sides.vps.members)] += held_bytes(sides.vps, sides.vps.layout, plan.kinds)
-    peak[np.searchsorted(found.members, sides.members)] += held_bytes(sides.vps, sides.layout, plan.kinds_after)
+    peak[np.searchsorted(found.members, sides.vps.members)] += held_bytes(sides.space, sides.vps.layout, plan.kinds)
+    peak[np.searchsorted(found.members, sides.members)] += held_bytes(sides.space, sides.layout, plan.kinds_after)
     return peak
 
 
