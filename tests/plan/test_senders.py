@@ -59,7 +59,11 @@ def members_of(target: Layout, seed: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).sample(range(60), target.world_size))
 
 
-@pytest.mark.parametrize("source", LAYOUTS[::3], ids=str)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(each, marks=pytest.mark.full if number % 2 else ()) for number, each in enumerate(LAYOUTS[::3])],
+    ids=str,
+)
 def test_both_ends_agree_with_nodes_and_short_turns(source: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each element arrives once, by the fewest bytes, whatever the nodes of the members are."""
     monkeypatch.setattr(sides, "SMALLEST_SHARE", 1)
