@@ -15,7 +15,7 @@ import numpy as np
 from scipy.sparse import coo_array, csr_array, hstack
 
 from ds_dynatrain.plan.sides import Sides
-from ds_dynatrain.space import ABSENT, Kind, Sharding, interval, row_of
+from ds_dynatrain.space import ABSENT, Kind, Sharding, interval
 from ds_dynatrain.space.interval import Ints, join
 
 Held = tuple[Ints, Ints, Ints]
@@ -100,7 +100,8 @@ def kept_bytes(sides: Sides) -> KeptBytes:
     shape = rank_groups.shape[1], slot_groups.shape[1]
     wanted = np.zeros(shape[1], np.int64)
     parts = [(np.empty(0, np.int64),) * 3]
-    for kind, itemsize in _alike(sides.kinds):
+    for kinds in sides.alike():
+        kind, itemsize = kinds[0], sum(each.itemsize for each in kinds)
         for (start, stop, slot), factor in _wanted(sides, kind, itemsize):
             np.add.at(wanted, slot, factor * (stop - start))
             for rank, other, count in _meetings(sides, kind, start, stop, slot):
@@ -122,20 +123,6 @@ def kept_bytes(sides: Sides) -> KeptBytes:
         nbytes = nbytes + by_class[rank_class.of[rank], slot_class.of[slot]]
     zones = np.zeros(ranks, np.int64), np.zeros(slots, np.int64)
     return KeptBytes(rank_class, slot_class, by_class, rank, slot, nbytes, slot_groups @ wanted, zones)
-
-
-def _alike(kinds: Iterable[Kind]) -> Iterable[tuple[Kind, int]]:
-    """Return a kind for each set of kinds that every layout cuts alike, such as masters and moments, and their bytes
-    per element together.
-    """
-    alike: dict[object, tuple[Kind, int]] = {}
-    for kind in kinds:
-        row = row_of(kind.name)
-        own = kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
-        key = (row.stages, row.whole_in, row.of_frozen, *own)
-        first, nbytes = alike.get(key, (kind, 0))
-        alike[key] = first, nbytes + kind.itemsize
-    return alike.values()
 
 
 def _wanted(sides: Sides, kind: Kind, nbytes: int) -> Iterator[tuple[Held, int]]:

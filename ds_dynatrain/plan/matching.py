@@ -71,7 +71,8 @@ def match(kept: KeptBytes, ranks: Bools, slots: Bools) -> Matching:
 
     ranks, slots: which of them take part. Of the assignments that keep the most, that one is taken in which lower ranks
     take part and ranks come to slots near their own position, by the sum of squares; both count from the first that
-    takes part. Ranks that stand for their class come to its slots in order.
+    takes part. Ranks that stand for their class come to its slots in order. If the numbers are too large to be solved
+    exactly, all ranks come to slots in order; the prices are right all the same.
     """
     program = _Program.of(kept, ranks, slots)
     price = program.quick_prices()
@@ -79,10 +80,20 @@ def match(kept: KeptBytes, ranks: Bools, slots: Bools) -> Matching:
     if chosen is None:
         price = program.prices()
         chosen = program.nearest(price)
-    if chosen is None:
-        raise LayoutError("no assignment fits its prices; report this as a bug, with both layouts")
     of_rank, _, of_slot, of_class, _ = program.by_sort(price)
-    return Matching(program.dealt(chosen), Prices(of_rank, of_slot + of_class[kept.slots.of]))
+    rank_of = program.in_order() if chosen is None else program.dealt(chosen)
+    return Matching(rank_of, _raised(kept, Prices(of_rank, of_slot + of_class[kept.slots.of]), ranks))
+
+
+def _raised(kept: KeptBytes, prices: Prices, ranks: Bools) -> Prices:
+    """Return the prices with those of slots raised where rounding has made them too low for the given ranks."""
+    table, rank, slot = coo_array(kept.by_class), np.maximum(prices.rank, 0), np.maximum(prices.slot, 0)
+    pairs = ranks[kept.rank]
+    np.maximum.at(slot, kept.slot[pairs], (kept.nbytes - rank[kept.rank])[pairs])
+    cheapest, needed = np.full(table.shape[0], np.iinfo(np.int64).max // 2), np.zeros(table.shape[1], np.int64)
+    np.minimum.at(cheapest, kept.ranks.of[ranks], rank[ranks])
+    np.maximum.at(needed, table.col, table.data - cheapest[table.row])
+    return Prices(rank, np.maximum(slot, needed[kept.slots.of]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +212,8 @@ class _Program:
                 method="highs-ds",
                 options={"simplex_dual_edge_weight_strategy": "devex"},
             )
-            price[constraints] = np.rint(-found.ineqlin.marginals)
+            if found.success:
+                price[constraints] = np.rint(-found.ineqlin.marginals)
         return price
 
     def nearest(self, price: Ints) -> Ints | None:
@@ -224,6 +236,8 @@ class _Program:
         used = np.append(zone_of[self.rank], zone_of), np.append(pair, stand)
         members = coo_array((np.ones(len(used[0])), used), shape=(len(taken), len(self.value))).tocsr()
         tight, full = self.value == self.matrix.T @ price, price > 0
+        if not tight.any():
+            return None
         matrix = csr_array(self.matrix[:, tight])
         found = linprog(
             cost[tight],
@@ -238,6 +252,15 @@ class _Program:
         chosen = np.zeros_like(self.value)
         chosen[tight] = np.rint(found.x)
         return chosen
+
+    def in_order(self) -> Ints:
+        """Return the rank at each slot if the open ranks of each zone come to its open slots in order."""
+        found, (zone_of, zone_of_slot) = np.full(len(self.open_slots), ABSENT), self.kept.zones
+        for zone in np.unique(zone_of_slot[self.open_slots]).tolist():
+            ranks = np.flatnonzero(self.open_ranks & (zone_of == zone))
+            slots = np.flatnonzero(self.open_slots & (zone_of_slot == zone))
+            found[slots[: len(ranks)]] = ranks[: len(slots)]
+        return found
 
     def dealt(self, chosen: Ints) -> Ints:
         """Return the rank at each slot, given how often each variable is used."""

@@ -109,13 +109,16 @@ def test_too_few_candidates() -> None:
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> KeptBytes:
-    """A table of up to 9 ranks and 9 slots in few classes, with some pairs that keep more."""
+def tables(draw: st.DrawFn, *tops: int) -> KeptBytes:
+    """A table of up to 9 ranks and 9 slots in few classes, with some pairs that keep more.
+
+    tops: a number below which all entries lie, one of these; by default some that floats represent exactly.
+    """
     ranks, slots = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     classes = [np.sort(np.unique(rng.integers(0, 3, size), return_inverse=True)[1]) for size in (ranks, slots)]
     firsts = [np.unique(each, return_index=True)[1] for each in classes]
-    top = draw(st.sampled_from([2, 5, 10**12]))
+    top = draw(st.sampled_from(tops or (2, 5, 10**12)))
     by_class = rng.integers(0, top, (len(firsts[0]), len(firsts[1])))
     rank, slot = np.nonzero(rng.random((ranks, slots)) < draw(st.sampled_from([0.1, 0.4])))
     more = rng.integers(1, top, len(rank))
@@ -142,6 +145,19 @@ def test_a_matching_keeps_the_most_and_its_prices_prove_it(kept: KeptBytes) -> N
     assert sorted(found.rank_of[found.rank_of >= 0].tolist()) == sorted(set(found.rank_of[found.rank_of >= 0].tolist()))
     assert (found.rank_of >= 0).sum() == min(table.shape)
     assert kept.nbytes_of(found.rank_of) == most == most_kept(kept, found.prices, ranks, slots)
+
+
+@settings(deadline=None, max_examples=300)
+@given(tables(1 << 58))
+def test_numbers_beyond_floats_still_give_a_matching_and_a_bound(kept: KeptBytes) -> None:
+    ranks, slots = np.ones(len(kept.ranks.of), bool), np.ones(len(kept.slots.of), bool)
+    found = match(kept, ranks, slots)
+    taken = found.rank_of[found.rank_of >= 0]
+    assert len({*taken.tolist()}) == len(taken) == min(len(ranks), len(slots))
+    table = kept.dense()
+    assert sum(table[rank, slot] for slot, rank in enumerate(found.rank_of) if rank >= 0) <= most_kept(
+        kept, found.prices, ranks, slots
+    )
 
 
 @settings(deadline=None)
