@@ -1,4 +1,4 @@
-"""Measure the links of a cluster under torchrun, the way a switch would use them, and write a cluster file."""
+"""The command `ds-dynatrain probe`: measure a cluster's links under torchrun and write a cluster file."""
 
 from __future__ import annotations
 

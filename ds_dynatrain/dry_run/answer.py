@@ -1,4 +1,4 @@
-"""The answer of a dry run, as plain data. Its JSON schema is published in docs/reference."""
+"""Result of a dry run as plain data. docs/reference has its JSON schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions of a user: the options of `ds-dynatrain plan`, read into a job, layouts and a topology."""
+"""Options of `ds-dynatrain plan`, parsed into a job, two layouts and a topology."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Question:
         return answered(self.job, self.source, self.target, self.topology or self._assumed(most))
 
     def suggestions(self, ranks: int) -> list[DryRunAnswer]:
-        """Return the answers for the layouts of `ranks` ranks that fit, cheapest to reach first.
+        """Return dry runs of all layouts with `ranks` ranks that fit into memory, cheapest switch first.
 
         Layouts that differ in the fewest sizes from the present one are planned, and a bounded number of them.
         """

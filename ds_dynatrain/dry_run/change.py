@@ -42,7 +42,7 @@ MOST_FOR_ROUNDS, MOST_PAIRS = 256, 1000
 
 
 def answered(job: PlannedJob, source: Layout, target: Layout, topology: Topology) -> answer.DryRunAnswer:
-    """Return the answer to what a change from one layout to another would cost.
+    """Return the cost of a change from one layout to another, or the reason why it is refused.
 
     topology: the members of the cluster; the first ones train in the source.
     """
@@ -136,7 +136,7 @@ def _figures(job: PlannedJob, source: Layout, target: Layout, topology: Topology
 
 
 def _least_by_sizes(plan: SwitchPlan) -> int:
-    """Return what has to be sent because members hold more afterwards than before, whatever their parts are."""
+    """Return the bytes that must be sent only because some members hold more state after the switch than before."""
     sides, total = plan.sides, 0
     for kind in sides.kinds:
         before = np.append(held_bytes(sides.space, sides.vps.layout, [kind.name]), 0)[sides.source_ranks]
@@ -149,7 +149,7 @@ def _least_by_sizes(plan: SwitchPlan) -> int:
 
 
 def _memory(job: PlannedJob, plan: SwitchPlan, found: Picture, topology: Topology) -> answer.PeakMemory:
-    """Return the memory of the member that needs the most."""
+    """Return the peak memory of the member with the highest peak."""
     sides, sizes = plan.sides, np.zeros((2, len(found.members)), np.int64)
     sizes[0, np.searchsorted(found.members, sides.vps.members)] = held_bytes(sides.space, sides.vps.layout, plan.kinds)
     sizes[1, np.searchsorted(found.members, sides.members)] = held_bytes(sides.space, sides.layout, plan.kinds_after)
@@ -167,7 +167,7 @@ def _memory(job: PlannedJob, plan: SwitchPlan, found: Picture, topology: Topolog
 
 
 def _seconds(plan: SwitchPlan, found: Picture, topology: Topology, places: Ints) -> answer.ChangeSeconds:
-    """Return the least time of each class of links, and the expected time of each phase."""
+    """Return the minimum transfer time per link class, and the expected duration of each phase of the switch."""
     own = {"memory": found.kept / topology.memory.bytes_per_second}
     for row, name in enumerate(("node", "network")):
         link: LinkClass = getattr(topology, name)

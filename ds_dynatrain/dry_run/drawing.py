@@ -1,4 +1,4 @@
-"""The answer of a dry run as one page for a browser: no script, no other files, nothing from a network."""
+"""HTML page with the result of a dry run. The page is one file without scripts and loads nothing."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Model:
         return [LogicalTensor(held.name, held.shape, int(held.expert), held.expert) for held in self.tensors]
 
     def partition(self, layout: Layout) -> Partition:
-        """Return the cuts of all tensors. Raises LayoutError if the model cannot have the layout."""
+        """Return how the layout cuts each tensor of the model. Raises LayoutError if it cannot."""
         starts = layout.boundaries or tuple(stage * self.blocks // layout.pipe for stage in range(layout.pipe + 1))
         if layout.pipe > self.blocks:
             raise LayoutError(

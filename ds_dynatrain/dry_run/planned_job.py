@@ -1,4 +1,4 @@
-"""The job that a dry run is about: a model and a DeepSpeed configuration, its space, and what refuses a layout."""
+"""Job of a dry run: a model and a DeepSpeed configuration, without an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A model, and the part of a DeepSpeed configuration that decides where its state lies.
+    """A model, and the settings of a DeepSpeed configuration that determine how its state is distributed.
 
     config: the configuration without its `dynatrain` block.
     budget_bytes: the most memory in flight on a member.

@@ -1,4 +1,4 @@
-"""The answer of a dry run as text for people and as JSON for programs."""
+"""Output of a dry run in the terminal, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def size(number: float) -> str:
-    """Return a number of bytes in words."""
+    """Return a number of bytes with a unit, such as "12.3 GB"."""
     scale, unit = next(((scale, unit) for scale, unit in _UNITS if number >= scale), (1.0, "B"))
     return f"{number / scale:.3g} {unit}" if number < 1000 * scale else f"{number / scale:,.0f} {unit}"
 

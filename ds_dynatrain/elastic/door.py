@@ -44,7 +44,7 @@ The number is also limited to a quarter of the files that this process may open.
 STRANGERS_A_SECOND = 4096
 """The rate of silent connections up to which nobody has to wait for them. It sets the fair time of each."""
 ACCEPTED_TOGETHER = 16
-"""Number of connections accepted before other tasks run."""
+"""Maximum number of connections that the coordinator accepts in one turn of its event loop."""
 ROOM_SECONDS = 0.005
 """Interval between two looks for room while too many connections are unproved."""
 PROVE_SECONDS = 5.0

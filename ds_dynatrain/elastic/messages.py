@@ -282,7 +282,7 @@ class Changed(WireRecord):
 
 
 class Amended(WireRecord):
-    """Announcement of a new generation, as a change of the last one that was sent over the same connection."""
+    """New generation, sent as the difference to the previous one on the same connection."""
 
     kind: Literal["amended"] = "amended"
     change: Amendment

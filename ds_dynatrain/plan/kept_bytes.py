@@ -19,7 +19,9 @@ from ds_dynatrain.space import ABSENT, Kind, Sharding, interval
 from ds_dynatrain.space.interval import Ints, join
 
 Held = tuple[Ints, Ints, Ints]
-"""Runs and their holder, as arrays (start, stop, holder): a rank, or the number of ranks plus the index of a group."""
+"""Runs of coordinates and what holds each run, as arrays (start, stop, holder).
+
+A holder is a rank, or a whole shard group: the world size plus the index of the group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +128,10 @@ def kept_bytes(sides: Sides) -> KeptBytes:
 
 
 def _wanted(sides: Sides, kind: Kind, nbytes: int) -> Iterator[tuple[Held, int]]:
-    """Yield the runs that slots cannot cast from others of their own, and the bytes to count for each element."""
+    """Yield the runs that each slot must get from a source, and the number of bytes per element.
+
+    Runs that the slot can cast from its own state are yielded with negative bytes, so that they cancel.
+    """
     goal = sides.target(kind.name)
     start, stop, slot = _held(goal)
     if kind.derived_from is not None and goal.shared is None:
@@ -169,7 +174,7 @@ def _meetings(sides: Sides, kind: Kind, start: Ints, stop: Ints, slot: Ints) -> 
 
 
 def _groups(ranks: int, cuts: Iterable[Sharding]) -> csr_array:
-    """Return which holders (column) each rank (row) counts as: itself, and the groups to which it belongs."""
+    """Return a 0/1 matrix that maps each rank (row) to its holders (columns): itself and its shard groups."""
     shared = next((cut.shared for cut in cuts if cut.shared is not None), [])
     own = np.arange(ranks, dtype=np.int64)
     rank = np.concatenate([own, *(members for members, _, _ in shared)])

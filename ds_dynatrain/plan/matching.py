@@ -27,7 +27,7 @@ Selection = tuple[bool | Bools, ...]
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """The bytes that each source rank and each slot is worth.
+    """Dual prices, in bytes, of source ranks and slots.
 
     No rank keeps more in a slot than the prices of both, so no assignment keeps more than all prices together.
     """
@@ -45,7 +45,7 @@ class Matching:
 
 
 def most_kept(kept: KeptBytes, prices: Prices, ranks: Bools, slots: Bools) -> int:
-    """Return the number of bytes that, by these prices, no assignment of the given ranks to the given slots exceeds.
+    """Return an upper bound, proved by the prices, on the bytes that any assignment of these ranks and slots keeps.
 
     Raises LayoutError if a price is negative, or if a rank keeps more in a slot than the prices of both.
     """
@@ -181,7 +181,7 @@ class _Program:
         )
 
     def quick_prices(self) -> Ints:
-        """Return prices from two small programs: classes alone, then the listed pairs with what they keep beyond.
+        """Return prices from two small programs: one for classes, one for what listed pairs keep beyond them.
 
         They always prove a bound. Together they are usually the best ones.
         """

@@ -170,7 +170,7 @@ def runs(
 
 
 def for_all(sides: Sides, kinds: Sequence[Kind], table: Ints) -> Ints:
-    """Return a table of runs of the first of several kinds that move alike, followed by the same runs of the others."""
+    """Repeat a table of runs for every kind in a group of state kinds that move alike."""
     written, read, tables = RUNS.index("kind"), RUNS.index("source_kind"), list[Ints]()
     first = sides.code[kinds[0].name]
     for code in (sides.code[kind.name] for kind in kinds):

@@ -140,7 +140,7 @@ class _Classes:
 
     @property
     def is_single(self) -> bool:
-        """Whether each rank is a class of its own."""
+        """Whether every class contains a single rank."""
         return len(self.first) == len(self.ranks)
 
     def each(self, rows: Rows, apart: Rows) -> Floats:
@@ -189,7 +189,7 @@ def _classes(cut: Sharding, bases: Ints, origin: Ints) -> Iterator[_Classes]:
 
 
 def _without(cut: Sharding, rows: Rows, holder: Ints) -> Rows:
-    """Return the parts of the rows of each class that its `holder` does not hold."""
+    """Remove from the rows of each class the elements that the class's `holder` holds."""
     row, start, stop = cut.lacking(rows[1], rows[2], holder[rows[0]])
     return rows[0][row], start, stop
 

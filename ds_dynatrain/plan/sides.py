@@ -186,7 +186,7 @@ class Sides:
         return interval.join(parts)
 
     def _still_needed(self, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> Rows:
-        """Return the parts of runs, which target ranks will hold, that these ranks have to receive."""
+        """Remove from runs the elements that their target rank already holds or can cast; return the remaining runs."""
         for name in kind.sources:
             row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
             rank = rank[row]
@@ -213,7 +213,7 @@ class Sides:
         return row, low, high, np.where(first < last, near, copies.ranks[turn % len(copies.ranks)])
 
     def able(self, copies: Copies, rank: int) -> Ints:
-        """Return the source ranks that take turns in sending copies to a target rank, with the first one in front."""
+        """Return the source ranks that send copies to a target rank in turn, beginning with the first sender."""
         near = copies.ranks[self.source_nodes[copies.ranks] == self.target_nodes[rank]]
         able = near if len(near) else copies.ranks
         return np.roll(able, -int(self._turn(copies, rank)))
@@ -241,7 +241,7 @@ class Sides:
         return start, stop, rank[row[part]]
 
     def _turn(self, copies: Copies, rank: Ints | int) -> Ints:
-        """Return the first turn of target ranks: those of a shard group begin at even distances among the senders."""
+        """Return the index of each target rank's first sender; a shard group is evenly spaced among senders."""
         groups = self.layout.expert if copies.experts else self.layout.tensor
         index = np.asarray(rank) % self.layout.ranks_per_stage // groups
         return index * len(copies.ranks) // (self.layout.ranks_per_stage // groups)

@@ -111,6 +111,6 @@ def _ruled(kept: KeptBytes, ranks: Bools) -> tuple[Ints, int, int]:
 
 
 def _matched(kept: KeptBytes, ranks: Bools, slots: Bools) -> tuple[Ints, int]:
-    """Return the source rank at each slot, and the most bytes that any matching keeps, as proved by prices."""
+    """Match source ranks to slots: return the rank at each slot, and a proved upper bound on the bytes kept."""
     found = match(kept, ranks, slots)
     return found.rank_of, most_kept(kept, found.prices, ranks, slots)

@@ -1,4 +1,4 @@
-"""Nodes, their members, and the links between them: what bytes of a plan cost where they go."""
+"""Topology of a cluster: nodes, their members, and the speed of the links between them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Topology:
         return np.where(apart, NETWORK, np.where(source == target, MEMORY, NODE))
 
     def seconds(self, source: Ints, target: Ints, nbytes: Ints, messages: Ints | None = None) -> LinkSeconds:
-        """Return the seconds that traffic takes.
+        """Return how long the given traffic takes, per link class.
 
         source, target, nbytes: bytes from member to member, of equal length; a pair of equal members is a copy.
         messages: how many messages or runs they are; by default one for each entry.
@@ -177,7 +177,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Overhead:
-    """The time that moves take beyond their links; see `Topology`."""
+    """Time that moves take in addition to the transfer over links; see `Topology`."""
 
     seconds: Annotated[float, Field(ge=0)] = 0.0
     factor: Annotated[float, Field(ge=1)] = 1.0

@@ -18,7 +18,7 @@ _LOW, _HIGH = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 class Runs(NamedTuple):
-    """A tidy set of runs [start[i], stop[i])."""
+    """Half-open runs [start[i], stop[i]) that are sorted, disjoint and not empty."""
 
     start: Ints
     stop: Ints

@@ -83,7 +83,7 @@ class Mesh:
 
     @cached_property
     def regions(self) -> dict[bool, Runs]:
-        """The runs of coordinates of all tensors that are experts' (True), if there are any, and of all others."""
+        """The coordinates of expert tensors (key True, if there are any) and of all other tensors (key False)."""
         experts, bases = self.line.experts, self.line.bases
         found = {False: interval.union(bases[:-1][~experts], bases[1:][~experts])}
         return found | ({True: interval.union(bases[:-1][experts], bases[1:][experts])} if experts.any() else {})

@@ -37,7 +37,7 @@ ABSENT = -1
 
 
 class Copies(NamedTuple):
-    """Runs that all of several ranks hold: the ranks of one shard group.
+    """Runs that every rank of one shard group holds.
 
     ranks: the ranks in group order.
     experts: whether the runs are of expert tensors.
@@ -155,7 +155,7 @@ class EvenSharding:
         yield self.copies_of(0)[0]._replace(start=low, stop=high)
 
     def copies_of(self, rank: int) -> list[Copies]:
-        """Return what a rank holds, which all ranks hold."""
+        """Return the runs that a rank holds; every other rank holds the same."""
         each = -(-int((self.stop - self.start).sum()) // self.ranks)
         return [Copies(np.arange(self.ranks), False, each, *self.region())]
 
@@ -391,7 +391,7 @@ class GroupedSharding:
                 yield Copies(group.ranks, group.experts, self._each[group.experts], low, high)
 
     def copies_of(self, rank: int) -> list[Copies]:
-        """Return what a rank holds and no earlier group does, for each shard group of the rank."""
+        """Return, for each shard group of a rank, the runs that no earlier group holds."""
         found = []
         for experts in self.mesh.regions:
             group = self.mesh.shard_groups[int(self.mesh.groups_of(interval.ints([rank]), experts)[0][0])]

@@ -1,4 +1,4 @@
-"""Tilings: an order of a tensor's elements in which the parts that ranks of two layouts hold are few runs.
+"""Tilings: an order of a tensor's elements in which each rank's part, in either of two layouts, is a few runs.
 
 In row-major order, a matrix that is cut along its columns is one run per row on every rank. A tiling splits each tensor
 at all boundaries of all parts in both layouts, and numbers its elements *tile* by tile, row-major inside of a tile. So
@@ -82,7 +82,7 @@ class Tile:
 
 
 def _steps_from(dims: Shape, strides: Sequence[Shape], last: int) -> int:
-    """Return the first dim from which on the dims up to `last` are one sequence of equal steps in every buffer."""
+    """Return the first dim that can be merged with the dims up to `last` into one dim of one stride, in every buffer."""
     first = last
     while first and (
         dims[first - 1] == 1

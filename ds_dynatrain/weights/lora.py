@@ -28,7 +28,7 @@ def base_of(module: nn.Module) -> nn.Module:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers in the state dict of a model, or of the model inside of peft's, by their names there."""
+    """Return a map from name to persistent buffer of a model. A peft wrapper is removed first."""
     model = base_of(module)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     named = ((name.replace(BASE, "."), held) for name, held in model.state_dict().items() if name not in parameters)
