@@ -82,7 +82,7 @@ class Tile:
 
 
 def _steps_from(dims: Shape, strides: Sequence[Shape], last: int) -> int:
-    """Return the first dim that can be merged with the dims up to `last` into one dim of one stride, in every buffer."""
+    """Return the first dim that can be merged with the dims up to `last` into one dim, in every buffer."""
     first = last
     while first and (
         dims[first - 1] == 1
