@@ -87,12 +87,6 @@ class KeptBytes:
         nbytes[taken] = self.nbytes[listed]
         return int(nbytes.sum())
 
-    def dense(self) -> Ints:
-        """Return the whole table, with a row for each source rank; for small worlds."""
-        table: Ints = self.by_class.toarray()[self.ranks.of][:, self.slots.of]
-        table[self.rank, self.slot] = self.nbytes
-        return table
-
 
 def kept_bytes(sides: Sides) -> KeptBytes:
     """Return the table of a switch for all kinds that move. It does not depend on the members of `sides`."""

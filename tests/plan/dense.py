@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from ds_dynatrain.plan import plan_switch
-from ds_dynatrain.plan.kept_bytes import kept_bytes
+from ds_dynatrain.plan.kept_bytes import KeptBytes, kept_bytes
 from ds_dynatrain.plan.sides import Sides
 from ds_dynatrain.space import ABSENT, Kind, Layout, Sharding, VirtualParameterSpace, interval, row_of
 from ds_dynatrain.space.interval import Ints
@@ -90,11 +90,18 @@ def fewest_bytes(cost: Ints, rank_zero_stays: bool) -> int:
     return int(cost[rows, columns].sum())
 
 
+def table_of(kept: KeptBytes) -> Ints:
+    """The whole table of bytes kept, with a row for each source rank."""
+    table: Ints = kept.by_class.toarray()[kept.ranks.of][:, kept.slots.of]
+    table[kept.rank, kept.slot] = kept.nbytes
+    return table
+
+
 def received(
     vps: VirtualParameterSpace, target_layout: Layout, candidates: Iterable[int], kinds: Iterable[str] | None = None
 ) -> Ints:
     """Return the same table as `slot_costs`, from the sparse one."""
     sides = plan_switch(vps, target_layout, range(target_layout.world_size), kinds).sides
     kept = kept_bytes(sides)
-    table = np.vstack([kept.wanted - kept.dense(), kept.wanted])
+    table = np.vstack([kept.wanted - table_of(kept), kept.wanted])
     return table[[sides.source_rank.get(member, ABSENT) for member in candidates]]

@@ -17,7 +17,7 @@ from ds_dynatrain.plan.kept_bytes import Classes, KeptBytes
 from ds_dynatrain.plan.matching import Prices, match, most_kept
 from ds_dynatrain.plan.placement import place_slots
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, ZeroRules
-from tests.plan.dense import fewest_bytes, received, slot_costs
+from tests.plan.dense import fewest_bytes, received, slot_costs, table_of
 from tests.plan.simulate import lacking_bytes
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
 from tools.minimum import bytes_minimum
@@ -137,7 +137,7 @@ def tables(draw: st.DrawFn, *tops: int) -> KeptBytes:
 @settings(deadline=None, max_examples=150)
 @given(tables())
 def test_a_matching_keeps_the_most_and_its_prices_prove_it(kept: KeptBytes) -> None:
-    table = kept.dense()
+    table = table_of(kept)
     ranks, slots = (np.ones(size, bool) for size in table.shape)
     found = match(kept, ranks, slots)
     rows, columns = linear_sum_assignment(-table)
@@ -154,7 +154,7 @@ def test_numbers_beyond_floats_still_give_a_matching_and_a_bound(kept: KeptBytes
     found = match(kept, ranks, slots)
     taken = found.rank_of[found.rank_of >= 0]
     assert len({*taken.tolist()}) == len(taken) == min(len(ranks), len(slots))
-    table = kept.dense()
+    table = table_of(kept)
     assert sum(table[rank, slot] for slot, rank in enumerate(found.rank_of) if rank >= 0) <= most_kept(
         kept, found.prices, ranks, slots
     )
