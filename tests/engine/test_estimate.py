@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from ds_dynatrain.report import SwitchEvent
@@ -10,9 +12,14 @@ from tests.engine import jobs
 from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool
 
-SCHEDULE: jobs.Schedule = {1: (4, 3), 2: (3, 1), 3: (4, 2), 4: (2, 3), 5: (4, 1)}
-FACTOR = 10.0
-"""Most between predicted and measured durations: moves take some milliseconds, on a machine that has other work too."""
+ROUND = [(4, 3), (3, 1), (4, 2), (2, 3), (4, 1)]
+SCHEDULE: jobs.Schedule = {step: ROUND[(step - 1) % len(ROUND)] for step in range(1, 11)}
+FACTOR = 5.0
+"""Most between the predicted and the measured milliseconds of a move, in the median of the switches of a schedule.
+
+A move takes some milliseconds here. One that another process on the machine holds up is slow by itself and makes the
+next prediction too slow, so no single switch is judged.
+"""
 
 
 def planned_case() -> list[tuple[SwitchEstimate, SwitchEvent, float]]:
@@ -30,7 +37,7 @@ def planned_case() -> list[tuple[SwitchEstimate, SwitchEvent, float]]:
             asked.append((planned, engine.switch(data=data, zero_stage=stage, at=engine.global_steps)))
 
     with jobs.job(jobs.config(start=(4, 1)), small_gpt(hidden=40_000)) as made:
-        jobs.train(made, 7, each=each)
+        jobs.train(made, len(SCHEDULE) + 2, each=each)
     return found
 
 
@@ -52,5 +59,6 @@ def test_a_plan_says_what_the_switch_says(pool: RankPool) -> None:
 
 def test_the_speed_of_one_switch_predicts_the_next(pool: RankPool) -> None:
     events = [event for _, event, _ in pool.run(planned_case)[0] if event.bytes_sent]
-    for event in events[1:]:
-        assert event.move_ms / FACTOR < event.predicted_move_ms < event.move_ms * FACTOR
+    ratios = [event.predicted_move_ms / event.move_ms for event in events[1:]]
+    assert len(ratios) >= len(SCHEDULE) // 2
+    assert 1 / FACTOR < statistics.median(ratios) < FACTOR, ratios
