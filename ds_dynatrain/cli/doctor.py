@@ -19,7 +19,7 @@ from ds_dynatrain.support.proved import CPU, PARTS, warning
 from ds_dynatrain.version import __version__
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
-TESTED_DEEPSPEED = ("0.19.8", "0.18.9")
+TESTED_DEEPSPEED = ("0.19.8", "0.19.6", "0.19.2", "0.18.9")
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.15.0")
 VARIABLES = (
