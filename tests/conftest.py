@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.adapters.versions.deepspeed_versions import present
+from tests import sets
 from tests.engine.pool import RankPool
 from tests.ops import Builds, surroundings
 
@@ -57,11 +58,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slurm", type=Path, help="folder with Slurm's packages, unpacked; without it: what is on PATH")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """What all processes that the tests start are to have in their environment."""
     os.environ.setdefault("RES_OPTIONS", RESOLVER)
     os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"dynatrain-tests-{os.geteuid()}")
     os.environ.update(surroundings())
+    sets.is_full = config.option.markexpr != "not full"
 
 
 @pytest.hookimpl(wrapper=True)
