@@ -42,7 +42,7 @@ def planned_case() -> list[tuple[SwitchEstimate, SwitchEvent, float]]:
 
 
 def test_a_plan_says_what_the_switch_says(pool: RankPool) -> None:
-    seen = pool.run(planned_case)
+    seen = pool.once(planned_case)
     assert len(seen[0]) == len(SCHEDULE)
     for found in seen:
         for planned, event, speed in found:
@@ -58,7 +58,7 @@ def test_a_plan_says_what_the_switch_says(pool: RankPool) -> None:
 
 
 def test_the_speed_of_one_switch_predicts_the_next(pool: RankPool) -> None:
-    events = [event for _, event, _ in pool.run(planned_case)[0] if event.bytes_sent]
+    events = [event for _, event, _ in pool.once(planned_case)[0] if event.bytes_sent]
     ratios = [event.predicted_move_ms / event.move_ms for event in events[1:]]
     assert len(ratios) >= len(SCHEDULE) // 2
     assert 1 / FACTOR < statistics.median(ratios) < FACTOR, ratios
