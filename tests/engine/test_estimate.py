@@ -48,7 +48,8 @@ def test_a_plan_says_what_the_switch_says(pool: RankPool) -> None:
         for planned, event, speed in found:
             assert event.outcome == "committed" and not planned.refusal
             assert planned.bytes_sent == event.bytes_minimum == event.bytes_sent
-            assert event.bytes_bound == event.bytes_minimum and event.rank_zero_bytes == 0
+            assert planned.bytes_bound == event.bytes_bound == event.bytes_minimum
+            assert planned.rank_zero_bytes == event.rank_zero_bytes == 0
             assert planned.peak_memory_bytes == event.memory_bound_bytes
             assert planned.members == event.target.members
             assert 1e3 * planned.seconds == pytest.approx(event.predicted_move_ms)
