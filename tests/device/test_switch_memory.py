@@ -120,6 +120,7 @@ def fused(config: dict[str, Any], schedule: jobs.Schedule) -> jobs.Record:
     return jobs.run(config, 6, schedule, model=model, optimizer=optimizer, groups=False)
 
 
+@pytest.mark.full
 def test_counts_of_fused_optimizers_stay_on_the_device(lab_pool: RankPool) -> None:
     config = jobs.config("fp32", (4, 0))
     del config["optimizer"]
