@@ -118,6 +118,7 @@ def harmed(said: bool) -> list[Any]:
     return trained(given, placed(), 26 if said else 36, note_stage, WORSE if said else None)[1]
 
 
+@pytest.mark.full
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 @pytest.mark.parametrize("said", CLOCKS)
 def test_a_move_that_made_steps_slower_is_taken_back(pool: RankPool, said: bool) -> None:

@@ -101,6 +101,7 @@ def consecutive_case() -> Any:
     return jobs.run(jobs.config(start=(2, 1)), 7, {3: (4, 3), 4: (4, 3), 5: (2, 2), 6: (2, 2)})
 
 
+@pytest.mark.full
 def test_switches_in_consecutive_steps_and_to_the_same_layout(pool: RankPool) -> None:
     records = pool.run(consecutive_case)
     events = records[0].events

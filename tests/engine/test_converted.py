@@ -141,6 +141,7 @@ def test_from_deepspeeds_converter(pool: RankPool, tmp_path: Path, source: str, 
 # ---- torch's distributed checkpoints --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 def test_to_dcp_and_back(pool: RankPool, tmp_path: Path, dtype: str) -> None:
     state = pool.run(first_case, dtype=dtype, folder=tmp_path / "first")[0]

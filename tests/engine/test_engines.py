@@ -221,6 +221,7 @@ def in_background() -> list[Any]:
         return [(run.engine.last_switch.outcome, str(run.engine.layout)) for run in runs]
 
 
+@pytest.mark.full
 def test_switches_in_the_background_at_once(pool: RankPool) -> None:
     """Both read their members' memory: the end of one must not forbid the other to."""
     for found in pool.run(in_background):

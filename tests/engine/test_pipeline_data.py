@@ -143,6 +143,7 @@ def our_calls(stages: int) -> list[list[float]]:
         return calls(made.engine, share(made.engine.data_rank, made.engine.data))
 
 
+@pytest.mark.full
 def test_iterators_of_ones_own_are_read_as_in_deepspeed(pool: RankPool) -> None:
     expected = pool.run(stock_calls, stages=2)
     for found, stock_found in zip(pool.run(our_calls, stages=2), expected, strict=True):

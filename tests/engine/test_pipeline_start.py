@@ -140,6 +140,7 @@ def optimizers_of_their_own(idle: bool) -> list[float]:
         return [*found, *(engine.train_batch().item() for _ in steps)]
 
 
+@pytest.mark.full
 def test_members_that_start_idle(pool: RankPool) -> None:
     expected = pool.run(optimizers_of_their_own, idle=False)[0]
     found = pool.run(optimizers_of_their_own, idle=True)

@@ -191,6 +191,7 @@ def cut_anew_case(folder: Path, stage: int, block: dict[str, Any], save: bool) -
 IN_TURN = {"round_robin_gradients": True}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "saved", "loaded"),
     [

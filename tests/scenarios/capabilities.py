@@ -154,6 +154,7 @@ ROWS = (
             Command(("balance", "{row}/run/profile.json", "--stages", "2"), prints="proposed"),
             Run(layout(2, 1, pipe=2), "pipeline", PROFILED),
         ),
+        full=True,
     ),
     Row(
         "balance: a switch to what is suggested",
