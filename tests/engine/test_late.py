@@ -129,7 +129,7 @@ def injected(names: list[str]) -> Iterator[None]:
         if (
             name == "corrupted message"
             and is_late
-            and (plan.pulls or any(len(each.sends) for each in plan.plan.rounds))
+            and (plan.phases[0].pulls or any(len(each.sends) for each in plan.plan.rounds))
         ):
             with faults.corrupted(plan, transport):
                 return own(self, plan, transport, *link)

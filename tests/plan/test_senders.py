@@ -87,7 +87,7 @@ def test_no_member_sends_much_more_than_one_has_to_receive(
     plan = plan_switch(layers(before), after, members_of(after, seed), ("weight",))
     sent, received = Counter[int](), Counter[int]()
     for member in plan.members:
-        for exchange in plan.for_member(member).rounds:
+        for exchange in plan.for_member(member).exchanges:
             sent[member] += exchange.sends.nbytes
             received[member] += exchange.receives.nbytes
     if sent:
