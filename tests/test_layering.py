@@ -47,7 +47,8 @@ BELOW: dict[str, set[str]] = {
     "weights": {"engine"},
     "": {"engine"},
     "comparison": {"", "exits"},
-    "cli": {"balance", "buddies", "comparison", "dry_run", "exact"},
+    "simulate": {"balance", "buddies", "dry_run"},
+    "cli": {"comparison", "exact", "simulate"},
     "integrations": {""},
     "run": {"elasticity", "integrations"},
 }
