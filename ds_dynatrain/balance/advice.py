@@ -177,7 +177,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
         speeds = at.remaining(profile.speeds, rival.without)
         return now.seconds - at.time(profile, rival.layout, speeds).seconds
 
-    rivals = at.history.rivals_at(at.step, saved, best.layout, without)
+    rivals = at.history.rivals_at(at.step, Rival(best.layout, without), saved)
     # The saving is a prediction; the current step includes time that is not predicted, if it was measured.
     present = max(now.seconds, at.step_seconds)
     error = _error(profile, at.deal(profile, at.present), at.present, best.layout)

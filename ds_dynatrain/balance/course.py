@@ -196,7 +196,7 @@ class Course:
         return self.costs.drift(now, stages[0] == stages[1], least)
 
     def _judged(self, move: PastMove, measured: Measured, costs: Costs, drift: Drift) -> Course:
-        verdict, history = judge(self.history, measured.seconds, measured.error, drift)
+        verdict, history = judge(self.history, move, measured.seconds, measured.error, drift)
         gain = None if verdict is MoveVerdict.UNKNOWN else 1 - measured.seconds / move.before_seconds
         course = replace(self, history=history, left=None, costs=None, verdict=verdict, gain=gain)
         if verdict is not MoveVerdict.BACK or self.left is None:

@@ -18,7 +18,6 @@ import numpy as np
 
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.profile import Floats
-from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space.layout import Layout
 
 ERRORS = 3.0
@@ -174,19 +173,15 @@ class DecisionHistory:
     open: PastMove | None = None
     rivals: tuple[Rival, ...] = ()
 
-    def rivals_at(
-        self, step: int, saved: Callable[[Rival], float], layout: Layout, without: tuple[int, ...]
-    ) -> tuple[Rival, ...]:
+    def rivals_at(self, step: int, proposed: Rival, saved: Callable[[Rival], float]) -> tuple[Rival, ...]:
         """Return the rivals at this step, the proposed one last. A new one counts from `since` on.
 
         saved: function that returns the seconds by which a step of a rival would be shorter now.
-        layout: the proposed layout.
-        without: the ranks that it does without.
         """
-        others = [each for each in self.rivals if (each.layout, each.without) != (layout, without)]
-        old = [each for each in self.rivals if each not in others]
-        new = [] if old else [Rival(layout, without).after(self.step - self.since, saved(Rival(layout, without)))]
-        return tuple(each.after(step - self.step, saved(each)) for each in (*others, *old, *new))
+        known = {(each.layout, each.without): each for each in self.rivals}
+        last = known.pop((proposed.layout, proposed.without), None)
+        last = last or proposed.after(self.step - self.since, saved(proposed))
+        return tuple(each.after(step - self.step, saved(each)) for each in (*known.values(), last))
 
     def begun_anew(self, step: int, left: Layout | None = None) -> DecisionHistory:
         """Return the history with nothing lost so far, after a move at this step or after one that failed.
@@ -251,22 +246,19 @@ def decide(rules: BalanceConfig, history: DecisionHistory, offer: Offer) -> Bala
 
 
 def judge(
-    history: DecisionHistory, seconds: float, error: float, drift: Drift = Drift.SAME
+    history: DecisionHistory, move: PastMove, seconds: float, error: float, drift: Drift = Drift.SAME
 ) -> tuple[MoveVerdict, DecisionHistory]:
     """Return the verdict of the first window after a move, and the resulting history.
 
+    move: the open move.
     seconds: the seconds of a step measured in that window.
     error: the standard error of `seconds`.
     drift: the change of the layers and members that the move left in place. If it may explain why steps changed, the
         verdict is UNKNOWN; see `SPEAKING`.
 
     After BACK the caller moves back. That move is not judged by any window.
-
-    Raises ConfigError if no move is open.
     """
-    if history.open is None:
-        raise ConfigError("there is no move to judge; call judge after a move was decided")
-    move, closed = history.open, dataclasses.replace(history, open=None)
+    closed = dataclasses.replace(history, open=None)
     share = (1 - seconds / move.before_seconds) / move.predicted_gain
     verdict = MoveVerdict.KEPT if share >= 0.5 else MoveVerdict.LESS
     if seconds > move.slower_from(error):

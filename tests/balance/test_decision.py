@@ -26,7 +26,6 @@ from ds_dynatrain.balance.decision import (
 )
 from ds_dynatrain.balance.partition import Problem, partition, uniform
 from ds_dynatrain.balance.profile import Floats
-from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space.layout import Layout
 
 RULES = Rules()
@@ -69,13 +68,13 @@ def test_why_says_the_arithmetic() -> None:
 
 def test_time_lost_is_never_below_nothing() -> None:
     layout = Layout(zero_stage=1)
-    (found,) = dataclasses.replace(FRESH, step=7, since=3).rivals_at(10, lambda _: 0.5, layout, ())
+    (found,) = dataclasses.replace(FRESH, step=7, since=3).rivals_at(10, Rival(layout), lambda _: 0.5)
     assert found.lost_seconds == 0.5 * 7, "as long as costs are as they are"
     history = dataclasses.replace(FRESH, step=10, rivals=(found, Rival(layout, (1,))))
-    *_, found = history.rivals_at(20, lambda _: -0.2, layout, ())
+    *_, found = history.rivals_at(20, Rival(layout), lambda _: -0.2)
     assert found == Rival(layout, (), 1.5)
-    assert history.rivals_at(20, lambda _: -1.0, layout, ())[-1].lost_seconds == 0
-    assert history.rivals_at(20, lambda _: 0.1, layout, (1,))[-1] == Rival(layout, (1,), 1.0)
+    assert history.rivals_at(20, Rival(layout), lambda _: -1.0)[-1].lost_seconds == 0
+    assert history.rivals_at(20, Rival(layout, (1,)), lambda _: 0.1)[-1] == Rival(layout, (1,), 1.0)
 
 
 MOVE = PastMove(0.2, 10.0, 0.1)
@@ -100,22 +99,17 @@ MOVE = PastMove(0.2, 10.0, 0.1)
     ],
 )
 def test_the_next_window_judges(seconds: float, drift: Drift, verdict: MoveVerdict, factor: float) -> None:
-    found, after = judge(dataclasses.replace(FRESH, open=MOVE), seconds, 0.1, drift)
+    found, after = judge(FRESH, MOVE, seconds, 0.1, drift)
     assert found is verdict and after.factor == pytest.approx(factor) and after.open is None
 
 
 def test_each_move_back_halves_what_predictions_count_for() -> None:
     history, factors = FRESH, []
     for _ in range(5):
-        _, history = judge(dataclasses.replace(history, open=MOVE), 12.0, 0.1)
+        _, history = judge(history, MOVE, 12.0, 0.1)
         factors.append(history.factor)
     assert factors == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32]
-    assert judge(dataclasses.replace(history, open=MOVE), 8.0, 0.1)[1].factor == 1
-
-
-def test_a_judgement_without_a_move() -> None:
-    with pytest.raises(ConfigError, match="no move to judge"):
-        judge(FRESH, 1.0, 0.0)
+    assert judge(history, MOVE, 8.0, 0.1)[1].factor == 1
 
 
 def test_costs_differ() -> None:
@@ -167,7 +161,7 @@ class Run:
             now = Problem.of(seconds, self.stages, speeds=1 / paces)
             if history.open is not None:
                 drift = Drift.MIXED if differ else Drift.SAME
-                verdict, history = judge(history, *self.slowest(now, cut, 1), drift)
+                verdict, history = judge(history, history.open, *self.slowest(now, cut, 1), drift)
                 self.verdicts.append(verdict)
                 if verdict is MoveVerdict.BACK:
                     history, cut = history.begun_anew(step), former
@@ -177,7 +171,7 @@ class Run:
             problem = Problem.of(known, self.stages, speeds=1 / pace)
             best = partition(problem, cut).boundaries
             (took, error), (target, target_error) = (self.slowest(problem, each, len(windows)) for each in (cut, best))
-            rivals = history.rivals_at(step, partial(self.saved, problem, cut), stages_at(best), ())
+            rivals = history.rivals_at(step, Rival(stages_at(best)), partial(self.saved, problem, cut))
             lost = rivals[-1].lost_seconds
             offer = Offer(took, target, float(np.hypot(error, target_error)), self.cost_seconds, lost)
             decision = decide(self.rules, history, offer)
