@@ -12,7 +12,16 @@ import numpy as np
 from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.decision import BalanceDecision, DecisionHistory, Offer, decide
+from ds_dynatrain.balance.decision import (
+    REMEMBERED,
+    Answer,
+    BalanceDecision,
+    DecisionHistory,
+    Offer,
+    Rival,
+    Slowdown,
+    decide,
+)
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import Bools, Profile
 from ds_dynatrain.balance.step_time import StepTime, step_time
@@ -49,6 +58,8 @@ class Advice:
     move: the cost of moving to the proposed layout.
     decision: whether to move, and the numbers behind the answer.
     without: the slow ranks that would leave the layout.
+    rivals: the layouts against which time has been lost; see `DecisionHistory`.
+    slowdown: the time lost to slow members; None if none has been slow.
 
     `str` returns a readable report.
     """
@@ -60,6 +71,8 @@ class Advice:
     move: MoveCost
     decision: BalanceDecision
     without: tuple[int, ...] = ()
+    rivals: tuple[Rival, ...] = ()
+    slowdown: Slowdown | None = None
 
     @property
     def gain(self) -> float:
@@ -69,6 +82,8 @@ class Advice:
 
     def __str__(self) -> str:
         rows = [self._row("present", self.present, self.present_time)]
+        if self.slowdown is not None:
+            rows.append(str(self.slowdown))
         if self.proposed == self.present and not self.without:
             return "\n".join([*rows, "no layout is predicted to be faster"])
         rows.append(self._row("proposed", self.proposed, self.proposed_time))
@@ -101,6 +116,7 @@ class Situation:
     spares: the number of idle members, which could take the place of slow ones.
     step_seconds: the measured seconds of a step; 0 if none was measured.
     pipeline: whether the model is a PipelineModule.
+    slowdown: the time lost to slow members up to `history.step`; None if none has been slow.
     """
 
     present: Layout
@@ -114,10 +130,25 @@ class Situation:
     spares: int = 0
     step_seconds: float = 0.0
     pipeline: bool = True
+    slowdown: Slowdown | None = None
 
-    def deal(self, profile: Profile) -> Deal:
-        """Return the current layout's deal (its division of a global batch's samples)."""
-        return Deal.of(profile, self.present, self.accumulation(self.present), self.pipeline)
+    def time(self, profile: Profile, layout: Layout, speeds: Sequence[float]) -> StepTime:
+        """Return the predicted step time of a layout whose ranks have these speeds."""
+        return step_time(profile, layout, self.deal(profile, layout), speeds[: layout.world_size])
+
+    def deal(self, profile: Profile, layout: Layout) -> Deal:
+        """Return a layout's deal (its division of a global batch's samples)."""
+        return Deal.of(profile, layout, self.accumulation(layout), self.pipeline)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps for which time lost is not counted yet."""
+        return max(0, self.step - self.history.step)
+
+    def remaining(self, speeds: tuple[float, ...], without: Sequence[int]) -> tuple[float, ...]:
+        """Return the speeds of the other ranks, followed by those of the idle members that could replace these."""
+        rest = tuple(speed for rank, speed in enumerate(speeds) if rank not in without)
+        return rest + (1.0,) * self.spares if without else rest
 
     def speeds(self, profile: Profile) -> tuple[float, ...]:
         """Return the speed of each rank: the measured speed for slow ranks, and 1 for all others."""
@@ -135,18 +166,40 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     Raises LayoutError if nothing fits into the memory.
     """
     profile = replace(profile, speeds=at.speeds(profile))
-    now = step_time(profile, at.present, at.deal(profile), profile.speeds)
+    now = at.time(profile, at.present, profile.speeds)
     best, without = _best(profile, at, move_to), tuple[int, ...]()
     if at.slow and (fewer := _without(profile, at, move_to)) is not None and fewer.seconds < best.seconds:
         best, without = fewer, tuple(sorted(at.slow))
     move = move_to(best.layout, without) if without or best.layout != at.present else None
     moved = move or MoveCost(0, 0.0)
+
+    def saved(rival: Rival) -> float:
+        speeds = at.remaining(profile.speeds, rival.without)
+        return now.seconds - at.time(profile, rival.layout, speeds).seconds
+
+    rivals = at.history.rivals_at(at.step, Rival(best.layout, without), saved)
     # The saving is a prediction; the current step includes time that is not predicted, if it was measured.
     present = max(now.seconds, at.step_seconds)
-    error = _error(profile, at.deal(profile), at.present, best.layout)
-    offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds)
-    decision = decide(at.rules, at.history, at.step, offer)
-    return Advice(at.present, best.layout, now, best.time, moved, decision, without)
+    error = _error(profile, at.deal(profile, at.present), at.present, best.layout)
+    lost = rivals[-1].lost_seconds
+    offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds, lost)
+    decision = decide(at.rules, at.history, offer)
+    if decision.answer in (Answer.SMALL, Answer.NOISE):
+        rivals = rivals[: len(at.history.rivals)]
+    slowdown = _slowdown(profile, at, now.seconds)
+    return Advice(at.present, best.layout, now, best.time, moved, decision, without, rivals[-REMEMBERED:], slowdown)
+
+
+def _slowdown(profile: Profile, at: Situation, present_seconds: float) -> Slowdown | None:
+    """Return the time lost to slow members; None if none has been slow."""
+    before = at.slowdown or (Slowdown(at.present) if at.slow else None)
+    if before is None:
+        return None
+    alone, whole = (
+        at.time(profile, before.home, speeds).seconds for speeds in (profile.speeds, (1.0,) * len(profile.speeds))
+    )
+    more = at.steps * (alone - whole), at.steps * (present_seconds - whole)
+    return Slowdown(before.home, before.alone_seconds + more[0], before.lost_seconds + more[1])
 
 
 def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
@@ -171,7 +224,7 @@ def _without(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout 
     Idle members may take the slow members' places, but the layout does not grow.
     """
     gone = tuple(sorted(at.slow))
-    rest = tuple(speed for rank, speed in enumerate(profile.speeds) if rank not in at.slow) + (1.0,) * at.spares
+    rest = at.remaining(profile.speeds, gone)
     if not rest:
         return None
     try:

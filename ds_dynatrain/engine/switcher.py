@@ -530,15 +530,18 @@ class Switcher:
             self._answered.event = engine.last_switch
         tell(engine, engine.last_switch, log_recompile, EventWriter.write_recompile)
 
-    def note_gain(self, event: SwitchEvent, gain: float) -> None:
+    def note_gain(self, event: SwitchEvent, gain: float, slowdown_removed: float | None) -> None:
         """Report the gain of a switch, as a fraction of a step's time, once a later window has measured it.
+
+        slowdown_removed: see `SwitchEvent`.
 
         If `last_switch` is that switch, it gets the new event; the report file gets a further line.
         """
-        engine, known = self.engine, replace(event, measured_gain=gain)
-        if engine.last_switch is not None and engine.last_switch.generation == event.generation:
-            engine.last_switch = replace(engine.last_switch, measured_gain=gain)
-        tell(engine, known, log_gain, EventWriter.write_gain)
+        engine, last = self.engine, self.engine.last_switch
+        if last is not None and last.generation == event.generation:
+            engine.last_switch = replace(last, measured_gain=gain, slowdown_removed=slowdown_removed)
+        event = replace(event, measured_gain=gain, slowdown_removed=slowdown_removed)
+        tell(engine, event, log_gain, EventWriter.write_gain)
 
 
 def _raise(refusal: SwitchRefused) -> None:

@@ -68,7 +68,7 @@ def balanced(kind: str, acts: bool) -> tuple[list[float], list[Any]]:
     made, dtype, stage, size, more = KINDS[kind]
     given = settings(layout(2, 2, stage, EVEN).replace(expert=size), dtype, **more)
     if acts:
-        given["dynatrain"]["balance"] = {"mode": "act", "every_steps": 4, "safety": 0.0, "cooldown_steps": 0}
+        given["dynatrain"]["balance"] = {"mode": "act", "every_steps": 4, "safety": 0.0}
     model, events, engines = heavy_in_front(made), list[Any](), list[Any]()
     groups = {"model_parameters": pipelined_experts.groups(model)} if size > 1 else {}
 
