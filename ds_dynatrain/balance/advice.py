@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
+from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose, fewest
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.decision import BalanceDecision, DecisionHistory, Offer, decide
+from ds_dynatrain.balance.decision import Answer, BalanceDecision, DecisionHistory, Offer, decide
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import Bools, Profile
 from ds_dynatrain.balance.step_time import StepTime, step_time
@@ -49,6 +51,10 @@ class Advice:
     move: the cost of moving to the proposed layout.
     decision: whether to move, and the numbers behind the answer.
     without: the slow ranks that would leave the layout.
+    at_work: the fraction of the working members that still work after a move that saves members; otherwise 1. The
+        decision counts the time of all members, so a step's seconds times this fraction.
+    release: whether nodes without work should leave now; None if there are none, or if none may leave.
+    saved_member_seconds: the time that members have not worked so far because fewer were enough.
 
     `str` returns a readable report.
     """
@@ -60,6 +66,9 @@ class Advice:
     move: MoveCost
     decision: BalanceDecision
     without: tuple[int, ...] = ()
+    at_work: float = 1.0
+    release: BalanceDecision | None = None
+    saved_member_seconds: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -70,17 +79,28 @@ class Advice:
     def __str__(self) -> str:
         rows = [self._row("present", self.present, self.present_time)]
         if self.proposed == self.present and not self.without:
-            return "\n".join([*rows, "no layout is predicted to be faster"])
-        rows.append(self._row("proposed", self.proposed, self.proposed_time))
-        if self.without:
-            rows.append(f"it lets go of rank {', '.join(map(str, self.without))}, which is slow")
-        move = f"{self.move.nbytes} bytes would move, about {self.move.seconds:.3g} s"
-        return "\n".join([*rows, f"{move}; {self.decision.why}"])
+            rows.append("no layout is predicted to be faster")
+        else:
+            rows.append(self._row("proposed", self.proposed, self.proposed_time))
+            if self.without:
+                rows.append(f"it lets go of rank {', '.join(map(str, self.without))}, which is slow")
+            if (idle := self.present.world_size - self.proposed.world_size) > 0:
+                rows.append(
+                    f"{self.proposed.world_size} of {self.present.world_size} members are enough, {idle} may go"
+                )
+            move = f"{self.move.nbytes} bytes would move, about {self.move.seconds:.3g} s"
+            rows.append(f"{move}; {self.decision.why}")
+        if self.release is not None:
+            rows.append(f"nodes without work {'leave' if self.release.acts else 'stay'}: {self.release.why}")
+        if self.saved_member_seconds:
+            rows.append(f"{self.saved_member_seconds:.4g} member-seconds were saved")
+        return "\n".join(rows)
 
     def _row(self, name: str, layout: Layout, time: StepTime) -> str:
         """Format one line about a layout. If the layouts differ only in their boundaries, only these are shown."""
         what = str(layout)
-        if self.present.pipe > 1 and self.proposed == self.present.replace(boundaries=self.proposed.boundaries):
+        without_cut = [each.replace(boundaries=None) for each in (self.present, self.proposed)]
+        if self.present.pipe > 1 and without_cut[0] == without_cut[1]:
             what = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
         busy = ", ".join(f"{1e3 * seconds:.4g}" for seconds in time.busy)
         return f"{name} {what}: a step takes {1e3 * time.seconds:.4g} ms, its stages compute {busy} ms"
@@ -98,7 +118,9 @@ class Situation:
     memory_bytes: the memory of one member, in bytes.
     shape: the changes that may be proposed.
     slow: the ranks that count as slow; only these keep their measured speed.
-    spares: the number of idle members, which could take the place of slow ones.
+    spares: the number of idle members, which could take the place of slow ones, or work again.
+    vacant: the number of these on nodes that could leave.
+    pause_seconds: seconds for which a change of members pauses training.
     step_seconds: the measured seconds of a step; 0 if none was measured.
     pipeline: whether the model is a PipelineModule.
     """
@@ -112,6 +134,8 @@ class Situation:
     shape: Shape = "boundaries"
     slow: frozenset[int] = frozenset()
     spares: int = 0
+    vacant: int = 0
+    pause_seconds: float = 0.0
     step_seconds: float = 0.0
     pipeline: bool = True
 
@@ -136,70 +160,82 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     """
     profile = replace(profile, speeds=at.speeds(profile))
     now = step_time(profile, at.present, at.deal(profile), profile.speeds)
-    best, without = _best(profile, at, move_to), tuple[int, ...]()
-    if at.slow and (fewer := _without(profile, at, move_to)) is not None and fewer.seconds < best.seconds:
-        best, without = fewer, tuple(sorted(at.slow))
+    best, without, gone = _best(profile, at, move_to), tuple[int, ...](), tuple(sorted(at.slow))
+    if gone:
+        with suppress(LayoutError):
+            fewer = _best(profile, at, move_to, gone)
+            if fewer.seconds < best.seconds:
+                best, without = fewer, gone
     move = move_to(best.layout, without) if without or best.layout != at.present else None
     moved = move or MoveCost(0, 0.0)
     # The saving is a prediction; the current step includes time that is not predicted, if it was measured.
     present = max(now.seconds, at.step_seconds)
     error = _error(profile, at.deal(profile), at.present, best.layout)
-    offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds)
+    packs = at.rules.members != "keep"
+    at_work = min(1.0, best.layout.world_size / at.present.world_size) if packs else 1.0
+    offer = Offer(present, at_work * (present - (now.seconds - best.time.seconds)), error, moved.seconds)
     decision = decide(at.rules, at.history, at.step, offer)
-    return Advice(at.present, best.layout, now, best.time, moved, decision, without)
+    release = _release(at, present)
+    return Advice(at.present, best.layout, now, best.time, moved, decision, without, at_work, release)
 
 
-def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
-    """Return the best layout that uses all current members."""
-    present = at.present
+def _release(at: Situation, seconds: float) -> BalanceDecision | None:
+    """Decide whether nodes without work should leave now; None if there are none.
 
-    def is_other(layout: Layout, deal: Deal) -> bool:
-        if layout == present:
-            return False
-        is_of_shape = at.shape == "any" or layout.data == present.data
-        may_share = at.shape == "any" or at.slow or present.shares  # if no rank is slow any longer, samples go back
-        has_new_shares = layout.shares != present.shares and not may_share
-        is_same_size = layout.world_size == present.world_size
-        return not is_same_size or not is_of_shape or has_new_shares or move_to(layout, ()) is None
-
-    return choose(profile, present, _members(profile.speeds, at), _search(at), is_other)[0]
-
-
-def _without(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout | None:
-    """Return the best layout that can be formed without the slow members; None if there is none.
-
-    Idle members may take the slow members' places, but the layout does not grow.
+    They leave once this saves more of the members' time than two changes of members cost, one to leave and one to come
+    back, and once costs have stayed the same for as long as they usually do.
     """
-    gone = tuple(sorted(at.slow))
-    rest = tuple(speed for rank, speed in enumerate(profile.speeds) if rank not in at.slow) + (1.0,) * at.spares
-    if not rest:
+    if not at.vacant or at.rules.members != "release":
         return None
-    try:
-        found = choose(
-            profile,
-            at.present.replace(shares=None),
-            _members(rest, at),
-            _search(at),
-            lambda layout, deal: layout.world_size > at.present.world_size or move_to(layout, gone) is None,
+    usual, since = 0.0, at.history.since
+    if len(since) > 1:
+        usual = min((since[-1] - since[0]) / (len(since) - 1), at.rules.horizon_steps or math.inf)
+    if at.step - since[-1] < usual:
+        return BalanceDecision(
+            Answer.NOISE, f"costs have stayed the same for {at.step - since[-1]} steps, usually for {usual:.0f}"
         )
-    except LayoutError:
-        return None
-    return found[0]
+    stays = at.present.world_size / (at.present.world_size + at.vacant)
+    return decide(at.rules, at.history, at.step, Offer(seconds, stays * seconds, 0.0, 2 * at.pause_seconds))
 
 
-def _members(speeds: tuple[float, ...], at: Situation) -> Members:
-    return Members(speeds, at.memory_bytes, are_placed=True)
+def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...] = ()) -> FittingLayout:
+    """Return the best layout without the ranks in `gone`, and of the fewest members if others may become idle.
 
+    Idle members may take the places of ranks that go. The layout grows only if members may become idle: then those that
+    are idle now may work again.
 
-def _search(at: Situation) -> Search:
-    return Search(
-        pipes=(at.present.pipe,) if at.shape == "boundaries" else None,
-        zero_stages=(at.present.zero_stage,),
+    Raises LayoutError if nothing fits.
+    """
+    present, rules = at.present, at.rules
+    packs = rules.members != "keep" and (bool(gone) or not at.slow)
+    speeds = [speed for rank, speed in enumerate(profile.speeds) if rank not in gone]
+    spares = (1.0,) * (at.spares if gone or packs else 0)
+    members = Members((*speeds, *spares), at.memory_bytes, are_placed=True)
+
+    def refused(layout: Layout, deal: Deal) -> bool:
+        if layout == present and not gone:
+            return False
+        is_of_size = packs or layout.world_size == present.world_size
+        if gone:
+            is_of_size = packs or layout.world_size <= present.world_size
+        elif at.shape == "boundaries":
+            may_share = at.slow or present.shares  # if no rank is slow any longer, samples go back
+            if layout.data != present.data or (layout.shares != present.shares and not may_share):
+                return True
+        return not is_of_size or move_to(layout, gone) is None
+
+    search = Search(
+        pipes=(present.pipe,) if at.shape == "boundaries" and not packs else None,
+        zero_stages=(present.zero_stage,),
         accumulation=at.accumulation,
         pipeline=at.pipeline,
         slack=SLACK,
         count=2,
     )
+    start = present.replace(shares=None) if gone else present
+    if packs:
+        return fewest(profile, start, members, rules.at_most_slower, search, refused)
+    return choose(profile, start, members, search, refused)[0]
 
 
 def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> float:

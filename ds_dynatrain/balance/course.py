@@ -73,6 +73,8 @@ class WantedMove:
     costs: the costs of the layers before the move.
     without: the ranks that leave.
     back: whether this move takes the last one back.
+    at_work: see `Advice`.
+    at_most_slower: the fraction by which steps may become slower, because fewer members work.
     """
 
     layout: Layout
@@ -82,6 +84,8 @@ class WantedMove:
     costs: Costs
     without: tuple[int, ...] = ()
     back: bool = False
+    at_work: float = 1.0
+    at_most_slower: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ class Course:
     gain: the fraction by which that move made a step shorter; None if unknown.
     wanted: the next move, or None.
     needs_steps: whether a move would be made if enough steps had been measured before it.
+    releases: whether nodes without work leave now.
+    freed: the number of members that moves have made idle and that have not worked since.
     why: a description of the decision.
     """
 
@@ -107,6 +113,8 @@ class Course:
     gain: float | None = None
     wanted: WantedMove | None = None
     needs_steps: bool = False
+    releases: bool = False
+    freed: int = 0
     why: str = ""
 
     @classmethod
@@ -129,7 +137,7 @@ class Course:
         )
 
     def _unjudged(self, why: str) -> Course:
-        return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, why=why)
+        return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, releases=False, why=why)
 
     def after(
         self,
@@ -158,6 +166,9 @@ class Course:
             advice = advise(course.history)
         except LayoutError as error:
             return replace(course, why=str(error))
+        release = advice.release
+        if not advice.decision.acts and release is not None and release.acts:
+            return replace(course.failed(step), releases=True, why=release.why)  # and so not again in the next window
         if not advice.decision.acts:
             return replace(course, why=advice.decision.why)
         if measured.count < ENOUGH_STEPS:
@@ -165,7 +176,11 @@ class Course:
             return replace(course, needs_steps=True, why=why)
         saved = advice.present_time.seconds - advice.proposed_time.seconds
         gain = saved / max(advice.present_time.seconds, measured.seconds)
-        wanted = WantedMove(advice.proposed, gain, advice.decision.why, measured, Costs.of(profile), advice.without)
+        wanted = WantedMove(
+            *(advice.proposed, gain, advice.decision.why, measured, Costs.of(profile), advice.without),
+            at_work=advice.at_work,
+            at_most_slower=rules.at_most_slower if advice.at_work < 1 else 0.0,
+        )
         return replace(course, wanted=wanted, why=advice.decision.why)
 
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
@@ -195,16 +210,26 @@ class Course:
     def moved(self, wanted: WantedMove, step: int, left: Layout) -> Course:
         """Return the course after the wanted move was made. A move back is not judged by any window."""
         if wanted.back:
-            return replace(self, wanted=None)
-        move = PastMove(step, wanted.predicted_gain, wanted.before.seconds, wanted.before.error)
-        return replace(self, history=self.history.moved(move), left=left, costs=wanted.costs, wanted=None)
+            return replace(self, wanted=None, freed=self._freed(wanted.layout.world_size, left.world_size))
+        gain, before = 1 - wanted.at_work * (1 - wanted.predicted_gain), wanted.before
+        move = PastMove(step, gain, before.seconds, before.error, wanted.at_work, wanted.at_most_slower)
+        freed = self._freed(wanted.layout.world_size, left.world_size)
+        return replace(self, history=self.history.moved(move), left=left, costs=wanted.costs, wanted=None, freed=freed)
 
-    def overtaken(self) -> Course:
+    def _freed(self, after: int, before: int) -> int:
+        return max(0, self.freed + before - after)
+
+    def overtaken(self, after: int = 0, before: int = 0) -> Course:
         """Return the course after a switch that the balancer did not request. The last move is never judged.
 
-        Such a switch was requested by the script, or caused by a change of members.
+        Such a switch was requested by the script, or caused by a change of members. Members that it puts to work are no
+        longer free; members that it takes from the job were not freed by balance.
+
+        after: the number of members that work after the switch.
+        before: the number of members that worked before it.
         """
-        return replace(self, history=replace(self.history, open=None), left=None, costs=None, wanted=None)
+        history, freed = replace(self.history, open=None), self._freed(max(after, before), before)
+        return replace(self, history=history, left=None, costs=None, wanted=None, freed=freed)
 
     def failed(self, step: int) -> Course:
         """Return the course after the wanted move failed.
