@@ -241,6 +241,10 @@ class Extension:
         most."""
         return 0
 
+    def saved_member_seconds(self) -> float:
+        """Return the time, over all members, for which the extension has made members idle or sent them home."""
+        return 0.0
+
     def protects(self) -> Literal["", "no", "yes"]:
         """Return "yes" or "no" if the extension knows whether the job survives a death; else ""."""
         return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,10 @@ class Acting:
             self._open = None
         if course.wanted is not None and self._asked is None:
             self._move(course.wanted, present)
+        elif course.releases and self._engine.rank == 0:
+            nodes = PROCESS.membership.vacant(self._engine)
+            logger.info("balance: nodes without work leave: %s: %s", ", ".join(nodes), course.why)
+            PROCESS.membership.release(tuple(nodes))
 
     def _move(self, wanted: WantedMove, present: Layout) -> None:
         engine = self._engine
@@ -97,7 +101,8 @@ class Acting:
     def _note_switch(self, event: SwitchEvent) -> None:
         """Record a committed switch. If it is not the balancer's own move, the last move can no longer be judged."""
         if self._asked is None or event.generation != self._asked[1].generation:
-            self._open, self.course = None, self.course.overtaken()
+            sizes = (len(side.members) for side in (event.target, event.source))
+            self._open, self.course = None, self.course.overtaken(*sizes)
             return
         (wanted, _, left), self._asked = self._asked, None
         self.course, self._open = self.course.moved(wanted, event.step, left, 1e-3 * event.pause_ms), event
@@ -116,9 +121,12 @@ class Balancer:
     """`engine.balancer`, which exists if the `dynatrain` block has a `balance` block.
 
     profile: the result of all windows so far, the same on all working members; None until the first window has ended.
+    saved_member_seconds: the sum, over all steps, of a step's seconds times the number of members that a move of
+        balance made idle and that have not worked since, whether or not they are still in the job.
     """
 
     profile: Profile | None = None
+    saved_member_seconds = 0.0
 
     def __init__(self, engine: EngineParts, settings: BalanceConfig) -> None:
         self._engine, self._settings = engine, settings
@@ -204,7 +212,8 @@ class Balancer:
                 f"work now; call it after the next window, which begins at step {self._due}"
             )
         course = self._acting.course
-        return self._advise(profile, self._step_seconds, course.at(self._averaged.since, course.slow))
+        advice = self._advise(profile, self._step_seconds, course.at(self._averaged.since, course.slow))
+        return replace(advice, saved_member_seconds=self.saved_member_seconds)
 
     def _advise(self, profile: Profile, step_seconds: float, course: Course) -> Advice:
         engine, settings = self._engine, self._settings
@@ -219,6 +228,8 @@ class Balancer:
             shape=settings.shape,
             slow=frozenset(rank for rank, member in enumerate(engine.members) if member in counted),
             spares=sum(member not in engine.members for member in PROCESS.membership.able(engine)),
+            vacant=sum(map(len, PROCESS.membership.vacant(engine).values())),
+            pause_seconds=self._pause.fixed_seconds,
             step_seconds=step_seconds,
             pipeline=engine.job.has_stages,
             slowdown=course.slowdown,
@@ -289,8 +300,10 @@ class Balancer:
         """
         engine = self._engine
         self._acting.look()
+        seconds = time.monotonic() - self._began
+        self.saved_member_seconds += seconds * self._acting.course.freed
         if engine.global_steps > self._settled:
-            self._steps.add(time.monotonic() - self._began)
+            self._steps.add(seconds)
         if self._timer is None:
             return
         self._left -= 1
@@ -338,6 +351,7 @@ class Balancer:
             self._steps.forget(but=self._steps_if_changed(steps))
         self._averaged, self._pause = found.averaged, found.pause
         self._are_new, self._step_seconds = False, found.step_seconds
+        self.saved_member_seconds = found.saved_member_seconds
         self.profile = self._profile(self._averaged)
         return found.course
 
@@ -378,7 +392,9 @@ class Balancer:
             profile = self._profile(averaged)
             decide = partial(self._advise, profile, measured.seconds)
             course = course.after(settings, step, measured, self._model.present, profile, decide)
-        return to_record(_Found(averaged, self._pause, course, measured.seconds, has_changed))
+        return to_record(
+            _Found(averaged, self._pause, course, measured.seconds, has_changed, self.saved_member_seconds)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,6 +424,7 @@ class _Found:
     course: the moves decided on.
     step_seconds: seconds of a step on the slowest member.
     has_changed: whether costs have changed since the previous window.
+    saved_member_seconds: see `Balancer`; those that the first member has counted.
     """
 
     averaged: Averaged
@@ -415,6 +432,7 @@ class _Found:
     course: Course
     step_seconds: float
     has_changed: bool
+    saved_member_seconds: float = 0.0
 
 
 def _cannot_note(reason: str, way_out: str) -> ConfigError:

@@ -88,6 +88,8 @@ class WantedMove:
     costs: the costs of the layers before the move.
     without: the ranks that leave.
     back: whether this move takes the last one back.
+    at_work: see `Advice`.
+    at_most_slower: the fraction by which steps may become slower, because fewer members work.
     """
 
     layout: Layout
@@ -97,6 +99,8 @@ class WantedMove:
     costs: Costs
     without: tuple[int, ...] = ()
     back: bool = False
+    at_work: float = 1.0
+    at_most_slower: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class Course:
     gain: the fraction by which that move made a step shorter; None if unknown.
     wanted: the next move, or None.
     needs_steps: whether a move would be made if enough steps had been measured before it.
+    releases: whether nodes without work leave now.
+    freed: the number of members that moves have made idle and that have not worked since.
     why: a description of the decision.
     """
 
@@ -124,6 +130,8 @@ class Course:
     gain: float | None = None
     wanted: WantedMove | None = None
     needs_steps: bool = False
+    releases: bool = False
+    freed: int = 0
     why: str = ""
 
     def at(self, since: int, slow: Slow) -> Course:
@@ -143,7 +151,7 @@ class Course:
         )
 
     def _unjudged(self, why: str) -> Course:
-        return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, why=why)
+        return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, releases=False, why=why)
 
     def after(
         self,
@@ -173,6 +181,9 @@ class Course:
             return replace(course, why=str(error))
         history = replace(course.history, step=step, rivals=advice.rivals)
         course = replace(course, history=history, slowdown=advice.slowdown)
+        release = advice.release
+        if not advice.decision.acts and release is not None and release.acts:
+            return replace(course.failed(step), releases=True, why=release.why)  # and so not again in the next window
         if not advice.decision.acts:
             return replace(course, why=advice.decision.why)
         if measured.count < ENOUGH_STEPS:
@@ -180,7 +191,11 @@ class Course:
             return replace(course, needs_steps=True, why=why)
         saved = advice.present_time.seconds - advice.proposed_time.seconds
         gain = saved / max(advice.present_time.seconds, measured.seconds)
-        wanted = WantedMove(advice.proposed, gain, advice.decision.why, measured, costs, advice.without)
+        wanted = WantedMove(
+            *(advice.proposed, gain, advice.decision.why, measured, costs, advice.without),
+            at_work=advice.at_work,
+            at_most_slower=rules.at_most_slower if advice.at_work < 1 else 0.0,
+        )
         return replace(course, wanted=wanted, why=advice.decision.why)
 
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
@@ -211,23 +226,32 @@ class Course:
         left: the layout before the move.
         pause_seconds: the seconds for which training paused.
         """
-        move = PastMove(wanted.predicted_gain, wanted.before.seconds, wanted.before.error)
+        gain, before = 1 - wanted.at_work * (1 - wanted.predicted_gain), wanted.before
+        move = PastMove(gain, before.seconds, before.error, wanted.at_work, wanted.at_most_slower)
         history = replace(self.history.begun_anew(step, left), open=None if wanted.back else move)
         slowdown = self.slowdown
         if slowdown is not None:  # a member that was let go is not measured any longer
             home = slowdown.home if self.slow.since else wanted.layout
             lost = slowdown.lost_seconds + pause_seconds
             slowdown = None if wanted.without else replace(slowdown, home=home, lost_seconds=lost)
-        course = replace(self, history=history, slowdown=slowdown, wanted=None)
+        freed = self._freed(wanted.layout.world_size, left.world_size)
+        course = replace(self, history=history, slowdown=slowdown, wanted=None, freed=freed)
         return course if wanted.back else replace(course, left=left, costs=wanted.costs)
 
-    def overtaken(self) -> Course:
+    def _freed(self, after: int, before: int) -> int:
+        return max(0, self.freed + before - after)
+
+    def overtaken(self, after: int = 0, before: int = 0) -> Course:
         """Return the course after a switch that the balancer did not request. The last move is never judged.
 
-        Such a switch was requested by the script, or caused by a change of members.
+        Such a switch was requested by the script, or caused by a change of members. Members that it puts to work are no
+        longer free; members that it takes from the job were not freed by balance.
+
+        after: the number of members that work after the switch.
+        before: the number of members that worked before it.
         """
-        history = replace(self.history, open=None, rivals=())
-        return replace(self, history=history, slowdown=None, left=None, costs=None, wanted=None)
+        history, freed = replace(self.history, open=None, rivals=()), self._freed(max(after, before), before)
+        return replace(self, history=history, slowdown=None, left=None, costs=None, wanted=None, freed=freed)
 
     def failed(self, step: int) -> Course:
         """Return the course after the wanted move failed. The next one has to wait until as much time is lost again."""

@@ -107,18 +107,22 @@ class PastMove:
     predicted_gain: the fraction of a step that the move was predicted to save.
     before_seconds: the measured seconds of a step before the move.
     before_error: the standard error of `before_seconds`.
+    at_work: the fraction of the members that still work after the move; `predicted_gain` is one of the time of all.
+    at_most_slower: the fraction by which steps may have become slower.
     """
 
     predicted_gain: float
     before_seconds: float
     before_error: float
+    at_work: float = 1.0
+    at_most_slower: float = 0.0
 
     def slower_from(self, error: float) -> float:
         """Return the seconds above which a step is slower than before the move by more than noise.
 
         error: the standard error of a step's seconds after the move.
         """
-        return self.before_seconds + ERRORS * math.hypot(error, self.before_error)
+        return self.before_seconds * (1 + self.at_most_slower) + ERRORS * math.hypot(error, self.before_error)
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,7 @@ def judge(
     After BACK the caller moves back. That move is not judged by any window.
     """
     closed = dataclasses.replace(history, open=None)
-    share = (1 - seconds / move.before_seconds) / move.predicted_gain
+    share = (1 - move.at_work * seconds / move.before_seconds) / move.predicted_gain
     verdict = MoveVerdict.KEPT if share >= 0.5 else MoveVerdict.LESS
     if seconds > move.slower_from(error):
         verdict = MoveVerdict.BACK
