@@ -20,6 +20,7 @@ BELOW: dict[str, set[str]] = {
     "version": set(),
     "records": {"errors"},
     "descriptors": {"errors"},
+    "elasticity": {"errors"},
     "report": {"records"},
     "config_file": {"errors"},
     "config": {"config_file", "extension"},
@@ -48,7 +49,7 @@ BELOW: dict[str, set[str]] = {
     "comparison": {"", "exits"},
     "cli": {"balance", "buddies", "comparison", "dry_run", "exact"},
     "integrations": {""},
-    "run": {"integrations"},
+    "run": {"elasticity", "integrations"},
 }
 """Package -> those right below it: it may import these, and what is below them. "" is the package itself."""
 

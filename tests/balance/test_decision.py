@@ -27,6 +27,7 @@ from ds_dynatrain.balance.decision import (
 from ds_dynatrain.balance.partition import Problem, partition, uniform
 from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.space.layout import Layout
+from tests.sets import one_in
 
 RULES = Rules()
 FRESH = DecisionHistory()
@@ -198,7 +199,7 @@ class Run:
         return float(loads[stage]), float(error / np.sqrt(windows))
 
 
-@pytest.mark.parametrize("layers", [24, 48, pytest.param(128, marks=pytest.mark.full)])
+@pytest.mark.parametrize("layers", one_in(3, [24, 48, 128]))
 @pytest.mark.parametrize(("noise", "member_noise"), [(0.1, 0.0), (0.0, 0.1), (0.1, 0.1)])
 def test_noise_moves_nothing(layers: int, noise: float, member_noise: float) -> None:
     """10 % on every layer or every member, 2,000 steps, a move that costs nothing at all."""

@@ -261,8 +261,10 @@ def coming(dtype: str, stage: int) -> list[Any]:
     ("dtype", "stage"),
     [
         ("fp32", 0),
-        ("bf16", 1),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in (("fp16", 1), ("bf16 in fp32", 1), ("bf16", 0))),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (("bf16", 1), ("fp16", 1), ("bf16 in fp32", 1), ("bf16", 0))
+        ),
     ],
 )
 def test_who_comes_has_it_too(pool: RankPool, dtype: str, stage: int) -> None:

@@ -142,7 +142,7 @@ def asking(at: int) -> tuple[list[float], list[Any]]:
     return trained(acting(settings(EVEN, train_batch_size=24)), burning(SECONDS), 12, ask)
 
 
-@pytest.mark.parametrize("at", [6, 7])
+@pytest.mark.parametrize("at", [6, pytest.param(7, marks=pytest.mark.full)])
 def test_a_switch_of_the_script_goes_first(pool: RankPool, at: int) -> None:
     """The second window ends with step 7, and balance asks there."""
     for _, events in pool.run(asking, at=at, seconds=120)[:WORKING]:
@@ -224,7 +224,7 @@ def slowed(
     ("pace", "ranks", "answer"),
     [
         pytest.param(2.0, 4, {"data": 4, "shares": [7, 3, 7, 7]}, id="fewer samples"),
-        pytest.param(40.0, 4, {"data": 3}, id="let go"),
+        pytest.param(40.0, 4, {"data": 3}, id="let go", marks=pytest.mark.full),
         pytest.param(4.0, 2, {"data": 2}, id="an idle member takes its place"),
     ],
 )
@@ -308,6 +308,7 @@ def widened() -> list[Any]:
     return trained(given, burning((0.002,) * 6), 16)[1]
 
 
+@pytest.mark.full
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 def test_other_shapes_of_the_same_members(pool: RankPool) -> None:
     """Without a pipeline nobody waits for a neighbour."""

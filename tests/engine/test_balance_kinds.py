@@ -84,9 +84,8 @@ def balanced(kind: str, acts: bool) -> tuple[list[float], list[Any]]:
 
 
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=pytest.mark.full if number else ()) for number, each in enumerate(KINDS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_boundary_moves_and_losses_stay(pool: RankPool, kind: str) -> None:
     found = pool.run(balanced, kind=kind, acts=True, seconds=120)
     for losses, events in found:

@@ -271,6 +271,7 @@ LOADS: dict[str, tuple[str, str, Layout, Layout, str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "title", [pytest.param(each, marks=pytest.mark.full if number else ()) for number, each in enumerate(LOADS)]
 )

@@ -54,21 +54,10 @@ WALKS: dict[str, tuple[str, str, Path]] = {
     "bf16": ("tied", "bf16", [layout(1, 2), layout(2, 2), layout(4, 1), layout(2, 1)]),
     "bf16 in fp32": ("inner tie", "bf16 in fp32", [layout(1, 2), layout(2, 2), layout(4, 1), layout(2, 1)]),
 }
-FULL = (
-    "boundaries alone",
-    "up and down",
-    "layers of uneven sizes",
-    "bf16",
-    "idle members",
-    "stages 0 and 1",
-    "bf16 in fp32",
-)
-"""What the table of transitions stands for in a short run."""
 
 
-@pytest.mark.parametrize(
-    "title", [pytest.param(title, marks=pytest.mark.full) if title in FULL else title for title in WALKS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("title", WALKS)
 def test_walks(pool: RankPool, title: str) -> None:
     name, dtype, path = WALKS[title]
     given = {"name": name, "dtype": dtype}
@@ -275,6 +264,7 @@ def counting(path: Path) -> dict[str, Any]:
             engine.boundary()
 
 
+@pytest.mark.full
 def test_buffers_go_with_their_layers(pool: RankPool) -> None:
     path = [layout(1, 1), layout(2, 1), layout(4, 1), layout(2, 1), layout(3, 1)]
     found: dict[str, Any] = {}
@@ -307,6 +297,7 @@ def checkpointed(folder: str) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_checkpoints_between_changes(pool: RankPool, tmp_path: pathlib.Path) -> None:
     pool.run(checkpointed, folder=str(tmp_path))
 
@@ -324,7 +315,8 @@ def activation_checkpointing(interval: int) -> list[float]:
         return losses
 
 
-@pytest.mark.parametrize("interval", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("interval", [1, 2])
 def test_activation_checkpointing(pool: RankPool, interval: int) -> None:
     plain = pool.once(activation_checkpointing, interval=0)[0]
     assert pool.run(activation_checkpointing, interval=interval)[0] == plain
@@ -390,6 +382,7 @@ def hooked() -> tuple[list[int], list[int]]:
     return on_layer, on_root
 
 
+@pytest.mark.full
 def test_hooks_and_averages(pool: RankPool) -> None:
     found = pool.run(hooked)
     assert all(on_root == [0, 0, 1, 1, 2, 3, 3] for _, on_root in found), "two micro-batches a step, or one"

@@ -96,6 +96,7 @@ def test_training_data_is_what_deepspeed_trains_on(pool: RankPool) -> None:
     assert len(set().union(*(by_step(found, step) for step in range(EPOCH)))) == SAMPLES, "each sample once"
 
 
+@pytest.mark.full
 def test_an_order_of_ones_own(pool: RankPool) -> None:
     found = pool.run(ours, stages=2, steps=2 * EPOCH, path={1: layout(4, 1)}, reshuffle=True)
     epochs = [[by_step(found, epoch * EPOCH + step) for step in range(EPOCH)] for epoch in (0, 1)]

@@ -162,6 +162,7 @@ def first_stage_frozen(moves: bool) -> list[float]:
         return [*found, *(made.engine.train_batch().item() for _ in range(STEPS))]
 
 
+@pytest.mark.full
 def test_a_first_stage_without_anything_to_train(pool: RankPool) -> None:
     found = pool.run(first_stage_frozen, moves=True)
     assert all(losses == found[0] for losses in found) and len(set(found[0])) == 2 * STEPS

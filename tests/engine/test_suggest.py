@@ -102,6 +102,7 @@ def slow_pipeline(file: str) -> tuple[Layout, list[str], list[float], float]:
         return engine.layout, refusals, predicted, loss
 
 
+@pytest.mark.full
 def test_a_slow_pipeline_runs_fewer_micro_batches(pool: RankPool, tmp_path: Path) -> None:
     """Of five the first pipeline would run three."""
     file = tmp_path / "profile.json"
