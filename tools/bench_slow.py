@@ -1,7 +1,6 @@
 """How much of a slow-down is removed: a neighbour takes most of one member's core for 10 and for 24 scaled minutes.
 
 python tools/bench_slow.py
-python tools/bench_slow.py --write docs/figures
 
 Two ranks train with a core each. Each slow-down is run twice, once with balance and once without. What a run loses is
 what it trains less, in the same time, than at the speed before the slow-down. 10 and 24 minutes are the means that
@@ -12,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from figures import keep, machine, table
+from figures import machine, table
 from launch import launch
 
 MINUTES, MINUTE = (10, 24), 2.5
@@ -32,8 +30,7 @@ def run(minutes: int, balance: dict[str, Any]) -> dict[str, Any]:
     """What rank 0 has noted of one run."""
     slow = minutes * MINUTE
     given: dict[str, Any] = {"begin": BEFORE, "end": BEFORE + slow, "stop": BEFORE + 1.5 * slow, "neighbors": NEIGHBORS}
-    found: dict[str, Any] = launch("slow_ranks.py", 2, 300, balance=balance, **given)[0][0]
-    return found
+    return launch("slow_ranks.py", 2, 300, balance=balance, **given)[0][0]
 
 
 def step_seconds(note: dict[str, Any], begin: float, end: float) -> float:
@@ -73,7 +70,6 @@ def row(minutes: int, notes: list[dict[str, Any]]) -> list[object]:
 def main() -> None:
     """Train, time and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     parser.add_argument("--minutes", type=int, nargs="*", default=list(MINUTES), help="lengths of the slow-downs")
     asked = parser.parse_args()
     begin = time.perf_counter()
@@ -87,8 +83,6 @@ def main() -> None:
         f"{time.perf_counter() - begin:.0f} s.\n\n{table(head, found)}"
     )
     print(text)
-    if asked.write:
-        keep(asked.write, "bench_slow", text)
 
 
 if __name__ == "__main__":
