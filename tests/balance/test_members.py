@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from ds_dynatrain.balance.choose import Members, Search, choose, fewest
 from ds_dynatrain.balance.config import BalanceConfig as Rules
 from ds_dynatrain.balance.course import Course
 from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.decision import REMEMBERED, Answer, DecisionHistory, MoveVerdict
+from ds_dynatrain.balance.decision import Answer, DecisionHistory, MoveVerdict, PastMove, Slow
 from ds_dynatrain.balance.extension import Balance
 from ds_dynatrain.balance.step_time import step_time
 from ds_dynatrain.balance.window import Measured
@@ -23,7 +22,7 @@ from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import Layout
 from tests.balance.profiles import profile
 
-RULES = Rules(members="release", horizon_steps=1000, cooldown_steps=10)
+RULES = Rules(members="release")
 FOUR = Layout(pipe=4, data=1, zero_stage=1, boundaries=(0, 2, 4, 6, 8))
 TWO = Layout(pipe=2, data=1, zero_stage=1, boundaries=(0, 7, 8))
 ONE_LARGE = (*(0.125,) * 7, 1.0)
@@ -89,22 +88,21 @@ def asked(
     present: Layout, seconds: tuple[float, ...] = ONE_LARGE, rules: Rules = RULES, step: int = 500, **more: Any
 ) -> Advice:
     found = profile(seconds, batch=64, speeds=(1.0,) * present.world_size)
-    since = more.pop("since", (0,))
     given = {"step_seconds": 0.0, "pause_seconds": 0.5, **more}
-    history = given.pop("history", dataclasses.replace(DecisionHistory.new(rules), since=since))
+    history = given.pop("history", DecisionHistory())
     at = Situation(present, longest(64), step, history, rules, **given)
     return advise(found, at, lambda layout, without: MoveCost(1, 1.0))
 
 
 def test_two_of_four_are_enough() -> None:
-    found = asked(FOUR, rules=Rules(members="idle", at_most_slower=0.05, horizon_steps=1000))
+    found = asked(FOUR, rules=Rules(members="idle", at_most_slower=0.05))
     assert found.proposed == TWO and found.decision.acts and found.at_work == 0.5 and found.release is None
     assert "2 of 4 members are enough, 2 may go" in str(found)
     assert found.proposed_time.seconds <= 1.05 * asked(FOUR, rules=Rules()).proposed_time.seconds
 
 
 def test_members_that_keep_are_as_before() -> None:
-    found = asked(FOUR, rules=Rules(horizon_steps=1000), spares=3, vacant=3)
+    found = asked(FOUR, rules=Rules(), spares=3, vacant=3)
     assert found.proposed.pipe == 4 and found.at_work == 1.0 and found.release is None
 
 
@@ -120,7 +118,7 @@ def test_nodes_that_come_are_used(spares: int) -> None:
 
 def test_what_wobbles_moves_nobody() -> None:
     """A step is slower than with all members by more than one percent, and by less than what is worth a move."""
-    rules = Rules(members="idle", at_most_slower=0.01, horizon_steps=10**6)
+    rules = Rules(members="idle", at_most_slower=0.01)
     wobbling = asked(TWO, seconds=(*(0.145,) * 7, 1.0), rules=rules, spares=2)
     assert wobbling.proposed.pipe > 2 and wobbling.decision.answer is Answer.SMALL
 
@@ -146,16 +144,14 @@ def test_nodes_without_work_leave() -> None:
 @pytest.mark.parametrize(
     ("more", "answer"),
     [
-        ({"step": 3, "rules": RULES.model_copy(update={"horizon_steps": None})}, Answer.ACT),
+        ({"step": 3}, Answer.ACT),
         ({"pause_seconds": 1e6}, Answer.DEAR),
-        ({"history": dataclasses.replace(DecisionHistory.new(RULES), cool_from=501)}, Answer.COOLING),
-        ({"since": (0, 100, 200, 300, 400, 480)}, Answer.NOISE),
-        ({"since": (0, 100, 200, 300, 400)}, Answer.ACT),
-        ({"since": (0, 490), "rules": RULES.model_copy(update={"horizon_steps": 5}), "pause_seconds": 0.0}, Answer.ACT),
+        ({"history": DecisionHistory(step=499, since=500)}, Answer.DEAR),
+        ({"history": DecisionHistory(open=PastMove(0.1, 1.0, 0.0))}, Answer.OPEN),
     ],
 )
 def test_when_they_leave(more: dict[str, Any], answer: Answer) -> None:
-    """Costs that change again and again keep them: they have to stay the same for longer than they usually do."""
+    """They stay until their members have waited for as long as two changes of members cost."""
     found = released(**more)
     assert found.release is not None and found.release.answer is answer
 
@@ -167,19 +163,19 @@ def test_none_leave(more: dict[str, Any]) -> None:
 
 def after(course: Course, step: int, measured: Measured, present: Layout, **more: Any) -> Course:
     found = profile(more.get("seconds", ONE_LARGE), batch=64, speeds=(1.0,) * present.world_size)
-    rules = Rules(members="release", at_most_slower=0.05, horizon_steps=1000, cooldown_steps=10)
+    rules = Rules(members="release", at_most_slower=0.05)
 
-    def ask(history: DecisionHistory) -> Advice:
-        return asked(present, rules=rules, step=step, history=history, **more)
+    def ask(course: Course) -> Advice:
+        return asked(present, rules=rules, step=step, history=course.history, **more)
 
     return course.after(rules, step, measured, present, found, ask)
 
 
 def packed() -> Course:
     """Four members worked until step 21; two of them are free."""
-    course = after(Course.new(RULES), 20, STEP, FOUR)
+    course = after(Course(), 20, STEP, FOUR)
     assert course.wanted is not None and course.wanted.layout == TWO and course.wanted.at_work == 0.5
-    return course.moved(course.wanted, 21, FOUR)
+    return course.moved(course.wanted, 21, FOUR, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +189,12 @@ def test_a_step_may_be_a_little_slower(seconds: float, verdict: MoveVerdict) -> 
 
 
 def test_nodes_leave_once_the_move_was_judged_and_are_asked_once() -> None:
-    course = packed()
+    course, idle = packed(), {"spares": 2, "vacant": 2, "pause_seconds": 500.0}
     assert course.freed == 2
-    assert not after(course, 24, Measured(104.0, 0.1, 2), TWO, spares=2, vacant=2).releases
-    course = after(course, 40, Measured(104.0, 0.1, 16), TWO, spares=2, vacant=2)
+    assert not after(course, 24, Measured(104.0, 0.1, 2), TWO, **idle).releases
+    course = after(course, 40, Measured(104.0, 0.1, 16), TWO, **idle)
     assert course.releases and course.wanted is None and course.freed == 2
-    assert not after(course, 44, Measured(104.0, 0.1, 16), TWO, spares=2, vacant=2).releases
+    assert not after(course, 44, Measured(104.0, 0.1, 16), TWO, **idle).releases
     assert not after(course, 60, Measured(104.0, 0.1, 16), TWO).releases
 
 
@@ -207,26 +203,28 @@ def test_who_works_again_is_not_free() -> None:
     assert course.overtaken(3, 2).freed == 1 and course.overtaken(9, 2).freed == 0
     assert course.overtaken(1, 2).freed == 2 and course.overtaken().freed == 2
     back = after(course, 40, Measured(110.0, 0.1, 16), TWO)
-    assert back.wanted is not None and back.moved(back.wanted, 41, TWO).freed == 0
+    assert back.wanted is not None and back.moved(back.wanted, 41, TWO, 0.5).freed == 0
 
 
 def test_costs_that_go_up_and_down_send_no_node_away() -> None:
     """Members may become idle and work again, but all nodes stay; they leave once costs have settled."""
-    course, present, since, sizes = Course.new(RULES), FOUR, [0], set[int]()
+    course, present, changes, sizes = Course(), FOUR, [0], set[int]()
     for step in range(20, 1000, 40):
         if step % 120 == 100 and step <= 580:
-            since.append(step)
-        seconds = (1.0,) * 8 if len(since) % 2 else ONE_LARGE
+            changes.append(step)
+        seconds = (1.0,) * 8 if len(changes) % 2 else ONE_LARGE
         found = profile(seconds, batch=64)
         now = step_time(found, present, Deal.of(found, present, 64, True)).seconds
         idle = 4 - present.world_size
-        course = course.at(tuple(since[-REMEMBERED:]))
-        course = after(course, step, Measured(now, 0.01, 16), present, seconds=seconds, spares=idle, vacant=idle)
+        course = course.at(changes[-1], Slow())
+        more = {"seconds": seconds, "spares": idle, "vacant": idle, "pause_seconds": 50 * now}
+        course = after(course, step, Measured(now, 0.01, 16), present, **more)
         if course.releases:
             break
         sizes.add(present.world_size)
-        if course.wanted is not None:
-            course, present = course.moved(course.wanted, step + 1, present), course.wanted.layout
+        wanted = course.wanted
+        if wanted is not None:
+            course, present = course.moved(wanted, step + 1, present, 0.5), wanted.layout
     assert course.releases and step > 680 and present.world_size == 2 and sizes == {2, 4}
 
 
