@@ -134,6 +134,17 @@ def test_a_member_joins(tmp_path: Path) -> None:
     assert [each.lost for each in found] == pytest.approx([0, 0, 0, 0, 45.25])
 
 
+def test_a_loss_that_nobody_has_noticed_holds_up_other_changes(tmp_path: Path) -> None:
+    leaves = {"seconds": 255, "event": "preemption", "members": [2]}
+    found = played(job(tmp_path), loss(3, noticed_seconds=30), leaves)[BUDDIES]
+    assert (found.paused, found.lost) == pytest.approx((31.5, 0.25), abs=1e-6)
+
+
+def test_a_member_that_joins_displaces_nobody(tmp_path: Path) -> None:
+    found = played(job(tmp_path, nodes=5, most=4), {"seconds": 250.25, "event": "join", "members": [0]})
+    assert [(each.changes, each.lost) for each in found] == [(0, 0)] * 5
+
+
 def test_too_few_members_wait(tmp_path: Path) -> None:
     found = played(job(tmp_path, least=4), loss(3), {"seconds": 300, "event": "join", "members": [3]})
     assert found[BUDDIES].waiting == pytest.approx(310 - 250.25)
