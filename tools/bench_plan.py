@@ -74,6 +74,12 @@ SLOTS: tuple[tuple[str, Layout, Layout], ...] = (
         Layout(data=128, expert=64, zero_stage=1),
         Layout(data=64, expert=64, zero_stage=1),
     ),
+    (
+        "on nodes of 8: 16,384 ranks, expert 64→32",
+        Layout(data=16384, expert=64, zero_stage=1),
+        Layout(data=16384, expert=32, zero_stage=1),
+    ),
+    ("data 16384→16383, stage 3", Layout(data=16384, zero_stage=3), Layout(data=16383, zero_stage=3)),
 )
 NODES = "on nodes"
 """The beginning of rows whose members are on nodes of 8."""

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 from figures import keep, machine, table
+from minimum import traffic
 
-from ds_dynatrain.plan import SwitchPlan, picture_of, plan_switch, traffic
+from ds_dynatrain.plan import SwitchPlan, picture_of, plan_switch
 from ds_dynatrain.space import (
     AxisCuts,
     Layout,

@@ -20,7 +20,7 @@ from figures import keep, machine, table
 
 from ds_dynatrain.dry_run.change import answered
 from ds_dynatrain.dry_run.planned_job import PlannedJob, layout_of
-from ds_dynatrain.plan import Topology, peaks, picture_of, plan_switch
+from ds_dynatrain.plan import Topology, memory_of, picture_of, plan_switch
 
 CLUSTER = Path(__file__).parents[1] / "examples/clusters/a800-16x8.toml"
 LARGE = (
@@ -51,7 +51,7 @@ def large_row(ranks: int, model: str, source: str, target: str) -> list[object]:
     vps = job.space(here, there, range(here.world_size))
     plan = plan_switch(vps, there, range(there.world_size), nodes=nodes)
     found = picture_of(plan, np.array(plan.members) // 8)
-    peaks(plan, found, job.budget_bytes)
+    memory_of(plan, found, job.budget_bytes)
     seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return [model, f"{before} → {after}", f"{found.gives.sum() / 1e9:,.0f}", f"{seconds:.1f}", f"{peak / 1e6:.0f}"]

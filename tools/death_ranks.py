@@ -15,10 +15,11 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from minimum import traffic
 from workload import GPT, SIZES, Samples, config, quiet
 
 import ds_dynatrain
-from ds_dynatrain.plan import plan_switch, traffic
+from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import MASTER, WEIGHT, Layout
 
 REPEATS = 5

@@ -1,7 +1,7 @@
-"""The fewest bytes that a switch can move, counted element by element.
+"""The fewest bytes that a switch can move, counted element by element, and the sums of a plan.
 
-A slow, direct count that shares nothing with the planner but the pieces on each rank: for tests and benchmarks to
-hold a plan against.
+`bytes_minimum` is a slow, direct count that shares nothing with the planner but the pieces on each rank: for tests and
+benchmarks to hold a plan against.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from ds_dynatrain.plan import SwitchPlan, picture_of
 from ds_dynatrain.space import Kind, Layout, VirtualParameterSpace
 
 Marks = npt.NDArray[np.bool_]
@@ -40,6 +41,18 @@ def bytes_minimum(
                     missing &= ~_marks(vps, target_layout, rank, [kind.derived_from])
             total += int(np.count_nonzero(missing)) * group[0].itemsize
     return total
+
+
+def bytes_sent(plan: SwitchPlan) -> int:
+    """Bytes that all members send by the picture of a plan."""
+    return int(picture_of(plan).gives.sum())
+
+
+def traffic(plan: SwitchPlan) -> dict[int, tuple[int, int]]:
+    """A map from member to the bytes that it (sends, receives) by the picture of a plan."""
+    found = picture_of(plan)
+    both = zip(found.gives.tolist(), found.takes.tolist(), strict=True)
+    return dict(zip(plan.members, both, strict=True))
 
 
 def _marks(vps: VirtualParameterSpace, layout: Layout, rank: int, names: Iterable[str]) -> Marks:

@@ -20,14 +20,14 @@ import memory
 import torch.distributed as td
 from axes import AXES
 from launch import Notes
-from minimum import bytes_minimum
+from minimum import bytes_minimum, bytes_sent
 from raw import RawTransport
 from variants import VARIANTS, allow_fp16, gpt_step, model_of, settings_of
 from workload import SIZES, Samples, config, quiet
 
 import ds_dynatrain
 from ds_dynatrain.membership.session import VoteResult
-from ds_dynatrain.plan import bytes_sent, plan_switch
+from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.reshard.switch import Transaction
 
 BATCH, LENGTH = 12, 8

@@ -17,6 +17,7 @@ from ds_dynatrain.plan import (
     Topology,
     assign_slots,
     held_bytes,
+    memory_of,
     picture_of,
     plan_switch,
 )
@@ -150,18 +151,15 @@ def _least_by_sizes(plan: SwitchPlan) -> int:
 
 def _memory(job: PlannedJob, plan: SwitchPlan, found: Picture, topology: Topology) -> answer.PeakMemory:
     """Return the peak memory of the member with the highest peak."""
-    sides, sizes = plan.sides, np.zeros((2, len(found.members)), np.int64)
-    sizes[0, np.searchsorted(found.members, sides.vps.members)] = held_bytes(sides.space, sides.vps.layout, plan.kinds)
-    sizes[1, np.searchsorted(found.members, sides.members)] = held_bytes(sides.space, sides.layout, plan.kinds_after)
-    flying = np.minimum(job.budget_bytes, found.gives + found.takes)
-    peak = sizes.sum(0) + flying
+    rows = memory_of(plan, found, job.budget_bytes)
+    peak = rows.sum(0)
     most, device = int(peak.argmax()), topology.device_memory_bytes
     return answer.PeakMemory(
         member=plan.members[most],
-        before=int(sizes[0, most]),
-        after=int(sizes[1, most]),
+        before=int(rows[0, most]),
+        after=int(rows[1, most]),
         peak=int(peak[most]),
-        lean=int((sizes.max(0) + flying).max()),
+        lean=int((rows[:2].max(0) + rows[2]).max()),
         device=None if device is None else int(device),
     )
 

@@ -19,9 +19,9 @@ from ds_dynatrain.plan.copies import (
     needs_copies,
     outlives_a_node,
 )
-from ds_dynatrain.plan.cost import Cost, estimate, peak_bytes, state_bytes
+from ds_dynatrain.plan.cost import Cost, estimate, peak_bytes
 from ds_dynatrain.plan.moves import Moves
-from ds_dynatrain.plan.picture import Picture, bytes_sent, held_bytes, peaks, picture_of, traffic
+from ds_dynatrain.plan.picture import Picture, held_bytes, memory_of, picture_of
 from ds_dynatrain.plan.plan import (
     Exchange,
     MemberPlan,
@@ -48,21 +48,18 @@ __all__ = [
     "SwitchPlan",
     "Topology",
     "assign_slots",
-    "bytes_sent",
     "estimate",
     "has_one_holder",
     "has_single_holders",
     "held_bytes",
     "is_copied",
+    "memory_of",
     "needs_copies",
     "outlives_a_node",
     "peak_bytes",
-    "peaks",
     "picture_of",
     "plan_switch",
     "rounds",
     "split",
     "standing_in",
-    "state_bytes",
-    "traffic",
 ]

@@ -60,6 +60,11 @@ class KeptBytes:
     def zone_count(self) -> int:
         return 1 + max(int(each.max(initial=0)) for each in self.zones)
 
+    @property
+    def class_zones(self) -> tuple[Ints, Ints]:
+        """The zones of the classes of ranks and of slots."""
+        return self.zones[0][self.ranks.first], self.zones[1][self.slots.first]
+
     def within(self, rank_zone: Ints, slot_zone: Ints) -> KeptBytes:
         """Return the part of the table in which the zones of rank and slot are the same."""
         pairs = rank_zone[self.rank] == slot_zone[self.slot]

@@ -101,10 +101,10 @@ class _Program:
     """The linear program of `match`. Ranks and slots that take part are called open.
 
     Variables: listed pairs (`rank`, `slot`); pairs of classes (`rank_class`, `slot_class`) that keep more than the
-    least that every class keeps in the same slots; ranks that stand for their class; for each class of ranks, how many
-    keep that least; for each class of slots, in how many the least is kept.
+    least that every class of the zone keeps in the same slots; ranks that stand for their class; for each class of
+    ranks, how many keep that least; for each class of slots, in how many the least is kept.
     Constraints: each rank is used once; a class no more often than ranks stand for it; each slot is used once; a class
-    of slots as often as it has open slots; and the least is not kept in more slots than by ranks.
+    of slots as often as it has open slots; and in each zone the least is not kept in more slots than by ranks.
 
     value: bytes kept, for each variable.
     """
@@ -128,14 +128,16 @@ class _Program:
         row, column, nbytes = table.row.astype(np.int64), table.col.astype(np.int64), table.data
         both = of_rank[row] * of_slot[column] > 0
         row, column, nbytes = row[both], column[both], nbytes[both]
-        least = np.zeros_like(of_slot)
-        if of_rank.any():
-            least = np.where(of_slot > 0, kept.by_class[of_rank > 0].min(axis=0).toarray().reshape(-1), 0)
+        rank_zone, slot_zone = kept.class_zones
+        every = np.bincount(rank_zone[of_rank > 0], minlength=kept.zone_count)[slot_zone]
+        least = np.full_like(of_slot, np.iinfo(np.int64).max)
+        np.minimum.at(least, column, nbytes)
+        least[(of_slot == 0) | (np.bincount(column, minlength=len(of_slot)) < np.maximum(every, 1))] = 0
         more = nbytes > least[column]
         row, column, nbytes = row[more], column[more], nbytes[more]
-        unpaid = np.zeros(len(ranks) + len(of_rank), np.int64)
+        unpaid, hubs = np.zeros(len(ranks) + len(of_rank), np.int64), np.zeros(kept.zone_count, np.int64)
         value = np.concatenate([kept.nbytes[pairs], nbytes, unpaid, least])
-        limit = np.concatenate([ranks, np.zeros_like(of_rank), slots, of_slot, [0]]).astype(np.int64)
+        limit = np.concatenate([ranks.astype(np.int64), np.zeros_like(of_rank), slots, of_slot, hubs])
         return _Program(kept, ranks, slots, rank, slot, row, column, value, limit)
 
     def by_sort(self, of_constraint: Ints) -> list[Ints]:
@@ -153,7 +155,7 @@ class _Program:
     def matrix(self) -> csr_array:
         """How often a variable (column) counts in a constraint (row)."""
         kept, count = self.kept, (len(self.limit), len(self.value))
-        r, of_r, s, of_s, hub = self.by_sort(np.arange(count[0]))
+        (rank_zone, slot_zone), (r, of_r, s, of_s, hub) = kept.class_zones, self.by_sort(np.arange(count[0]))
         pair, both, stand, few, fill = self.by_use(np.arange(count[1]))
         entries = [
             (r[self.rank], pair, 1),
@@ -164,9 +166,9 @@ class _Program:
             (r, stand, 1),
             (of_r[kept.ranks.of], stand, -1),
             (of_r, few, 1),
-            (hub.repeat(len(few)), few, -1),
+            (hub[rank_zone], few, -1),
             (of_s, fill, 1),
-            (hub.repeat(len(fill)), fill, 1),
+            (hub[slot_zone], fill, 1),
         ]
         sign = np.repeat([sign for _, _, sign in entries], [len(each) for each, _, _ in entries])
         return coo_array((sign, join([each[:2] for each in entries])), shape=count).tocsr()

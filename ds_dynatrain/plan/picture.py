@@ -72,46 +72,42 @@ def picture_of(plan: SwitchPlan, nodes: Ints | None = None) -> Picture:
     return Picture(members, kept, cast, sent, received, count.by_node)
 
 
-def traffic(plan: SwitchPlan) -> dict[int, tuple[int, int]]:
-    """Return a map from member to the numbers of bytes that it (sends, receives)."""
-    found = picture_of(plan)
-    both = zip(found.gives.tolist(), found.takes.tolist(), strict=True)
-    return dict(zip(plan.members, both, strict=True))
-
-
-def bytes_sent(plan: SwitchPlan) -> int:
-    """Return the number of bytes that all members send."""
-    return int(picture_of(plan).gives.sum())
-
-
-def peaks(plan: SwitchPlan, found: Picture, budget_bytes: int) -> Ints:
-    """Return the peak memory of each of the plan's members: its state before and after, and its bytes in flight.
+def memory_of(plan: SwitchPlan, found: Picture, budget_bytes: int) -> Ints:
+    """Return the memory of each of the plan's members, as rows: its state before, its state after, its bytes in flight.
 
     found: the bytes of the plan.
     budget_bytes: the maximum number of bytes in flight per member.
     """
-    sides = plan.sides
-    peak: Ints = np.minimum(budget_bytes, found.gives + found.takes)
-    peak[np.searchsorted(found.members, sides.vps.members)] += held_bytes(sides.space, sides.vps.layout, plan.kinds)
-    peak[np.searchsorted(found.members, sides.members)] += held_bytes(sides.space, sides.layout, plan.kinds_after)
-    return peak
+    sides, rows = plan.sides, np.zeros((3, len(found.members)), np.int64)
+    rows[0, np.searchsorted(found.members, sides.vps.members)] = held_bytes(sides.space, sides.vps.layout, plan.kinds)
+    rows[1, np.searchsorted(found.members, sides.members)] = held_bytes(sides.space, sides.layout, plan.kinds_after)
+    rows[2] = np.minimum(budget_bytes, found.gives + found.takes)
+    return rows
 
 
-def held_bytes(vps: VirtualParameterSpace, layout: Layout, kinds: Collection[str]) -> Ints:
-    """Return the bytes of the given state kinds on each rank of a layout, without padding.
+def held_bytes(vps: VirtualParameterSpace, layout: Layout, kinds: Collection[str], rank: int | None = None) -> Ints:
+    """Return the bytes of the given state kinds on each rank of a layout, or on one rank, without padding.
 
     A weight and its master are counted once if they share a buffer (stages 0 and 3 in fp32).
     """
-    total = np.zeros(layout.world_size)
+    total = np.zeros(layout.world_size if rank is None else 1, np.int64)
     for name in kinds:
         kind = vps.kind(name)
-        is_shared = kind.derived_from in kind.sources and kind.derived_from in kinds and layout.zero_stage in (0, 3)
-        for part in _classes(vps.sharding(layout, name), vps.bases, np.zeros(layout.world_size, np.int64)):
-            rows = part.rows
-            if is_shared:
-                rows = _without(vps.sharding(layout, str(kind.derived_from)), rows, part.first)
-            total[part.ranks] += part.each(rows, (rows[0][:0],) * 3) * kind.itemsize
-    return _whole(total)
+        total += _numel(vps, layout, name, rank) * kind.itemsize
+        if kind.derived_from in kind.sources and kind.derived_from in kinds and layout.zero_stage in (0, 3):
+            total -= _numel(vps, layout, str(kind.derived_from), rank) * kind.itemsize
+    return total
+
+
+def _numel(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int | None) -> Ints | int:
+    """Return how many elements of a kind each rank holds, or one rank."""
+    cut = vps.sharding(layout, kind)
+    if rank is not None:
+        return cut.holding(rank).numel
+    total = np.zeros(layout.world_size, np.int64)
+    for part in _classes(cut, vps.bases, np.zeros_like(total)):
+        total[part.ranks] += _whole(part.each(part.rows, (part.rows[0][:0],) * 3))
+    return total
 
 
 def _whole(sums: Floats) -> Ints:

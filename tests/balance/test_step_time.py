@@ -14,7 +14,7 @@ from ds_dynatrain.balance.deal import Deal, peak_bytes, shares_of, state_of, tak
 from ds_dynatrain.balance.profile import LayerCost, Profile
 from ds_dynatrain.balance.step_time import Link, LinkCosts, step_time
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan import state_bytes
+from ds_dynatrain.plan import held_bytes
 from ds_dynatrain.space import (
     FROZEN,
     AxisCuts,
@@ -206,8 +206,8 @@ def test_state_is_what_the_space_says(pipe: int, zero_stage: int, kinds: dict[st
     measured = Profile(layers=layers, train_batch_size=12, micro_batch_size=1)
     weights, others, _ = state_of(measured, layout)
     for stage, (start, stop) in enumerate(itertools.pairwise(cut)):
-        held = [state_bytes(space, layout, 3 * stage + rank, tuple(kinds)) for rank in range(3)]
-        assert (weights + others)[start:stop].sum() == max(held)
+        held = held_bytes(space, layout, tuple(kinds))[3 * stage : 3 * stage + 3]
+        assert (weights + others)[start:stop].sum() == held.max()
 
 
 def test_bytes_by_hand() -> None:

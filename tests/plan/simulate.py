@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynatrain.plan import MemberPlan, Moves, SwitchPlan, bytes_sent, traffic
+from ds_dynatrain.plan import MemberPlan, Moves, SwitchPlan
 from ds_dynatrain.space import BufferId, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules
 from tests.space.expected import PADDING, Ints, buffers, buffers_under
+from tools.minimum import bytes_sent, traffic
 
 Memory = dict[tuple[str, str, int], Ints]
 """Values by (kind, place, index of the buffer)."""

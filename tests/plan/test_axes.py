@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan import assign_slots, bytes_sent, plan_switch
+from ds_dynatrain.plan import assign_slots, plan_switch
 from ds_dynatrain.space import (
     FROZEN,
     WHOLE,
@@ -28,7 +28,7 @@ from tests.sets import one_in
 from tests.space.expected import buffers_under, equal, laid_out
 from tests.space.laid import checked
 from tests.space.models import even, fused
-from tools.minimum import bytes_minimum
+from tools.minimum import bytes_minimum, bytes_sent
 
 TENSORS = [
     LogicalTensor("embed", (10, 4)),

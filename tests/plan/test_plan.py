@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_dynatrain.errors import LayoutError, SwitchRefused
-from ds_dynatrain.plan import bytes_sent, estimate, plan_switch, traffic
+from ds_dynatrain.plan import estimate, memory_of, peak_bytes, picture_of, plan_switch
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan.simulate import each, lacking_bytes, play, stays
 from tests.sets import examples, one_in
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
-from tools.minimum import bytes_minimum
+from tools.minimum import bytes_minimum, bytes_sent, traffic
 
 TENSORS = [
     LogicalTensor("a", (7, 5)),
@@ -132,10 +132,12 @@ def test_a_plan_goes_on_from_the_side_that_another_ends_on() -> None:
 
 def test_the_cost_counts_both_sides_and_the_budget() -> None:
     vps = space([LogicalTensor("a", (1000,))], ZeroRules(), Layout(zero_stage=1, data=1), (0,))
-    cost = estimate(plan_switch(vps, Layout(zero_stage=1, data=2), (0, 1)), budget_bytes=100, bytes_per_second=1000.0)
+    plan = plan_switch(vps, Layout(zero_stage=1, data=2), (0, 1))
+    cost = estimate(plan, budget_bytes=100, bytes_per_second=1000.0)
     assert cost.bytes_sent == 500 * 12 + 500 * 2
-    assert cost.peak_bytes == {0: 14_000 + 2_000 + 6_000 + 100, 1: 2_000 + 6_000 + 100}
-    assert cost.highest_peak_bytes == 22_100 and cost.seconds == 7.0
+    assert cost.highest_peak_bytes == 14_000 + 2_000 + 6_000 + 100 and cost.seconds == 7.0
+    assert [peak_bytes(plan, member, 100) for member in range(2)] == [cost.highest_peak_bytes, 2_000 + 6_000 + 100]
+    assert memory_of(plan, picture_of(plan), 100).tolist() == [[14_000, 0], [8_000, 8_000], [100, 100]]
 
 
 def test_the_cost_counts_last_gradients_that_only_the_target_has() -> None:

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan import assign_slots, bytes_sent, plan_switch
+from ds_dynatrain.plan import assign_slots, plan_switch
 from ds_dynatrain.plan.kept_bytes import Classes, KeptBytes
 from ds_dynatrain.plan.matching import Prices, match, most_kept
 from ds_dynatrain.plan.placement import place_slots
@@ -21,7 +21,7 @@ from tests.plan.dense import fewest_bytes, received, slot_costs, table_of
 from tests.plan.simulate import lacking_bytes
 from tests.sets import examples, one_in
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
-from tools.minimum import bytes_minimum
+from tools.minimum import bytes_minimum, bytes_sent
 
 TENSORS = [
     LogicalTensor("a", (7, 5)),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_dynatrain.errors import MemberMissing, TransferError
-from ds_dynatrain.plan import Exchange, MemberPlan, SwitchPlan, bytes_sent, plan_switch
+from ds_dynatrain.plan import Exchange, MemberPlan, SwitchPlan, plan_switch
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import Batching, Buffers, DeviceLink, ReadyPlan, TransferStats, execute
 from ds_dynatrain.transfer.batched import READY, bundled
@@ -23,6 +23,7 @@ from ds_dynatrain.transfer.stream import Parcel
 from tests.transfer.hub import Hub, all_at_once
 from tests.transfer.states import buffers_of, differences, logical_state, space
 from tests.transfer.test_executor import BUFFER, CHANGES, moves_of
+from tools.minimum import bytes_sent
 
 SECONDS = 30.0
 HOST = 1 << 20

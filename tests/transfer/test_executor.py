@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_dynatrain.errors import MemberMissing, TransferError
-from ds_dynatrain.plan import Exchange, MemberPlan, Moves, SwitchPlan, bytes_sent, plan_switch, sides
+from ds_dynatrain.plan import Exchange, MemberPlan, Moves, SwitchPlan, plan_switch, sides
 from ds_dynatrain.space import BufferId, Kind, Layout
 from ds_dynatrain.transfer import Buffers, ReadyPlan, TransferStats, Transport, execute
 from ds_dynatrain.transfer.stream import messages
 from tests.transfer.hub import Hub, all_at_once
 from tests.transfer.states import buffers_of, differences, logical_state, space
+from tools.minimum import bytes_sent
 
 BUFFER = BufferId("group", 0)
 KINDS = (Kind("master", 4), Kind("weight", 2, (), "master"))
