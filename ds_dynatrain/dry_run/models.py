@@ -32,6 +32,7 @@ class ModelTensor:
     dim: the dim that the tensor axis cuts, or None.
     units: the number of heads that the tensor axis deals out whole; 0 if it deals out single rows or columns.
     expert: whether dim 0 counts experts.
+    group: its optimizer group, or `FROZEN`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ModelTensor:
     dim: int | None = None
     units: int = 0
     expert: bool = False
+    group: int = 0
 
     def cuts(self, layout: Layout, starts: tuple[int, ...]) -> AxisCuts:
         """Return how a layout cuts the tensor. Raises LayoutError if the experts do not divide.
@@ -87,8 +89,7 @@ class Model:
         return sum(tensor.numel for tensor in self.logical())
 
     def logical(self) -> list[LogicalTensor]:
-        """Return the logical tensors; experts are in an optimizer group of their own, as DeepSpeed puts them."""
-        return [LogicalTensor(held.name, held.shape, int(held.expert), held.expert) for held in self.tensors]
+        return [LogicalTensor(held.name, held.shape, held.group, held.expert) for held in self.tensors]
 
     def partition(self, layout: Layout) -> Partition:
         """Return how the layout cuts each tensor of the model. Raises LayoutError if it cannot."""
@@ -141,9 +142,10 @@ def _feed_forward(values: Values) -> Iterator[ModelTensor]:
 
 
 def _experts(width: int, inner: int, count: int) -> Iterator[ModelTensor]:
+    """Yield the router and the stacks of experts, which DeepSpeed puts into an optimizer group of their own."""
     yield _whole("mlp.router.gate", count, width)
     for name, shape in (("w1", (inner, width)), ("w2", (width, inner)), ("w3", (inner, width))):
-        yield ModelTensor(f"mlp.experts.{name}", (count, *shape), expert=True)
+        yield ModelTensor(f"mlp.experts.{name}", (count, *shape), expert=True, group=1)
 
 
 def _llama(values: Values, block: int) -> Iterator[ModelTensor]:
@@ -276,8 +278,9 @@ REGISTRY: Mapping[str, Values] = {
 def model_named(name: str) -> Model:
     """Return the model of the registry, or of a JSON file, with the given name.
 
-    A file holds a Hugging Face configuration, or an object that maps the names of parameters to their shapes; such
-    parameters are cut by ZeRO only. Raises ConfigError for an unknown name or a file that cannot be read.
+    A file holds a Hugging Face configuration, or an object that maps the names of parameters to their shapes or to
+    what `engine.shapes()` returns; such parameters are cut by ZeRO only. Raises ConfigError for an unknown name or a
+    file that cannot be read.
     """
     path = Path(name)
     if path.suffix != ".json":
@@ -294,7 +297,12 @@ def model_named(name: str) -> Model:
     if "model_type" in values or not values:
         return model_of(values, str(values.get("_name_or_path") or name))
     try:
-        shapes = {key: tuple(map(int, shape)) for key, shape in values.items()}
-    except (TypeError, ValueError) as error:
+        return Model(name, 1, tuple(_listed(*item) for item in values.items()))
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"model {name!r}: {error}; give a list of numbers for each parameter") from None
-    return Model(name, 1, tuple(ModelTensor(key, shape, (0,)) for key, shape in shapes.items()))
+
+
+def _listed(name: str, value: Any) -> ModelTensor:
+    """Return the tensor that an entry of a file describes: its shape, or an object with `shape` and `group`."""
+    given = value if isinstance(value, dict) else {"shape": value}
+    return ModelTensor(name, tuple(map(int, given["shape"])), (0,), group=int(given.get("group", 0)))

@@ -10,9 +10,9 @@ from typing import Any
 from ds_dynatrain.config import split_config
 from ds_dynatrain.dry_run.models import Model, model_named
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused
-from ds_dynatrain.space import STATE, Kind, Layout, VirtualParameterSpace, ZeroRules, standard_kinds
+from ds_dynatrain.space import FROZEN, STATE, Kind, Layout, VirtualParameterSpace, ZeroRules, standard_kinds
 from ds_dynatrain.support import Target, refuse_config, refuse_layout
-from ds_dynatrain.support.axes import EXPERTS, PIPELINE, ULYSSES, Features, refusal
+from ds_dynatrain.support.axes import EXPERTS, PIPELINE, ULYSSES, refusal
 
 BUDGET_BYTES = 1 << 30
 """The default of `dynatrain.memory_budget_bytes`."""
@@ -48,8 +48,9 @@ class PlannedJob:
         Raises ConfigError if either cannot be used, UnsupportedError for a key that no job with a block may have.
         """
         known = model_named(model)
+        some = "some frozen" if any(held.group == FROZEN for held in known.tensors) else "all trained"
         said = [
-            f"{known.name}: {known.parameters / 1e9:.2f} billion parameters in {known.blocks} blocks, all trained",
+            f"{known.name}: {known.parameters / 1e9:.2f} billion parameters in {known.blocks} blocks, {some}",
             "pipeline stages have equal numbers of blocks; the first also the embedding, the last the norm and head",
             "AutoTP cuts attention by heads of keys and values, feed-forward layers and the head evenly, nothing else",
         ]
@@ -122,9 +123,10 @@ class PlannedJob:
 
     def refusal(self, source: Layout, target: Layout) -> SwitchRefused | None:
         """Return why the job cannot train in one of two layouts, or go from one to the other; None if it can."""
+        pipe, sequence = max(source.pipe, target.pipe), max(source.sequence, target.sequence)
+        has = {PIPELINE: pipe > 1, EXPERTS: self.model.has_experts, ULYSSES: sequence > 1}
         for layout, present in ((source, None), (target, source)):
-            axes = max(source.pipe, target.pipe), max(source.sequence, target.sequence)
-            found = refusal(self._features(*axes), layout, layout.world_size)
+            found = refusal(frozenset(filter(has.get, has)), layout, layout.world_size)
             if found is not None:
                 return SwitchRefused(found.why, found.instead)
             try:
@@ -135,10 +137,6 @@ class PlannedJob:
             except LayoutError as error:
                 return SwitchRefused(str(error), "choose other sizes of pipe, expert and tensor")
         return None
-
-    def _features(self, pipe: int, sequence: int) -> Features:
-        there = {PIPELINE: pipe > 1, EXPERTS: self.model.has_experts, ULYSSES: sequence > 1}
-        return frozenset(feature for feature, is_there in there.items() if is_there)
 
 
 def layout_of(text: str, stage: int | None = None, present: Layout | None = None) -> Layout:

@@ -290,9 +290,13 @@ class DynatrainEngine(HostEngine):
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
         return self._parts.switcher.dry_run(layout, sizes)
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Return the whole shape of each parameter by name. As a JSON file this is a model of `ds-dynatrain plan`."""
-        return {tensor.name: [*tensor.shape] for tensor in self._parts.vps.tensors if tensor.numel}
+    def shapes(self) -> dict[str, dict[str, Any]]:
+        """Return a map from the name of each parameter to its whole `shape` and its optimizer `group` (-1: frozen).
+
+        A JSON file of the map is a model for `ds-dynatrain plan`, which cuts it by ZeRO only.
+        """
+        tensors = (tensor for tensor in self._parts.vps.tensors if tensor.numel)
+        return {tensor.name: {"shape": [*tensor.shape], "group": tensor.group} for tensor in tensors}
 
     @in_turn
     def suggest(
