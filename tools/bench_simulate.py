@@ -41,7 +41,8 @@ from ds_dynatrain.simulate.trace import read_trace
 AT_MOST, NODES = 4, 5
 """Members that may train, and nodes that are there at most."""
 REST_SECONDS = 240.0
-"""How long a storm may take until everything is in order, on a busy machine."""
+"""How long a storm may take until everything is in order, on a busy machine. Members wait as long for a coordinator:
+one of them may be the last that has the state."""
 NOTICED = {"stop": CHAOS_TIMES["silent_seconds"], "hang": CHAOS_TIMES["stuck_seconds"]}
 """What happened to a worker -> seconds until the coordinator gives it up."""
 
@@ -97,7 +98,7 @@ class Played:
 def storm(seed: int, events: int) -> Played:
     """Play one."""
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-simulate-"))
-    job = Job(folder, times=CHAOS_TIMES)
+    job = Job(folder, times=CHAOS_TIMES, variables={"ORPHAN_SECONDS": f"{REST_SECONDS:g}"})
     found = Storm(job, seed, most=NODES, rest_seconds=REST_SECONDS)
     begin, end, faults = 0.0, 0.0, list[str]()
     try:

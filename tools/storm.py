@@ -1,7 +1,8 @@
 """Random events in an elastic job: nodes come and go, processes are killed and stopped, also two at one time.
 
 One worker is always spared, so that somebody has the state: another one every `SPARED_EVENTS` events, the youngest
-of the world, so that rank 0 is killed often enough.
+of the world, so that rank 0 is killed often enough. It goes, too, if another coordinator needs longer to start than
+members wait for one; then the storm ends with an error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from nodes import Job, processes
 from processes import Growth, is_below, with_variable
 
+from ds_dynatrain.elastic.member import Ending
 from ds_dynatrain.elastic.messages import Status
 
 SPARED_EVENTS = 30
@@ -55,6 +57,7 @@ class Storm:
         self._ended: list[str] = []
         self._names = itertools.count()
         self._coordinator = ""
+        self._started_at = 0.0
         self._touched: set[int] = set()
         self._seen_alone: set[int] = set()
 
@@ -120,6 +123,7 @@ class Storm:
 
     def _rest(self, size: int) -> Status | None:
         """The status, if the world has that many members, all are in it, make steps, and nobody is on the way out."""
+        self._see_orphans()
         for name in self.agents:
             if self.job.processes[name].poll() is not None:
                 raise RuntimeError(f"agent {name} has ended by itself\n{self.job.logs()}")
@@ -131,6 +135,18 @@ class Storm:
         working = [one for one in status.members if one.rank is not None]
         is_in = len(working) == size and all(one.entered == status.generation for one in working)
         return status if is_in and self.job.steps(status.generation) > 2 * size else None
+
+    def _see_orphans(self) -> None:
+        """Raise RuntimeError if a worker, maybe the last with the state, ended because it found no coordinator."""
+        end = f"this process ends with code {Ending.ORPHANED:d}"
+        for name in self.agents:
+            orphans = [line for line in (self.job.folder / f"{name}.log").read_text().splitlines() if end in line]
+            if orphans:
+                seconds = time.monotonic() - self._started_at
+                raise RuntimeError(
+                    f"a job of which state may be lost: {orphans[-1]}; {self._coordinator} was started {seconds:.0f} s "
+                    "ago; use a machine that is less busy"
+                )
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -217,7 +233,7 @@ class Storm:
     # -- small things ------------------------------------------------------------------------------------------------
 
     def _start_coordinator(self) -> None:
-        self._coordinator = f"coordinator{next(self._names)}"
+        self._coordinator, self._started_at = f"coordinator{next(self._names)}", time.monotonic()
         self.job.coordinator(self._coordinator)
 
     def _working(self) -> list[int]:
