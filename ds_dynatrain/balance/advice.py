@@ -17,9 +17,9 @@ from ds_dynatrain.balance.decision import (
     REMEMBERED,
     Answer,
     BalanceDecision,
+    BetterLayout,
     DecisionHistory,
     Offer,
-    Rival,
     Slowdown,
     decide,
 )
@@ -76,7 +76,7 @@ class Advice:
     move: MoveCost
     decision: BalanceDecision
     without: tuple[int, ...] = ()
-    rivals: tuple[Rival, ...] = ()
+    rivals: tuple[BetterLayout, ...] = ()
     slowdown: Slowdown | None = None
     at_work: float = 1.0
     release: BalanceDecision | None = None
@@ -202,11 +202,11 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     move = move_to(best.layout, without) if without or best.layout != at.present else None
     moved = move or MoveCost(0, 0.0)
 
-    def saved(rival: Rival) -> float:
+    def saved(rival: BetterLayout) -> float:
         speeds = at.remaining(profile.speeds, rival.without)
         return now.seconds - at.at_work(rival.layout) * at.time(profile, rival.layout, speeds).seconds
 
-    rivals = at.history.rivals_at(at.step, Rival(best.layout, without), saved)
+    rivals = at.history.rivals_at(at.step, BetterLayout(best.layout, without), saved)
     # The saving is a prediction; the current step includes time that is not predicted, if it was measured.
     present = max(now.seconds, at.step_seconds)
     error = _error(profile, at.deal(profile, at.present), at.present, best.layout)

@@ -85,7 +85,7 @@ class Offer:
     target_seconds: seconds of a step after the move.
     error_seconds: the standard error of the difference between the two.
     cost_seconds: the cost of the move.
-    lost_seconds: the time that the present layout has lost so far; see `Rival`.
+    lost_seconds: the time that the present layout has lost so far; see `BetterLayout`.
     """
 
     present_seconds: float
@@ -142,7 +142,7 @@ class BalanceDecision:
 
 
 @dataclass(frozen=True)
-class Rival:
+class BetterLayout:
     """A layout that was better than the present one at some time.
 
     without: the ranks that it does without.
@@ -154,7 +154,7 @@ class Rival:
     without: tuple[int, ...] = ()
     lost_seconds: float = 0.0
 
-    def after(self, steps: int, saved_seconds: float) -> Rival:
+    def after(self, steps: int, saved_seconds: float) -> BetterLayout:
         """Return the rival after more steps, in each of which it would have saved this much."""
         return dataclasses.replace(self, lost_seconds=max(0.0, self.lost_seconds + max(0, steps) * saved_seconds))
 
@@ -175,9 +175,11 @@ class DecisionHistory:
     since: int = 0
     factor: float = 1.0
     open: PastMove | None = None
-    rivals: tuple[Rival, ...] = ()
+    rivals: tuple[BetterLayout, ...] = ()
 
-    def rivals_at(self, step: int, proposed: Rival, saved: Callable[[Rival], float]) -> tuple[Rival, ...]:
+    def rivals_at(
+        self, step: int, proposed: BetterLayout, saved: Callable[[BetterLayout], float]
+    ) -> tuple[BetterLayout, ...]:
         """Return the rivals at this step, the proposed one last. A new one counts from `since` on.
 
         saved: function that returns the seconds by which a step of a rival would be shorter now.
@@ -194,7 +196,7 @@ class DecisionHistory:
         """
         layouts = [each.layout for each in self.rivals if not each.without] + ([] if left is None else [left])
         return dataclasses.replace(
-            self, step=step, since=step, rivals=tuple(map(Rival, dict.fromkeys(layouts)))[-REMEMBERED:]
+            self, step=step, since=step, rivals=tuple(map(BetterLayout, dict.fromkeys(layouts)))[-REMEMBERED:]
         )
 
 

@@ -13,12 +13,12 @@ import pytest
 from ds_dynatrain.balance.config import BalanceConfig as Rules
 from ds_dynatrain.balance.decision import (
     Answer,
+    BetterLayout,
     DecisionHistory,
     Drift,
     MoveVerdict,
     Offer,
     PastMove,
-    Rival,
     costs_differ,
     decide,
     drift_of,
@@ -69,13 +69,13 @@ def test_why_says_the_arithmetic() -> None:
 
 def test_time_lost_is_never_below_nothing() -> None:
     layout = Layout(zero_stage=1)
-    (found,) = dataclasses.replace(FRESH, step=7, since=3).rivals_at(10, Rival(layout), lambda _: 0.5)
+    (found,) = dataclasses.replace(FRESH, step=7, since=3).rivals_at(10, BetterLayout(layout), lambda _: 0.5)
     assert found.lost_seconds == 0.5 * 7, "as long as costs are as they are"
-    history = dataclasses.replace(FRESH, step=10, rivals=(found, Rival(layout, (1,))))
-    *_, found = history.rivals_at(20, Rival(layout), lambda _: -0.2)
-    assert found == Rival(layout, (), 1.5)
-    assert history.rivals_at(20, Rival(layout), lambda _: -1.0)[-1].lost_seconds == 0
-    assert history.rivals_at(20, Rival(layout, (1,)), lambda _: 0.1)[-1] == Rival(layout, (1,), 1.0)
+    history = dataclasses.replace(FRESH, step=10, rivals=(found, BetterLayout(layout, (1,))))
+    *_, found = history.rivals_at(20, BetterLayout(layout), lambda _: -0.2)
+    assert found == BetterLayout(layout, (), 1.5)
+    assert history.rivals_at(20, BetterLayout(layout), lambda _: -1.0)[-1].lost_seconds == 0
+    assert history.rivals_at(20, BetterLayout(layout, (1,)), lambda _: 0.1)[-1] == BetterLayout(layout, (1,), 1.0)
 
 
 MOVE = PastMove(0.2, 10.0, 0.1)
@@ -172,7 +172,7 @@ class Run:
             problem = Problem.of(known, self.stages, speeds=1 / pace)
             best = partition(problem, cut).boundaries
             (took, error), (target, target_error) = (self.slowest(problem, each, len(windows)) for each in (cut, best))
-            rivals = history.rivals_at(step, Rival(stages_at(best)), partial(self.saved, problem, cut))
+            rivals = history.rivals_at(step, BetterLayout(stages_at(best)), partial(self.saved, problem, cut))
             lost = rivals[-1].lost_seconds
             offer = Offer(took, target, float(np.hypot(error, target_error)), self.cost_seconds, lost)
             decision = decide(self.rules, history, offer)
@@ -186,7 +186,7 @@ class Run:
                 self.moves.append((step, cut))
         return self
 
-    def saved(self, problem: Problem, cut: tuple[int, ...], rival: Rival) -> float:
+    def saved(self, problem: Problem, cut: tuple[int, ...], rival: BetterLayout) -> float:
         """Seconds of a step that a rival's boundaries save."""
         return self.slowest(problem, cut, 1)[0] - self.slowest(problem, rival.layout.boundaries or (), 1)[0]
 
