@@ -47,7 +47,7 @@ class MemberPlan:
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All exchanges with peers."""
+        """Exchanges with peers in all rounds, those of relays last."""
         return self.rounds + self.relays
 
     def only(self, kinds: Collection[str]) -> MemberPlan:
