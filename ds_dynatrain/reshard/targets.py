@@ -16,8 +16,8 @@ from ds_dynatrain.adapters.zero.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.zero.optimizers import rule_of as optimizer_rule_of
 from ds_dynatrain.adapters.zero.regroup import refuse_changes
 from ds_dynatrain.errors import SwitchRefused
-from ds_dynatrain.membership.destinations import growing, rule_of
-from ds_dynatrain.plan import assign_slots
+from ds_dynatrain.membership.destinations import Destination, growing, rule_of
+from ds_dynatrain.plan import assign_slots, nearest
 from ds_dynatrain.reshard import feasible
 from ds_dynatrain.reshard.carry import refuse_tensor_settings
 from ds_dynatrain.reshard.core import EngineCore
@@ -98,8 +98,8 @@ class Targets:
         if not engine.train_loaders:
             raise usage("late switches without a loader").refused()
 
-    def members_for(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[int, ...]:
-        """Return the member at each rank of a layout.
+    def placed(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> Destination:
+        """Return the layout with its order of tensors, and the member at each rank.
 
         Raises SwitchRefused if there are too few members, or too little memory on this node.
 
@@ -113,9 +113,17 @@ class Targets:
                 f"{target} has {target.world_size} ranks, and {len(able)} members may take one",
                 f"choose a layout of at most {len(able)} ranks",
             )
-        members = assign_slots(engine.vps, target, able, pool.nodes).members
+        target, members = self.destination(target, able, pool.nodes)
         feasible.check_memory(engine.control.member, needs(engine, target, members, pool.nodes, late), pool.nodes)
-        return members
+        return target, members
+
+    def destination(self, target: Layout, able: tuple[int, ...], nodes: Mapping[int, str]) -> Destination:
+        """Return the layout with its order of tensors, and the member at each rank, out of those that are able."""
+        vps = self.engine.vps
+        if self.engine.settings.owners == "nearest":
+            target, found = nearest(vps, target, able, nodes)
+            return target, found.members
+        return target.replace(order=None), assign_slots(vps, target.replace(order=None), able, nodes).members
 
 
 def needs(
