@@ -184,6 +184,8 @@ class DynatrainConfig(Block):
     ] = "data"
     """The layout for n members of an elastic job: "data", "best", an object that maps n to a layout, or
     "module:function"."""
+    owners: Literal["deepspeed", "nearest"] = "deepspeed"
+    """Order of tensors in flat buffers of ZeRO stages 1 and 2 after a switch; "nearest": one that moves fewer bytes."""
     elastic: ElasticConfig = ElasticConfig()
     buddies: OfExtension = None
     """Copies in memory of state that only one rank holds, for elastic jobs; `None`: the same as an empty object."""

@@ -69,6 +69,11 @@ class Checkpoints:
         save: DeepSpeed's call, which takes a folder and a tag.
         """
         self._refuse_late("save_checkpoint")
+        if self.engine.layout.order is not None:
+            raise CheckpointError(
+                f"save_checkpoint: in {self.engine.layout} the flat buffers hold the tensors in another order than "
+                "DeepSpeed's, which its load would not notice; call engine.save, which any layout can load"
+            )
         if not self.engine.is_discarded:
             agreed = PROCESS.sync_points.arrive("save_checkpoint", os.fspath(folder), tag)
             if agreed is None:

@@ -63,7 +63,6 @@ from ds_dynatrain.membership.destinations import (
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import VoteResult
 from ds_dynatrain.membership.whole import Had, WholeCopies
-from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.records import to_record
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import registration
@@ -592,4 +591,8 @@ def _rules(engine: EngineParts, nodes: Mapping[int, str]) -> Rules:
         with engine.turn():
             return choose(targets.rule, members, engine.layout, lambda layout: targets.check(layout, processes=members))
 
-    return Rules(choice, lambda layout, able: assign_slots(engine.vps, layout, able, nodes).members)
+    def assign(layout: Layout, able: tuple[int, ...]) -> Destination:
+        target, found = targets.assigned(layout, able, nodes)
+        return target, found.members
+
+    return Rules(choice, assign)

@@ -16,6 +16,7 @@ from ds_dynatrain.adapters.deepspeed.support_checks import refuse_module
 from ds_dynatrain.adapters.model.shaper import Shaper
 from ds_dynatrain.adapters.model.shaping import start_expert_size, start_tensor_size
 from ds_dynatrain.adapters.model.ulysses import first_size
+from ds_dynatrain.adapters.versions.deepspeed_versions import present
 from ds_dynatrain.adapters.zero.buffers import provide, zeros
 from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
 from ds_dynatrain.adapters.zero.incoming import Incoming, fill
@@ -27,7 +28,8 @@ from ds_dynatrain.reshard import feasible
 from ds_dynatrain.reshard.context import Job
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import Layout, VirtualParameterSpace, row_of, shared_stages
-from ds_dynatrain.support import Target, refuse_layout
+from ds_dynatrain.support import Target, refuse_layout, usage
+from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE
 from ds_dynatrain.transfer import digest
 
 DRAW_SECONDS = 1800.0
@@ -96,8 +98,23 @@ def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, proc
             extension.check_layout(layout, job.batch_sizes, job.has_stages)
         refuse_module(model, layout, job.user_config)
         refuse_layout(Target(job.user_config, layout))
+        if job.settings.owners == "nearest":
+            _refuse_owners(layout, job)
     except SwitchRefused as refusal:
         raise ConfigError(str(refusal)) from refusal
+
+
+def _refuse_owners(layout: Layout, job: Job) -> None:
+    """Raise SwitchRefused if the job's tensors cannot have an order of our choice in flat buffers."""
+    others = {
+        "a pipeline": PIPELINE in job.features,
+        "experts": not job.features.isdisjoint((EXPERTS, NATIVE_EXPERTS)),
+        "a tensor axis": layout.tensor > 1,
+        "DeepSpeed 0.18": "zero_optimization.round_robin_gradients" in present().refused,
+    }
+    for name, is_there in others.items():
+        if is_there:
+            raise usage("an order of tensors by owners").refused(f'"owners": "nearest" with {name}')
 
 
 def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:

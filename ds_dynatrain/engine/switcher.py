@@ -143,8 +143,8 @@ class Switcher:
             target = feasible.target_layout(self.engine.layout, layout, changes)
         except SwitchRefused:
             return False
-        pending, wanted = self.engine.pending, (target, at, late)
-        return pending is not None and (pending.layout, pending.at, pending.late) == wanted
+        pending, wanted = self.engine.pending, (target.replace(order=None), at, late)
+        return pending is not None and (pending.layout.replace(order=None), pending.at, pending.late) == wanted
 
     def place_in_training(self) -> str:
         """Return a key for a request: unique to this point in training, and the same on all members that make this
@@ -163,7 +163,7 @@ class Switcher:
         engine = self.engine
         try:
             target = self._targets.checked(layout, changes)
-            found = self._targets.assignment(target, without)
+            target, found = self._targets.placed(target, without)
         except SwitchRefused as refusal:
             wanted = layout if layout is not None else engine.layout
             return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
@@ -217,7 +217,8 @@ class Switcher:
                 )
             if at is not None and at < engine.global_steps:
                 raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later at=")
-            members = self._targets.assignment(target, reason.without, late).members
+            target, found = self._targets.placed(target, reason.without, late)
+            members = found.members
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout

@@ -74,9 +74,9 @@ class Exact(Extension):
 
     def check_layout(self, layout: Layout, batch: BatchSizes, has_stages: bool) -> None:
         """Raise SwitchRefused if the layout's axes or ZeRO stage would add gradients in a different order."""
-        alike = Layout(data=layout.data, zero_stage=layout.zero_stage)
+        alike = Layout(data=layout.data, zero_stage=layout.zero_stage, order=layout.order)
         if has_stages:
-            alike = alike.replace(pipe=layout.pipe, boundaries=layout.boundaries)
+            alike = alike.replace(pipe=layout.pipe, boundaries=layout.boundaries, order=layout.order)
             if batch.train_batch_size % batch.micro_batch_size:
                 raise usage("exact: a smaller last leaf").refused(
                     f"train_batch_size {batch.train_batch_size} in leaves of {batch.micro_batch_size} samples"

@@ -88,11 +88,11 @@ class Rules:
     """Rules that determine the destination of one engine.
 
     choose: returns the layout for a number of members.
-    assign: returns the member at each rank of a layout.
+    assign: returns a layout with its order of tensors, and the member at each rank.
     """
 
     choose: Callable[[int], ChosenLayout]
-    assign: Callable[[Layout, tuple[int, ...]], tuple[int, ...]]
+    assign: Callable[[Layout, tuple[int, ...]], Destination]
 
 
 def destinations(
@@ -137,8 +137,8 @@ def destinations(
         return None
     targets: list[Destination] = []
     for engine, layout in zip(engines, layouts, strict=True):
-        able = engine.assign(layout, able)  # all engines have the first one's members
-        targets.append((layout, able))
+        targets.append(engine.assign(layout, able))
+        able = targets[-1][1]  # all engines have the first one's members
     return targets
 
 
@@ -151,7 +151,7 @@ def _of_restoring(
     for engine, layout in zip(engines, [choice.layout for choice in choices], strict=True):
         if layout is not None:
             first = members[: layout.world_size]
-            targets.append((layout, engine.assign(layout, members) if asked.has_copies else first))
+            targets.append(engine.assign(layout, members) if asked.has_copies else (layout, first))
     if len(targets) < len(choices):
         refusals = [refusal for choice in choices for refusal in choice.refusals]
         say(f"no layout for {len(members)} members ({'; '.join(refusals)}): waiting for others")

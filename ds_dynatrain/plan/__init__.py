@@ -1,7 +1,8 @@
 """The plan of a switch: which member gets which rank, who sends what to whom and in which order, and what it costs.
 
 `slots` assigns members to the ranks of the new world: `kept_bytes` counts what each would keep in each rank,
-`placement` chooses the node of each rank, and `matching` keeps the most and proves it. `sides` compares source and
+`placement` chooses the node of each rank, and `matching` keeps the most and proves it. `owners` chooses the order of
+tensors in flat buffers. `sides` compares source and
 target: it finds what each member lacks and which member sends it. `moves` turns that into moves. `plan` is the whole
 plan as one member sees it, and the parts of absent members that another member carries out; `rounds` orders its
 exchanges. `picture` counts the bytes of all members at once, `cost` estimates memory and time, and `topology` knows
@@ -21,6 +22,7 @@ from ds_dynatrain.plan.copies import (
 )
 from ds_dynatrain.plan.cost import Cost, estimate, peak_bytes
 from ds_dynatrain.plan.moves import Moves
+from ds_dynatrain.plan.owners import nearest
 from ds_dynatrain.plan.picture import Picture, held_bytes, memory_of, picture_of
 from ds_dynatrain.plan.plan import (
     Exchange,
@@ -54,6 +56,7 @@ __all__ = [
     "held_bytes",
     "is_copied",
     "memory_of",
+    "nearest",
     "needs_copies",
     "outlives_a_node",
     "peak_bytes",

@@ -21,13 +21,14 @@ class Side:
     """One side of a switch: a layout, and the members that train in it, in the order of their ranks."""
 
     layout: Mapping[str, Any]
-    """Sizes of the axes by name, and `zero_stage`; also `boundaries` and `shares` if the layout has them."""
+    """Sizes of the axes by name, and `zero_stage`; also `boundaries`, `shares` and `order` if the layout has them."""
     members: tuple[int, ...]
 
     def describe(self) -> str:
         """Return a description of the layout without axes of size 1, such as `data=4 zero_stage=3`."""
         always = ("data", "zero_stage")
-        return " ".join(f"{name}={size}" for name, size in self.layout.items() if name in always or size != 1)
+        parts = {name: f"{name}={size}" for name, size in self.layout.items() if name in always or size != 1}
+        return " ".join((parts | {"order": "owners=nearest"} if "order" in parts else parts).values())
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
         if is_open:
             raise SwitchRefused(is_open, "call it after engine.step(), with no switch pending")
         refuse_at_boundary(host)
+        if engine.layout.order is not None:
+            raise SwitchRefused(
+                f"the order of tensors in {engine.layout} is that of the present groups",
+                'leave "owners" out of the dynatrain block',
+            )
         wanted = wanted_of(host.model_map, host.module, groups, _has_begun(engine))
     except SwitchRefused as refused:
         refusal = refused

@@ -13,7 +13,7 @@ from ds_dynatrain.errors import LayoutError
 
 RANK_ORDER = ("pipe", "data", "sequence", "tensor")
 STAGES = (0, 1, 2, 3)
-NO_AXES = ("zero_stage", "boundaries", "shares")
+NO_AXES = ("zero_stage", "boundaries", "shares", "order")
 """Fields of a layout that are not axes."""
 OF_AXES = {"pipe": "boundaries", "data": "shares"}
 """Axis -> the field that has a number for each index of the axis."""
@@ -33,6 +33,10 @@ class Layout:
 
     shares: how many samples of a global batch each index of the data axis takes, such as (3, 5). None deals them as
     evenly as possible. LayoutError unless every index has a share of at least 1.
+
+    order: how the flat buffers of ZeRO stages 1 and 2 order the tensors, as runs of tensor numbers, such as (4, 6, 0,
+    4) for 4, 5, 0, 1, 2, 3. None is DeepSpeed's order. Switches choose it; see `dynatrain.owners`. LayoutError unless
+    each number occurs once.
     """
 
     zero_stage: int
@@ -43,6 +47,7 @@ class Layout:
     sequence: int = 1
     boundaries: tuple[int, ...] | None = None
     shares: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raise LayoutError, with the arithmetic that fails, for sizes that make no layout."""
@@ -66,6 +71,8 @@ class Layout:
             _check_boundaries(self.boundaries, self.pipe)
         if self.shares is not None:
             _check_shares(self.shares, self.data)
+        if self.order is not None:
+            _check_order(self.order)
 
     def axes(self) -> dict[str, int]:
         """Return the size of every axis, by name."""
@@ -94,6 +101,7 @@ class Layout:
         """Return a layout with some sizes changed; LayoutError for a name that is no axis.
 
         Boundaries hold for one number of stages only, so another `pipe` drops them; another `data` drops the shares.
+        Every change drops the order.
         """
         names = tuple(field.name for field in dataclasses.fields(self))
         unknown = sorted(set(changes) - set(names))
@@ -102,7 +110,8 @@ class Layout:
         was = {axis: getattr(self, axis) for axis in OF_AXES}
         dropped = {name: None for axis, name in OF_AXES.items() if changes.get(axis, was[axis]) != was[axis]}
         lists = {name: tuple(value) for name, value in changes.items() if isinstance(value, list)}
-        return dataclasses.replace(self, **{**dropped, **changes, **lists})
+        found = dataclasses.replace(self, **{**dropped, **changes, **lists})
+        return found if found == self or "order" in changes else dataclasses.replace(found, order=None)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the place of a rank on each axis that adds ranks; LayoutError for a rank outside the world."""
@@ -131,9 +140,9 @@ class Layout:
         return rank
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all sizes, the stage, and the boundaries and shares if given, by name, as plain JSON."""
+        """Return all sizes, the stage, and the boundaries, shares and order if given, by name, as plain JSON."""
         found: dict[str, Any] = {**self.axes(), "zero_stage": self.zero_stage}
-        for name in OF_AXES.values():
+        for name in (*OF_AXES.values(), "order"):
             if (numbers := getattr(self, name)) is not None:
                 found[name] = list(numbers)
         return found
@@ -149,7 +158,10 @@ class Layout:
         return cls(zero_stage=values["zero_stage"]).replace(**values)
 
     def __str__(self) -> str:
-        """Return a short form for people, such as "data=4 zero_stage=2"; other axes of size 1 are left out."""
+        """Return a short form for people, such as "data=4 zero_stage=2".
+
+        Other axes of size 1 are left out. "owners=nearest" stands for an order.
+        """
         parts = []
         for name, size in self.axes().items():
             if size != 1 or name == "data":
@@ -157,6 +169,8 @@ class Layout:
         for name in OF_AXES.values():
             if (numbers := getattr(self, name)) is not None:
                 parts.append(f"{name}={','.join(map(str, numbers))}")
+        if self.order is not None:
+            parts.append("owners=nearest")
         return " ".join([*parts, f"zero_stage={self.zero_stage}"])
 
 
@@ -192,6 +206,17 @@ def _check_shares(shares: tuple[int, ...], data: int) -> None:
     if min(shares) < 1:
         index = shares.index(min(shares))
         raise LayoutError(f"shares={shares} leave data index {index} without a sample; use fewer data ranks")
+
+
+def _check_order(order: tuple[int, ...]) -> None:
+    """Raise LayoutError unless the runs are a permutation of the numbers from 0."""
+    if not isinstance(order, tuple) or not all(map(_is_whole, order)) or len(order) % 2:
+        raise LayoutError(f"order={order!r} is no tuple of runs; give one such as (4, 6, 0, 4), or None")
+    reached = 0
+    for start, stop in sorted(zip(order[::2], order[1::2], strict=True)):
+        if start != reached or stop <= start:
+            raise LayoutError(f"order={order} does not have each tensor once: see the run {start} to {stop}; give None")
+        reached = stop
 
 
 def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:

@@ -19,7 +19,7 @@ A moment that needs whole tensors is first cut like a master; in stages 1 and 2 
 
 The tensors of a flat group lie end to end in registration order. `round_robin_gradients` reorders them: first the
 tensors numbered 0, data, 2 data, ..., then 1, data + 1, ... With `parameter_alignment` each tensor begins at a multiple
-of `weight_alignment`. Both ignore empty tensors.
+of `weight_alignment`. Both ignore empty tensors. A layout's `order` replaces the round-robin one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.interval import Ints, chains, join
 from ds_dynatrain.space.kind import Kind, kind_of, row_of
 from ds_dynatrain.space.layout import Layout
@@ -46,6 +47,7 @@ class ZeroRules:
     round_robin_stages: which of stages 1 and 2 order the tensors of a flat group round-robin over the ranks.
     aligned_stages: which of stages 1 and 2 begin each tensor of a flat group at a multiple of weight_alignment.
     weight_alignment: the alignment of tensors in the `aligned_stages`.
+    ordered_stages: which of stages 1 and 2 can have an order of tensors of our choice (`Layout.order`).
     flat_without_zero: whether stage 0 has flat groups, whole and without padding (DeepSpeed's FP16_Optimizer).
     parts_without_zero: whether stage 0 is cut like stage 1 (BF16_Optimizer, which DeepSpeed uses for pipelines there).
     sub_group_size: a ZeRO-3 sub-group is closed when the sum of its parts on a rank reaches this size.
@@ -55,6 +57,7 @@ class ZeroRules:
     round_robin_stages: frozenset[int] = frozenset()
     aligned_stages: frozenset[int] = frozenset()
     weight_alignment: int = 1
+    ordered_stages: frozenset[int] = frozenset({1, 2})
     flat_without_zero: bool = False
     parts_without_zero: bool = False
     sub_group_size: int = 10**9
@@ -167,7 +170,9 @@ def flat_order(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: in
     Empty tensors are left out; DeepSpeed also drops them before it numbers tensors.
     """
     tensors = np.flatnonzero((line.groups == group) & (line.numels > 0))
-    if layout.zero_stage in rules.round_robin_stages:
+    if layout.order is not None:
+        tensors = tensors[np.argsort(places_of(layout.order, line.trainable_count)[tensors])]
+    elif layout.zero_stage in rules.round_robin_stages:
         ranks = group_size(layout, bool(len(tensors)) and bool(line.experts[tensors[0]]))
         tensors = tensors[np.argsort(np.arange(len(tensors)) % ranks, kind="stable")]
     step = rules.weight_alignment if layout.zero_stage in rules.aligned_stages else 1
@@ -175,6 +180,20 @@ def flat_order(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: in
     room = -(-numels // step) * step
     position = np.cumsum(room) - room
     return tensors, position, int(position[-1] + numels[-1]) if len(tensors) else 0
+
+
+@lru_cache(maxsize=8)
+def places_of(order: tuple[int, ...], count: int) -> Ints:
+    """Return the place of each of `count` trainable tensors in a layout's order.
+
+    Raises LayoutError if the order is of another number of tensors.
+    """
+    numbers = np.concatenate([np.arange(*run) for run in zip(order[::2], order[1::2], strict=True)])
+    if len(numbers) != count:
+        raise LayoutError(
+            f"the layout orders {len(numbers)} tensors, and {count} are trained; drop the order: replace(order=None)"
+        )
+    return np.argsort(numbers)
 
 
 def partition_size(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: int) -> int:

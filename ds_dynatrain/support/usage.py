@@ -290,6 +290,12 @@ USAGE = (
         "where one cannot be late, members come and go without it; see [elastic jobs](dev/elastic-protocol.md#late)",
         "tests/elastic/test_late_switches.py::test_members_come_and_go",
     ),
+    _start(
+        "an order of tensors by owners",
+        "the order is chosen over data and sequence ranks alone, and DeepSpeed 0.18 cannot link masters in one",
+        'leave "owners" out of the dynatrain block',
+        "tests/engine/test_owners.py::test_what_is_refused",
+    ),
     _switch(
         "late lean switches",
         'under "safety": "lean" the source is freed before the target is built',

@@ -8,7 +8,7 @@ sub-group end to end. Every replica that a rank holds is read, and all must agre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,7 +213,7 @@ def _views(engine: Any) -> Iterator[View]:
         peers = zero.real_dp_process_group[group]
         rank, world = td.get_rank(peers), td.get_world_size(peers)
         first, runs, covered = rank * master.numel(), [], torch.zeros(master.numel(), dtype=torch.bool)
-        for position, parameter in _flat_order(zero, parameters, world):
+        for position, parameter in _flat_order(zero, _in_order(engine, parameters, names), world):
             low, high = max(position, first), min(position + parameter.numel(), first + master.numel())
             if low < high:
                 runs.append((names[id(parameter)], low - position, low - first, high - low))
@@ -258,9 +258,19 @@ def _flat_groups(zero: Any) -> list[tuple[list[Any], torch.Tensor, torch.Tensor]
     return list(zip(zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True))
 
 
-def _flat_order(zero: Any, parameters: list[Any], world: int) -> Iterator[tuple[int, Any]]:
+def _in_order(engine: Any, parameters: list[Any], names: dict[int, str]) -> Sequence[Any]:
+    """As a tuple in the layout's own order of tensors, if it has one."""
+    runs = engine.layout.order
+    if runs is None:
+        return parameters
+    every = [tensor.name for tensor in engine._parts.vps.tensors]
+    order = [every[number] for run in zip(runs[::2], runs[1::2], strict=True) for number in range(*run)]
+    return tuple(sorted(parameters, key=lambda each: order.index(names[id(each)])))
+
+
+def _flat_order(zero: Any, parameters: Sequence[Any], world: int) -> Iterator[tuple[int, Any]]:
     """(first element in the flat buffer, parameter) as `stage_1_and_2.py` lays out a group of stages 1 and 2."""
-    deals = world if getattr(zero, "round_robin_gradients", False) else 1
+    deals = world if getattr(zero, "round_robin_gradients", False) and not isinstance(parameters, tuple) else 1
     piles = [parameters[deal::deals] for deal in range(deals)]
     position = 0
     for parameter in (parameter for pile in piles for parameter in pile):

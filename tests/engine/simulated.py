@@ -577,9 +577,9 @@ class Member:
         def rules(present: Destination) -> Rules:
             layout, members = present
 
-            def assign(wanted: Layout, able: tuple[int, ...]) -> tuple[int, ...]:
+            def assign(wanted: Layout, able: tuple[int, ...]) -> Destination:
                 first = members[:1] if members[0] in able else ()
-                return (*first, *(one for one in able if one not in first))[: wanted.world_size]
+                return wanted, (*first, *(one for one in able if one not in first))[: wanted.world_size]
 
             return Rules(lambda count: choose(rule_of("data"), count, layout, refuse), assign)
 

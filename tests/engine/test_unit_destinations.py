@@ -47,7 +47,9 @@ def targets(
 
 def rules(present: Layout, rule: Rule, check: Callable[[Layout], None]) -> Rules:
     """Slots go to the lowest numbers: who gets which is `plan.slots`' affair."""
-    return Rules(lambda members: choose(rule, members, present, check), lambda layout, able: able[: layout.world_size])
+    return Rules(
+        lambda members: choose(rule, members, present, check), lambda layout, able: (layout, able[: layout.world_size])
+    )
 
 
 def target(members: tuple[str, ...], **given: Any) -> tuple[Layout, tuple[int, ...]] | None:
@@ -102,7 +104,9 @@ def test_restoring_from_copies_leaves_members_in_their_places() -> None:
     """As with a change in which all live: who has a rank's copy keeps the rank."""
     layout = Layout(data=3, zero_stage=1)
     world = Generation(term="1", generation=5, change="failure", members=("a/0", "c/0", "d/0"), survivors=2)
-    of_vacant = Rules(lambda members: choose(rule_of("data"), members, layout, nothing_refused), lambda *_: (0, 3, 2))
+    of_vacant = Rules(
+        lambda members: choose(rule_of("data"), members, layout, nothing_refused), lambda wanted, _: (wanted, (0, 3, 2))
+    )
     asked = DestinationFacts(world, Registry().extended(IDS), ((layout, (0, 1, 2)),), restores=True, has_copies=True)
     assert destinations(asked, [of_vacant], lambda what: None) == [(layout, (0, 3, 2))]
 

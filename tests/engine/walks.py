@@ -168,7 +168,8 @@ def _least_bytes(engine: Any, sizes: jobs.Sizes, state: oracle.State) -> int:
     kinds = sorted({kind for _, kind in state.tensors if engine._parts.vps.is_held(engine.layout, kind)})
     if engine.layout.zero_stage == 3 and sizes[1] == 3:
         kinds.append("stale_grad")
-    return bytes_minimum(engine._parts.vps, target, engine.plan(target).members, kinds)
+    planned = engine.plan(target)
+    return bytes_minimum(engine._parts.vps, planned.layout, planned.members, kinds)
 
 
 def _check_arrival(engine: Any, sizes: jobs.Sizes, state: oracle.State, came_from: jobs.Sizes) -> None:

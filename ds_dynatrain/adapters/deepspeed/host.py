@@ -27,7 +27,7 @@ from ds_dynatrain.adapters.zero.logical_model import ModelMap
 from ds_dynatrain.adapters.zero.no_alloc import no_alloc, stand_in
 from ds_dynatrain.adapters.zero.optimizers import moment_types
 from ds_dynatrain.adapters.zero.stage3 import forget_traces, reset_counters, restore_linear
-from ds_dynatrain.adapters.zero.stages import stage_of
+from ds_dynatrain.adapters.zero.stages import in_order, stage_of
 from ds_dynatrain.adapters.zero.state import Buffers, Scalars
 from ds_dynatrain.adapters.zero.state_memory import ElementTypes, Memory, place_of
 from ds_dynatrain.adapters.zero.windows import GatherWatch, GradientWatch
@@ -331,7 +331,8 @@ class Host:
         stage, (weight, gradient) = layout.zero_stage, engine.get_data_types()
         is_accumulating = stage == 1 and weight != gradient  # BF16_Optimizer
         offloads = place_of(engine._config, MASTER, stage).device != compute_device()
-        with no_alloc(basic, keeps_zeros=stage == 0 or is_accumulating or offloads):
+        keeps_zeros = stage == 0 or is_accumulating or offloads
+        with in_order(engine, model, layout.order), no_alloc(basic, keeps_zeros):
             engine._configure_zero(basic)
         basic.state.clear()
         stage_of(self.optimizer).refill(engine, model, buffers, scalars)

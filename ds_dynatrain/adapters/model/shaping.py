@@ -201,6 +201,7 @@ def rules_of(host: Any) -> ZeroRules:
         parts_without_zero=is_pipeline(host.module) and host.model_map.dtype == torch.bfloat16,
         sub_group_size=int(host.engine.zero_sub_group_size()),
         round_robin_stages=flat if host.engine.zero_round_robin_gradients() else frozenset(),
+        ordered_stages=flat,
         aligned_stages=flat if aligns_parameters(host.engine) else frozenset(),
         weight_alignment=ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize),
     )

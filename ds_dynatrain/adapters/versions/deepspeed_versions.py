@@ -417,7 +417,7 @@ NAMES: Names = {
         _create_param_groups_fp16_flat_cpu_memory complete_grad_norm_calculation_for_cpu_offload
     """,
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
-        _update_model_bit16_weights get_data_parallel_partitions _link_all_hp_params
+        _update_model_bit16_weights _round_robin_reorder get_data_parallel_partitions _link_all_hp_params
         _lazy_init_hp_params_optimizer_state _create_param_mapping _create_optimizer_mapping _get_offload_gradient_dict
         get_grad_position complete_grad_norm_calculation_for_cpu_offload _update_scale
     """,

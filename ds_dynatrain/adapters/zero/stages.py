@@ -55,6 +55,7 @@ from ds_dynatrain.adapters.zero.zero_stage import (
 )
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.space import FROZEN, HOST_GRAD, MASTER, WEIGHT, BufferId
+from ds_dynatrain.space.zero import places_of
 
 
 class ReplicatedStage(ZeroStage):
@@ -283,6 +284,31 @@ def correct_fragments(zero: Any) -> None:
     zero._param_slice_mappings = zero._create_param_mapping()
     if zero.cpu_offload:
         zero._create_optimizer_mapping()
+
+
+# ---- order of tensors ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_order(engine: Any, model: ModelMap, order: tuple[int, ...] | None) -> Iterator[None]:
+    """Context manager in which DeepSpeed's stages 1 and 2 put tensors into flat groups in a layout's order.
+
+    DeepSpeed has one method that reorders tensors, for `round_robin_gradients`.
+    """
+    if order is None:
+        yield
+        return
+    place = places_of(order, model.trainable)
+
+    def reordered(_: Any, tensors: list[torch.Tensor], ranks: int) -> tuple[list[torch.Tensor], dict[int, int]]:
+        old = sorted(range(len(tensors)), key=lambda index: int(place[model.numbers[id(tensors[index])]]))
+        return [tensors[index] for index in old], {index: now for now, index in enumerate(old)}
+
+    with (
+        replaced(engine, "zero_round_robin_gradients", lambda: True),
+        replaced(DeepSpeedZeroOptimizer, "_round_robin_reorder", reordered),
+    ):
+        yield
 
 
 # ---- BF16_Optimizer in pipelines ---------------------------------------------------------------------------------

@@ -110,11 +110,12 @@ def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
     if not layout.zero_stage:
         return False
     rules = rules_then(held, now.rules)
-    before = VirtualParameterSpace(now.line, rules, now.kinds, layout, now.members, now.partitioner)
+    stock = layout.replace(order=None)
+    before = VirtualParameterSpace(now.line, rules, now.kinds, stock, now.members, now.partitioner)
     for rank in range(layout.world_size):
-        one, other = before.holding(layout, rank, MASTER), now.holding(layout, rank, MASTER)
+        one, other = before.holding(stock, rank, MASTER), now.holding(layout, rank, MASTER)
         pairs = (one.start, other.start), (one.stop, other.stop), (one.buffer, other.buffer), (one.offset, other.offset)
-        is_sized_alike = before.local(layout, rank).sizes() == now.local(layout, rank).sizes()
+        is_sized_alike = before.local(stock, rank).sizes() == now.local(layout, rank).sizes()
         if not is_sized_alike or not all(np.array_equal(*pair) for pair in pairs):
             return True
     return False

@@ -1,0 +1,102 @@
+"""Order of tensors in the flat buffers of ZeRO stages 1 and 2 by which few elements change their owner.
+
+DeepSpeed cuts a flat buffer into equal parts, so one rank more or less moves every border, and most elements change
+their rank. In another order each remaining rank's tensors lie inside its new part, and tensors of other ranks fill the
+gaps. Borders then fall into tensors that have to move anyway.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+
+from ds_dynatrain.plan.slots import Assignment, assign_slots
+from ds_dynatrain.space import ABSENT, MASTER, Layout, VirtualParameterSpace, zero
+from ds_dynatrain.space.interval import Ints
+
+
+def nearest(
+    vps: VirtualParameterSpace,
+    target: Layout,
+    candidates: Iterable[int],
+    node_of: Mapping[int, str] | None = None,
+) -> tuple[Layout, Assignment]:
+    """Return the target with the order of tensors that moves fewer bytes, DeepSpeed's or ours, and its assignment.
+
+    A layout of the same sizes keeps its order. DeepSpeed's order is taken if ours does not move fewer bytes, at stages
+    that cannot have ours, and where pipe, expert or tensor axes cut the model.
+    """
+    members, plain = sorted(candidates), target.replace(order=None)
+    orders: list[tuple[int, ...] | None] = [None]
+    if plain == vps.layout.replace(order=None):
+        orders = [vps.layout.order]
+    elif (
+        vps.line.trainable_count
+        and plain.zero_stage in vps.rules.ordered_stages
+        and vps.mesh(vps.layout) is None is vps.mesh(plain)
+    ):
+        orders.append(_by_owners(vps, plain, members))
+    found = [(each, assign_slots(vps, each, members, node_of)) for each in (plain.replace(order=o) for o in orders)]
+    return min(found, key=lambda pair: pair[1].bytes_moved)
+
+
+def _by_owners(vps: VirtualParameterSpace, target: Layout, members: Collection[int]) -> tuple[int, ...] | None:
+    """Return an order in which members that stay keep their ranks' tensors, lower ranks first."""
+    line, count = vps.line, vps.line.trainable_count
+    begin, end = line.bases[:count], line.bases[1 : count + 1]
+    row, low, high, rank = vps.sharding(vps.layout, MASTER).owners(begin, end)
+    stay = [rank for rank, member in enumerate(vps.members) if member in members][: target.world_size]
+    slot_of = np.full(vps.layout.world_size, ABSENT)
+    slot_of[stay] = np.arange(len(stay))
+    slots, by_share = np.full(count, ABSENT), np.lexsort((-rank, high - low, row))
+    slots[row[by_share]] = slot_of[rank[by_share]]  # the last one counts: the rank with the largest share
+    found = list[int]()
+    for group in np.unique(line.groups[:count]).tolist():
+        tensors, _, _ = zero.flat_order(line, vps.rules, vps.layout, group)
+        width = zero.partition_size(line, vps.rules, target, group)
+        found += _arranged(tensors, line.numels, slots, width, target.world_size)
+    found += np.flatnonzero(line.numels[:count] == 0).tolist()
+    numbers = np.array(found)
+    opens = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
+    runs = np.stack([numbers[opens], numbers[np.append(opens[1:], count) - 1] + 1], axis=1)
+    return tuple(runs.ravel().tolist()) if len(runs) > 1 else None
+
+
+def _arranged(tensors: Ints, numels: Ints, slots: Ints, width: int, ranks: int) -> list[int]:
+    """Return tensors such that those of each slot lie between the borders of its part, as far as they fit there.
+
+    Tensors wider than a part stay at the end of the buffer to which they are nearer.
+
+    slots: the slot of each tensor's owner, or ABSENT.
+    width: elements in the part of a slot.
+    """
+    sizes = numels[tensors]
+    wide, is_late = sizes > width, np.cumsum(sizes) - sizes // 2 > sizes.sum() // 2
+    found: list[int] = tensors[wide & ~is_late].tolist()
+    last: list[int] = tensors[wide & is_late].tolist()
+    at = int(numels[found].sum())
+    borders = np.clip(np.arange(ranks + 1) * width, at, int(sizes.sum() - numels[last].sum())).tolist()
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    filled, spare = [0] * ranks, list[tuple[int, int]]()
+    for tensor in tensors[~wide].tolist():
+        slot, size = int(slots[tensor]), int(numels[tensor])
+        if slot == ABSENT or filled[slot] + size > borders[slot + 1] - borders[slot]:
+            spare.append((size, tensor))
+        else:
+            own[slot].append(tensor)
+            filled[slot] += size
+    spare.sort()
+    for slot in range(ranks):
+        begin, latest = borders[slot], borders[slot + 1] - filled[slot]
+        while at < begin and spare:
+            fitting = bisect_right(spare, latest - at, key=lambda each: each[0])
+            if not fitting and at + spare[0][0] - latest > begin - at:  # too short is nearer than too long
+                break
+            size, tensor = spare.pop(max(0, fitting - 1))
+            found.append(tensor)
+            at += size
+        found += own[slot]
+        at += filled[slot]
+    return found + [tensor for _, tensor in spare] + last
