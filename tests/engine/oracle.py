@@ -260,7 +260,7 @@ def _flat_groups(zero: Any) -> list[tuple[list[Any], torch.Tensor, torch.Tensor]
 
 def _in_order(engine: Any, parameters: list[Any], names: dict[int, str]) -> Sequence[Any]:
     """As a tuple in the layout's own order of tensors, if it has one."""
-    runs = engine.layout.order
+    runs = getattr(getattr(engine, "layout", None), "order", None)  # DeepSpeed's own engine has no layout
     if runs is None:
         return parameters
     every = [tensor.name for tensor in engine._parts.vps.tensors]
