@@ -250,6 +250,7 @@ class DynatrainEngine(HostEngine):
         sequence: int | None = None,
         boundaries: Sequence[int] | None = None,
         shares: Sequence[int] | None = None,
+        experts: Sequence[Sequence[Sequence[int]]] | None = None,
         late: bool | None = None,
     ) -> PendingSwitch:
         """Request another layout. Call it on every working member, with the same arguments and at the same step.
@@ -269,7 +270,7 @@ class DynatrainEngine(HostEngine):
         changed.
         """
         self._parts.window.refuse_switch()
-        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares, experts)
         return self._parts.switcher.ask(layout, at, sizes, late)
 
     @in_turn
@@ -285,9 +286,10 @@ class DynatrainEngine(HostEngine):
         sequence: int | None = None,
         boundaries: Sequence[int] | None = None,
         shares: Sequence[int] | None = None,
+        experts: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> SwitchEstimate:
         """Return what a switch would cost, or why it would be refused. Contacts no other member and changes nothing."""
-        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares, experts)
         return self._parts.switcher.dry_run(layout, sizes)
 
     @in_turn
@@ -829,5 +831,5 @@ class DynatrainEngine(HostEngine):
 
 def _given(*sizes: object) -> dict[str, Any]:
     """Return the given layout sizes by name, without those that are None."""
-    names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries", "shares")
+    names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries", "shares", "experts")
     return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
