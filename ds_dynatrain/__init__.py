@@ -3,7 +3,7 @@
     engine, optimizer, loader, scheduler = ds_dynatrain.initialize(model=model, config=config, training_data=data)
     engine.switch(data=4, zero_stage=3)
 
-Heavy imports (torch, DeepSpeed) happen at the first use of a name that needs them.
+Heavy imports (torch, DeepSpeed, numpy) happen at the first use of a name that needs them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.errors import DynatrainError, SwitchRefused, WorldChanged
 from ds_dynatrain.extension import Extension
-from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.version import __version__
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from ds_dynatrain.engine.changes import Change
     from ds_dynatrain.engine.initialize import init_distributed, initialize
     from ds_dynatrain.report import SwitchEvent
+    from ds_dynatrain.space.layout import Layout
 
 __all__ = [
     "Change",
@@ -42,6 +42,7 @@ _HOMES = {
     "init_distributed": "engine.initialize",
     "register_optimizer": "adapters.zero.optimizers",
     "Change": "engine.changes",
+    "Layout": "space.layout",
     "SwitchEvent": "report",
 }
 """Map from each name that needs heavy imports to its module."""

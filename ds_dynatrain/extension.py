@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "compare-exact": "ds_dynatrain.exact.command:compare_exact",
     "balance": "ds_dynatrain.balance.command:balance",
     "plan": "ds_dynatrain.dry_run.command:plan",
+    "simulate": "ds_dynatrain.simulate.command:simulate",
 }
 """Map from a command of `ds-dynatrain` to the function that typer calls for it."""
 ROWS: Mapping[str, str] = {
@@ -239,6 +240,10 @@ class Extension:
         """Return the bytes of host memory that the extension would need in a layout, on the member that needs the
         most."""
         return 0
+
+    def saved_member_seconds(self) -> float:
+        """Return the time, over all members, for which the extension has made members idle or sent them home."""
+        return 0.0
 
     def protects(self) -> Literal["", "no", "yes"]:
         """Return "yes" or "no" if the extension knows whether the job survives a death; else ""."""

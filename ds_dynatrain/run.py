@@ -7,6 +7,7 @@ usual.
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -22,8 +23,11 @@ def main(arguments: list[str]) -> None:
     rest = arguments[1:] if is_module else arguments
     if not rest or rest[0].startswith("-"):
         raise ConfigError(f"no script was given; {USAGE}")
+    from ds_dynatrain import elasticity
     from ds_dynatrain.integrations.transformers import make_trainers_elastic
 
+    if importlib.util.find_spec("deepspeed.elasticity") is None:
+        sys.modules["deepspeed.elasticity"] = elasticity
     make_trainers_elastic()
     sys.argv = rest
     if is_module:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.adapters.versions.deepspeed_versions import present
+from tests import sets
 from tests.engine.pool import RankPool
 from tests.ops import Builds, surroundings
 
@@ -38,17 +39,26 @@ RESOLVER = "timeout:1 attempts:1"
 BUILDS = pytest.StashKey[Builds]()
 SLOWEST = 10
 SHARED = (
-    ("tests/elastic/", "tests/integrations/", "tests/engine/test_endings.py", "tests/device/test_elastic.py"),
+    (
+        "tests/elastic/",
+        "tests/device/test_elastic.py",
+        "tests/engine/test_endings.py",
+        "tests/integrations/test_run.py",
+        "tests/weights/test_elastic_sends.py",
+        "tests/cli/test_probe.py",
+        "tests/docs/test_snippets.py",
+        "tests/test_examples.py",
+    ),
+    ("tests/scenarios/",),
+    ("tests/integrations/",),
     ("tests/device/",),
 )
-"""Files that one worker has: those with static runs, jobs that are forked and ranks that have imported Trainer; those
-with ranks on the device without hardware.
+"""Files that one worker has: those with static runs and launches that are forked (tests/elastic/warm.py); scenarios,
+which are forked by a process of their own; those with ranks that have imported Trainer; those with ranks on the device
+without hardware.
 """
-ORDER = {"tests/scenarios/": 0, "tests/elastic/": 0, "tests/device/": 1, "tests/space/": 3, "tests/transfer/": 3}
-"""The place of files in the order in which they begin; 2 of all others.
-
-First what takes a worker minutes, last what is short: all workers end at about the same time.
-"""
+ORDER = ("tests/elastic/", "tests/scenarios/", "tests/integrations/", "tests/device/", "tests/engine/")
+"""What begins first: what takes a worker minutes. Last comes what is short, so that all end at about the same time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,11 +67,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slurm", type=Path, help="folder with Slurm's packages, unpacked; without it: what is on PATH")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """What all processes that the tests start are to have in their environment."""
     os.environ.setdefault("RES_OPTIONS", RESOLVER)
     os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"dynatrain-tests-{os.geteuid()}")
     os.environ.update(surroundings())
+    sets.is_full = config.option.markexpr != "not full"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Where all ranks are on it, what makes no sense there is left out, by name.
     """
-    items.sort(key=lambda item: next((ORDER[files] for files in ORDER if item.nodeid.startswith(files)), 2))
+    items.sort(key=lambda item: next((at for at, files in enumerate(ORDER) if item.nodeid.startswith(files)), 9))
     for item in items if config.option.on_device else ():
         if (mark := item.get_closest_marker("not_on_device")) is not None:
             item.add_marker(pytest.mark.skip(reason=mark.args[0]))

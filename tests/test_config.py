@@ -109,7 +109,7 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"balance": {"shape": "all"}}, "dynatrain.balance.shape: expected 'boundaries' or 'any', got 'all'"),
         ({"balance": {"least_gain": 1}}, "dynatrain.balance.least_gain: expected less than 1, got 1"),
         ({"balance": {"least_gain": -0.1}}, "dynatrain.balance.least_gain: expected greater than or equal to 0"),
-        ({"balance": {"horizon_steps": 0}}, "dynatrain.balance.horizon_steps: expected greater than or equal to 1"),
+        ({"balance": {"safety": -1}}, "dynatrain.balance.safety: expected greater than or equal to 0"),
         (
             {"balance": {"window_steps": 3, "every_steps": 2}},
             "balance.window_steps: 3 steps are to be timed of every 2",

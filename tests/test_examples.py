@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.elastic.warm import torchrun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -61,24 +62,18 @@ def test_nodes_come_go_and_die(tmp_path: Path) -> None:
 
 
 def launched(script: str, *arguments: str) -> str:
-    """What four processes print."""
-    quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    run = subprocess.run(
-        [*command, str(EXAMPLES / "rl" / script), *arguments],
-        env={**os.environ, **quiet},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    """Return what four processes print; they are forked by one that has imported everything."""
+    code, printed = torchrun(["--nproc-per-node=4", str(EXAMPLES / "rl" / script), *arguments], 200)
+    assert code == 0, printed
+    return printed
 
 
 @pytest.mark.timeout(250)
 def test_a_loop_over_parameters_and_send_bring_the_same_weights() -> None:
-    loop, sent, equal = launched("openrlhf_like.py", "--layers=1", "--width=32", "--laps=1").splitlines()[-3:]
-    assert int(loop.split()[1]) > 10 * int(sent.split()[1]) and "all equal at the rollout engine" in equal
+    printed = launched("openrlhf_like.py", "--layers=1", "--width=32", "--laps=1")
+    loop, sent = (re.search(rf"^{name} +(\d+)", printed, re.MULTILINE) for name in ("loop", "send"))
+    assert loop and sent and int(loop[1]) > 10 * int(sent[1])
+    assert "all equal at the rollout engine" in printed
 
 
 @pytest.mark.timeout(450)

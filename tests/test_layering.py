@@ -20,6 +20,7 @@ BELOW: dict[str, set[str]] = {
     "version": set(),
     "records": {"errors"},
     "descriptors": {"errors"},
+    "elasticity": {"errors"},
     "report": {"records"},
     "config_file": {"errors"},
     "config": {"config_file", "extension"},
@@ -46,9 +47,10 @@ BELOW: dict[str, set[str]] = {
     "weights": {"engine"},
     "": {"engine"},
     "comparison": {"", "exits"},
-    "cli": {"balance", "buddies", "comparison", "dry_run", "exact"},
+    "simulate": {"balance", "buddies", "dry_run"},
+    "cli": {"comparison", "exact", "simulate"},
     "integrations": {""},
-    "run": {"integrations"},
+    "run": {"elasticity", "integrations"},
 }
 """Package -> those right below it: it may import these, and what is below them. "" is the package itself."""
 

@@ -4,8 +4,8 @@ python tools/bench_plan.py
 python tools/bench_plan.py --write docs/figures
 
 The models have the shapes of Llama 3, of Qwen3-235B-A22B and of DeepSeek-V3 (experts stacked as AutoEP has them), in
-bf16 with fp32 masters and Adam. Nothing is allocated but the plan. `plan` is what a member that trains computes for
-itself; `slots` is the same on every member.
+bf16 with fp32 masters and Adam, on nodes of 8. Nothing is allocated but the plan. `plan` is what a member that trains
+computes for itself; `slots` is the same on every member.
 """
 
 from __future__ import annotations
@@ -176,11 +176,12 @@ def part(model: str, source: Layout, target: Layout) -> tuple[float, float, int,
     """The last rank's part in the target: CPU seconds, MB above the import, blocks, peers."""
     before, vps = resident_bytes(), space(source, model)
     begin = time.process_time()
-    mine = plan_switch(vps, target, range(target.world_size)).for_member(target.world_size - 1)
+    nodes = {member: f"{member // 8}" for member in range(max(source.world_size, target.world_size))}
+    mine = plan_switch(vps, target, range(target.world_size), nodes=nodes).for_member(target.world_size - 1)
     seconds = time.process_time() - begin
-    blocks = len(mine.local) + len(mine.derived) + sum(len(each.sends) + len(each.receives) for each in mine.rounds)
+    blocks = len(mine.local) + len(mine.derived) + sum(len(each.sends) + len(each.receives) for each in mine.exchanges)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return seconds, (peak - before) / 1e6, blocks, len(mine.rounds)
+    return seconds, (peak - before) / 1e6, blocks, len({each.peer for each in mine.exchanges})
 
 
 def resident_bytes() -> int:

@@ -46,7 +46,7 @@ def steps_of(engine: Any, count: int) -> list[float]:
 
 def acting(dynamism: Dynamism, sizes: Sizes, steps: int, file: Path) -> dict[str, Any]:
     """What so many steps take while layers move by themselves, all included, and what came of each move."""
-    balance = {"mode": "act", "horizon_steps": steps}
+    balance = {"mode": "act"}
     with job(dynamism, sizes, steps, balance, RATE, report={"jsonl": str(file)}) as engine:
         engine.train_batch()
         said = change_only(engine, dynamism, 1.0)

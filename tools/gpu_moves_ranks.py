@@ -164,8 +164,8 @@ def raw_batches(tools: Tools, ready: Any) -> Iterator[tuple[Callable[[], None], 
         nbytes = sum(parcel.nbytes for bundle in bundles for parcel in bundle)
         return torch.empty(nbytes, dtype=torch.uint8, device=tools.device)
 
-    sends = [(sized(each.outgoing), each.peer) for each in ready.batches.exchanges]
-    receives = [(sized(each.incoming), each.peer) for each in ready.batches.exchanges]
+    sends = [(sized(each.outgoing), each.peer) for each in ready.phases[0].batches.exchanges]
+    receives = [(sized(each.incoming), each.peer) for each in ready.phases[0].batches.exchanges]
     sends, receives = ([each for each in messages if each[0].numel()] for messages in (sends, receives))
 
     def raw() -> None:
@@ -183,7 +183,7 @@ def raw_reads(tools: Tools, ready: Any) -> Iterator[tuple[Callable[[], None], in
     from ds_dynatrain.transfer.series import Matrix
 
     wanted = torch.zeros(MEMBERS, dtype=torch.int64)
-    for pull in ready.pulls:
+    for pull in ready.phases[0].pulls:
         wanted[pull.peer] = int(pull.theirs.length.sum())
     by_all = [torch.zeros_like(wanted) for _ in range(MEMBERS)]
     td.all_gather(by_all, wanted)

@@ -36,7 +36,7 @@ class Storm:
     """Does things to a job whose coordinator is a process of its own.
 
     least, most: how many nodes there are; more than the job's MAX: some of them wait. rest_seconds: how long it may
-    take until everything is in order.
+    take until everything is in order. told: when what happened to which agent.
     """
 
     def __init__(self, job: Job, seed: int, least: int = 2, most: int = 5, rest_seconds: float = SECONDS) -> None:
@@ -46,6 +46,7 @@ class Storm:
         self.least, self.most = least, most
         self.counts: Counter[str] = Counter()
         self.pairs = 0
+        self.told: list[tuple[float, str, str]] = []
         self.growth = Growth()
         self.faults: list[str] = []
         self.agents: list[str] = []
@@ -160,12 +161,14 @@ class Storm:
         name = f"n{next(self._names)}"
         self.job.node(name, *AGENT_OPTIONS, is_host=0)
         self.agents.append(name)
+        self._tell("join", name)
         return True
 
     def _end_agent(self, number: int) -> bool:
         name = self._victim()
         if name is None or len(self.agents) <= self.least:
             return False
+        self._tell("preemption" if number == signal.SIGTERM else "loss", name)
         self.job.kill(name, number)
         self.agents.remove(name)
         self._ended.append(name)
@@ -192,6 +195,7 @@ class Storm:
             return False
         pid = self.chance.choice(working)
         self._touched.add(pid)
+        self._tell("hang", self._agent_of(pid))
         (self.job.folder / f"hang-{pid}").touch()
         return True
 
@@ -203,6 +207,7 @@ class Storm:
         return True
 
     def _kill_coordinator(self) -> bool:
+        self._tell("coordinator", "")
         self.job.kill(self._coordinator)
         self.job.code(self._coordinator)
         time.sleep(self.chance.choice((0.0, 0.5, 1.5)))
@@ -226,11 +231,18 @@ class Storm:
         names = [name for name in self.agents if name != self.spared]
         return self.chance.choice(names) if names else None
 
+    def _tell(self, what: str, name: str) -> None:
+        self.told.append((time.monotonic(), what, name))
+
+    def _agent_of(self, pid: int) -> str:
+        return next((name for name in self.agents if pid in self.job.workers_of(name)), "")
+
     def _signal(self, pid: int, number: int) -> bool:
         """Send a signal to a worker, once in its life: one that is stopped is not killed by us, too."""
         if pid in self._touched:
             return False
         self._touched.add(pid)
+        self._tell("stop" if number == signal.SIGSTOP else "kill", self._agent_of(pid))
         try:
             os.kill(pid, number)
         except ProcessLookupError:

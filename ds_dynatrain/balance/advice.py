@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
+from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose, fewest
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.decision import BalanceDecision, DecisionHistory, Offer, decide
+from ds_dynatrain.balance.decision import (
+    REMEMBERED,
+    Answer,
+    BalanceDecision,
+    DecisionHistory,
+    Offer,
+    Rival,
+    Slowdown,
+    decide,
+)
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import Bools, Profile
 from ds_dynatrain.balance.step_time import StepTime, step_time
@@ -49,6 +59,12 @@ class Advice:
     move: the cost of moving to the proposed layout.
     decision: whether to move, and the numbers behind the answer.
     without: the slow ranks that would leave the layout.
+    rivals: the layouts against which time has been lost; see `DecisionHistory`.
+    slowdown: the time lost to slow members; None if none has been slow.
+    at_work: the fraction of the working members that still work after a move that saves members; otherwise 1. The
+        decision counts the time of all members, so a step's seconds times this fraction.
+    release: whether nodes without work should leave now; None if there are none, or if none may leave.
+    saved_member_seconds: the time that members have not worked so far because fewer were enough.
 
     `str` returns a readable report.
     """
@@ -60,6 +76,11 @@ class Advice:
     move: MoveCost
     decision: BalanceDecision
     without: tuple[int, ...] = ()
+    rivals: tuple[Rival, ...] = ()
+    slowdown: Slowdown | None = None
+    at_work: float = 1.0
+    release: BalanceDecision | None = None
+    saved_member_seconds: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -69,18 +90,31 @@ class Advice:
 
     def __str__(self) -> str:
         rows = [self._row("present", self.present, self.present_time)]
+        if self.slowdown is not None:
+            rows.append(str(self.slowdown))
         if self.proposed == self.present and not self.without:
-            return "\n".join([*rows, "no layout is predicted to be faster"])
-        rows.append(self._row("proposed", self.proposed, self.proposed_time))
-        if self.without:
-            rows.append(f"it lets go of rank {', '.join(map(str, self.without))}, which is slow")
-        move = f"{self.move.nbytes} bytes would move, about {self.move.seconds:.3g} s"
-        return "\n".join([*rows, f"{move}; {self.decision.why}"])
+            rows.append("no layout is predicted to be faster")
+        else:
+            rows.append(self._row("proposed", self.proposed, self.proposed_time))
+            if self.without:
+                rows.append(f"it lets go of rank {', '.join(map(str, self.without))}, which is slow")
+            if (idle := self.present.world_size - self.proposed.world_size) > 0:
+                rows.append(
+                    f"{self.proposed.world_size} of {self.present.world_size} members are enough, {idle} may go"
+                )
+            move = f"{self.move.nbytes} bytes would move, about {self.move.seconds:.3g} s"
+            rows.append(f"{move}; {self.decision.why}")
+        if self.release is not None:
+            rows.append(f"nodes without work {'leave' if self.release.acts else 'stay'}: {self.release.why}")
+        if self.saved_member_seconds:
+            rows.append(f"{self.saved_member_seconds:.4g} member-seconds were saved")
+        return "\n".join(rows)
 
     def _row(self, name: str, layout: Layout, time: StepTime) -> str:
         """Format one line about a layout. If the layouts differ only in their boundaries, only these are shown."""
         what = str(layout)
-        if self.present.pipe > 1 and self.proposed == self.present.replace(boundaries=self.proposed.boundaries):
+        without_cut = [each.replace(boundaries=None) for each in (self.present, self.proposed)]
+        if self.present.pipe > 1 and without_cut[0] == without_cut[1]:
             what = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
         busy = ", ".join(f"{1e3 * seconds:.4g}" for seconds in time.busy)
         return f"{name} {what}: a step takes {1e3 * time.seconds:.4g} ms, its stages compute {busy} ms"
@@ -98,9 +132,12 @@ class Situation:
     memory_bytes: the memory of one member, in bytes.
     shape: the changes that may be proposed.
     slow: the ranks that count as slow; only these keep their measured speed.
-    spares: the number of idle members, which could take the place of slow ones.
+    spares: the number of idle members, which could take the place of slow ones, or work again.
+    vacant: the number of these on nodes that could leave.
+    pause_seconds: seconds for which a change of members pauses training.
     step_seconds: the measured seconds of a step; 0 if none was measured.
     pipeline: whether the model is a PipelineModule.
+    slowdown: the time lost to slow members up to `history.step`; None if none has been slow.
     """
 
     present: Layout
@@ -112,12 +149,32 @@ class Situation:
     shape: Shape = "boundaries"
     slow: frozenset[int] = frozenset()
     spares: int = 0
+    vacant: int = 0
+    pause_seconds: float = 0.0
     step_seconds: float = 0.0
     pipeline: bool = True
+    slowdown: Slowdown | None = None
 
-    def deal(self, profile: Profile) -> Deal:
-        """Return the current layout's deal (its division of a global batch's samples)."""
-        return Deal.of(profile, self.present, self.accumulation(self.present), self.pipeline)
+    def time(self, profile: Profile, layout: Layout, speeds: Sequence[float]) -> StepTime:
+        """Return the predicted step time of a layout whose ranks have these speeds."""
+        return step_time(profile, layout, self.deal(profile, layout), speeds[: layout.world_size])
+
+    def deal(self, profile: Profile, layout: Layout) -> Deal:
+        """Return a layout's deal (its division of a global batch's samples)."""
+        return Deal.of(profile, layout, self.accumulation(layout), self.pipeline)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps for which time lost is not counted yet."""
+        return max(0, self.step - self.history.step)
+
+    def remaining(self, speeds: tuple[float, ...], without: Sequence[int]) -> tuple[float, ...]:
+        """Return the speeds of the other ranks, followed by those of the idle members."""
+        return (*(speed for rank, speed in enumerate(speeds) if rank not in without), *(1.0,) * self.spares)
+
+    def at_work(self, layout: Layout) -> float:
+        """Return the fraction of the working members that work in a layout, at most 1; 1 if members do not go idle."""
+        return min(1.0, layout.world_size / self.present.world_size) if self.rules.members != "keep" else 1.0
 
     def speeds(self, profile: Profile) -> tuple[float, ...]:
         """Return the speed of each rank: the measured speed for slow ranks, and 1 for all others."""
@@ -135,71 +192,100 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     Raises LayoutError if nothing fits into the memory.
     """
     profile = replace(profile, speeds=at.speeds(profile))
-    now = step_time(profile, at.present, at.deal(profile), profile.speeds)
-    best, without = _best(profile, at, move_to), tuple[int, ...]()
-    if at.slow and (fewer := _without(profile, at, move_to)) is not None and fewer.seconds < best.seconds:
-        best, without = fewer, tuple(sorted(at.slow))
+    now = at.time(profile, at.present, profile.speeds)
+    best, without, gone = _best(profile, at, move_to), tuple[int, ...](), tuple(sorted(at.slow))
+    if gone:
+        with suppress(LayoutError):
+            fewer = _best(profile, at, move_to, gone)
+            if fewer.seconds < best.seconds:
+                best, without = fewer, gone
     move = move_to(best.layout, without) if without or best.layout != at.present else None
     moved = move or MoveCost(0, 0.0)
+
+    def saved(rival: Rival) -> float:
+        speeds = at.remaining(profile.speeds, rival.without)
+        return now.seconds - at.at_work(rival.layout) * at.time(profile, rival.layout, speeds).seconds
+
+    rivals = at.history.rivals_at(at.step, Rival(best.layout, without), saved)
     # The saving is a prediction; the current step includes time that is not predicted, if it was measured.
     present = max(now.seconds, at.step_seconds)
-    error = _error(profile, at.deal(profile), at.present, best.layout)
-    offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds)
-    decision = decide(at.rules, at.history, at.step, offer)
-    return Advice(at.present, best.layout, now, best.time, moved, decision, without)
+    error = _error(profile, at.deal(profile, at.present), at.present, best.layout)
+    at_work = at.at_work(best.layout)
+    target = at_work * (present - (now.seconds - best.time.seconds))
+    decision = decide(at.rules, at.history, Offer(present, target, error, moved.seconds, rivals[-1].lost_seconds))
+    if decision.answer in (Answer.SMALL, Answer.NOISE):
+        rivals = rivals[: len(at.history.rivals)]
+    slowdown, release = _slowdown(profile, at, now.seconds), _release(at, present)
+    return Advice(
+        *(at.present, best.layout, now, best.time, moved, decision, without, rivals[-REMEMBERED:], slowdown),
+        at_work=at_work,
+        release=release,
+    )
 
 
-def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
-    """Return the best layout that uses all current members."""
-    present = at.present
-
-    def is_other(layout: Layout, deal: Deal) -> bool:
-        if layout == present:
-            return False
-        is_of_shape = at.shape == "any" or layout.data == present.data
-        may_share = at.shape == "any" or at.slow or present.shares  # if no rank is slow any longer, samples go back
-        has_new_shares = layout.shares != present.shares and not may_share
-        is_same_size = layout.world_size == present.world_size
-        return not is_same_size or not is_of_shape or has_new_shares or move_to(layout, ()) is None
-
-    return choose(profile, present, _members(profile.speeds, at), _search(at), is_other)[0]
+def _slowdown(profile: Profile, at: Situation, present_seconds: float) -> Slowdown | None:
+    """Return the time lost to slow members; None if none has been slow."""
+    before = at.slowdown or (Slowdown(at.present) if at.slow else None)
+    if before is None:
+        return None
+    alone, whole = (
+        at.time(profile, before.home, speeds).seconds for speeds in (profile.speeds, (1.0,) * len(profile.speeds))
+    )
+    more = at.steps * (alone - whole), at.steps * (present_seconds - whole)
+    return Slowdown(before.home, before.alone_seconds + more[0], before.lost_seconds + more[1])
 
 
-def _without(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout | None:
-    """Return the best layout that can be formed without the slow members; None if there is none.
+def _release(at: Situation, seconds: float) -> BalanceDecision | None:
+    """Decide whether nodes without work should leave now; None if there are none.
 
-    Idle members may take the slow members' places, but the layout does not grow.
+    They leave once their members have been without work for as much time as the members lose in two changes of members,
+    one to leave and one to come back.
     """
-    gone = tuple(sorted(at.slow))
-    rest = tuple(speed for rank, speed in enumerate(profile.speeds) if rank not in at.slow) + (1.0,) * at.spares
-    if not rest:
+    if not at.vacant or at.rules.members != "release":
         return None
-    try:
-        found = choose(
-            profile,
-            at.present.replace(shares=None),
-            _members(rest, at),
-            _search(at),
-            lambda layout, deal: layout.world_size > at.present.world_size or move_to(layout, gone) is None,
-        )
-    except LayoutError:
-        return None
-    return found[0]
+    stays = at.present.world_size / (at.present.world_size + at.vacant)
+    lost = (at.step - at.history.since) * (1 - stays) * seconds
+    return decide(at.rules, at.history, Offer(seconds, stays * seconds, 0.0, at.pause_seconds, lost))
 
 
-def _members(speeds: tuple[float, ...], at: Situation) -> Members:
-    return Members(speeds, at.memory_bytes, are_placed=True)
+def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...] = ()) -> FittingLayout:
+    """Return the best layout without the ranks in `gone`, and of the fewest members if others may become idle.
 
+    Idle members may take the places of ranks that go. The layout grows only if members may become idle: then those that
+    are idle now may work again.
 
-def _search(at: Situation) -> Search:
-    return Search(
-        pipes=(at.present.pipe,) if at.shape == "boundaries" else None,
-        zero_stages=(at.present.zero_stage,),
+    Raises LayoutError if nothing fits.
+    """
+    present, rules = at.present, at.rules
+    packs = rules.members != "keep" and (bool(gone) or not at.slow)
+    speeds = [speed for rank, speed in enumerate(profile.speeds) if rank not in gone]
+    spares = (1.0,) * (at.spares if gone or packs else 0)
+    members = Members((*speeds, *spares), at.memory_bytes, are_placed=True)
+
+    def refused(layout: Layout, deal: Deal) -> bool:
+        if layout == present and not gone:
+            return False
+        is_of_size = packs or layout.world_size == present.world_size
+        if gone:
+            is_of_size = packs or layout.world_size <= present.world_size
+        elif at.shape == "boundaries":
+            may_share = at.slow or present.shares  # if no rank is slow any longer, samples go back
+            if layout.data != present.data or (layout.shares != present.shares and not may_share):
+                return True
+        return not is_of_size or move_to(layout, gone) is None
+
+    search = Search(
+        pipes=(present.pipe,) if at.shape == "boundaries" and not packs else None,
+        zero_stages=(present.zero_stage,),
         accumulation=at.accumulation,
         pipeline=at.pipeline,
         slack=SLACK,
         count=2,
     )
+    start = present.replace(shares=None) if gone else present
+    if packs:
+        return fewest(profile, start, members, rules.at_most_slower, search, refused)
+    return choose(profile, start, members, search, refused)[0]
 
 
 def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> float:

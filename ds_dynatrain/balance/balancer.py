@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,11 @@ from ds_dynatrain.balance.adapters.timing import StageTimes, Timer
 from ds_dynatrain.balance.advice import Advice, MoveCost, Situation, advise
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.course import ENOUGH_STEPS, Course, WantedMove
-from ds_dynatrain.balance.decision import DecisionHistory, Pause, Slow
+from ds_dynatrain.balance.decision import Pause
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import BESIDE, Profile
 from ds_dynatrain.balance.timed_model import metered_model, timed_model
-from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, TimingWindow
+from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, TimingWindow, waiting
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.switcher import Reason
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, SwitchRefused, WorldChanged
@@ -60,11 +60,16 @@ class Acting:
         self.course = course
         logger.debug("balance: step %d: %s", self._engine.global_steps, course.why or "nothing was decided")
         if course.gain is not None and self._open is not None:
-            self._engine.switcher.note_gain(self._open, course.gain)
+            slowdown = course.slowdown
+            self._engine.switcher.note_gain(self._open, course.gain, None if slowdown is None else slowdown.removed)
         if course.verdict is not None:
             self._open = None
         if course.wanted is not None and self._asked is None:
             self._move(course.wanted, present)
+        elif course.releases and self._engine.rank == 0:
+            nodes = PROCESS.membership.vacant(self._engine)
+            logger.info("balance: nodes without work leave: %s: %s", ", ".join(nodes), course.why)
+            PROCESS.membership.release(tuple(nodes))
 
     def _move(self, wanted: WantedMove, present: Layout) -> None:
         engine = self._engine
@@ -96,10 +101,11 @@ class Acting:
     def _note_switch(self, event: SwitchEvent) -> None:
         """Record a committed switch. If it is not the balancer's own move, the last move can no longer be judged."""
         if self._asked is None or event.generation != self._asked[1].generation:
-            self._open, self.course = None, self.course.overtaken()
+            sizes = (len(side.members) for side in (event.target, event.source))
+            self._open, self.course = None, self.course.overtaken(*sizes)
             return
         (wanted, _, left), self._asked = self._asked, None
-        self.course, self._open = self.course.moved(wanted, event.step, left), event
+        self.course, self._open = self.course.moved(wanted, event.step, left, 1e-3 * event.pause_ms), event
 
 
 SETTLING = 2
@@ -107,7 +113,7 @@ SETTLING = 2
 
 The first steps after such a change are slow, because they use new memory.
 """
-ASSUMED_PAUSE_SECONDS = 0.5
+ASSUMED_PAUSE_SECONDS = 0.2
 """Seconds that a switch is assumed to take in addition to the transfer, until a switch has been measured."""
 
 
@@ -115,14 +121,17 @@ class Balancer:
     """`engine.balancer`, which exists if the `dynatrain` block has a `balance` block.
 
     profile: the result of all windows so far, the same on all working members; None until the first window has ended.
+    saved_member_seconds: the sum, over all steps, of a step's seconds times the number of members that a move of
+        balance made idle and that have not worked since, whether or not they are still in the job.
     """
 
     profile: Profile | None = None
+    saved_member_seconds = 0.0
 
     def __init__(self, engine: EngineParts, settings: BalanceConfig) -> None:
         self._engine, self._settings = engine, settings
         self._model = timed_model(engine)
-        self._acting = Acting(engine, Course.new(settings))
+        self._acting = Acting(engine, Course())
         self._switches: list[tuple[int, float]] = []
         self._averaged: Averaged | None = None
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 0.0)
@@ -202,24 +211,28 @@ class Balancer:
                 f"balancer.advise: the profile is of {len(profile.speeds)} members, and {engine.layout.world_size} "
                 f"work now; call it after the next window, which begins at step {self._due}"
             )
-        course = self._acting.course.at(self._averaged.since)
-        return self._advise(profile, course.slow, self._step_seconds, course.history)
+        course = self._acting.course
+        advice = self._advise(profile, self._step_seconds, course.at(self._averaged.since, course.slow))
+        return replace(advice, saved_member_seconds=self.saved_member_seconds)
 
-    def _advise(self, profile: Profile, slow: Slow, step_seconds: float, history: DecisionHistory) -> Advice:
+    def _advise(self, profile: Profile, step_seconds: float, course: Course) -> Advice:
         engine, settings = self._engine, self._settings
-        counted = slow.counted(engine.global_steps, settings.slow_seen_steps)
+        counted = course.slow.counted(engine.global_steps, settings.slow_seen_steps)
         at = Situation(
             present=self._model.present,
             accumulation=lambda layout: engine.batch_for(layout).accumulation,
             step=engine.global_steps,
-            history=history,
+            history=course.history,
             rules=settings,
             memory_bytes=settings.memory_limit_bytes or PLENTY,
             shape=settings.shape,
             slow=frozenset(rank for rank, member in enumerate(engine.members) if member in counted),
             spares=sum(member not in engine.members for member in PROCESS.membership.able(engine)),
+            vacant=sum(map(len, PROCESS.membership.vacant(engine).values())),
+            pause_seconds=self._pause.fixed_seconds,
             step_seconds=step_seconds,
             pipeline=engine.job.has_stages,
+            slowdown=course.slowdown,
         )
         return advise(profile, at, self._move_to)
 
@@ -233,8 +246,7 @@ class Balancer:
         return max(self._next, self._settled)
 
     def _note_switch(self, event: SwitchEvent) -> None:
-        if event.bytes_sent:
-            self._switches.append((event.bytes_sent, 1e-3 * event.pause_ms))
+        self._switches.append((event.bytes_sent, 1e-3 * event.pause_ms))
 
     # ---- windows -----------------------------------------------------------------------------------------------------
 
@@ -288,8 +300,10 @@ class Balancer:
         """
         engine = self._engine
         self._acting.look()
+        seconds = time.monotonic() - self._began
+        self.saved_member_seconds += seconds * self._acting.course.freed
         if engine.global_steps > self._settled:
-            self._steps.add(time.monotonic() - self._began)
+            self._steps.add(seconds)
         if self._timer is None:
             return
         self._left -= 1
@@ -324,7 +338,7 @@ class Balancer:
         engine, steps = self._engine, self._engine.global_steps
         newest = self._steps.measured(self._steps_if_changed(steps))
         beside = tuple(getattr(times, name) for name in BESIDE)
-        mine = to_record(_Timed(self._model.rows(times), beside, self._steps.measured(), newest))
+        mine = to_record(_Timed(self._model.rows(times), beside, waiting(times.waits), self._steps.measured(), newest))
         key = f"profile/{engine.segment}/{steps}"
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
         said = session.reduce("rows", {str(engine.rank): mine}, _merged, partial(self._joined, steps))
@@ -337,6 +351,7 @@ class Balancer:
             self._steps.forget(but=self._steps_if_changed(steps))
         self._averaged, self._pause = found.averaged, found.pause
         self._are_new, self._step_seconds = False, found.step_seconds
+        self.saved_member_seconds = found.saved_member_seconds
         self.profile = self._profile(self._averaged)
         return found.course
 
@@ -359,22 +374,27 @@ class Balancer:
         engine, settings = self._engine, self._settings
         timed = {int(rank): from_record(_Timed, each) for rank, each in said.items()}
         rows, beside = {rank: each.rows for rank, each in timed.items()}, [each.beside for each in timed.values()]
-        window = TimingWindow.of(rows, engine.layout, self._model.cut, beside)
+        waits = {rank: each.waits for rank, each in timed.items()}
+        window = TimingWindow.of(rows, engine.layout, self._model.cut, beside, waits)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.switcher.bytes_per_second).fitted(self._switches)
         has_changed = self._averaged is not None and averaged.since != self._averaged.since
         steps = (each.newest if has_changed else each.steps for each in timed.values())
         measured = max(steps, key=lambda each: each.seconds)
-        slow = self._acting.course.slow.after(engine.members, window.speeds, step, settings.slow_ratio)
+        slow = self._acting.course.slow
+        if measured.count >= ENOUGH_STEPS:  # a window right after a move has seen too little of the members
+            slow = slow.after(engine.members, window.speeds, step, settings.slow_ratio)
         course = self._acting.course.at(averaged.since, slow)
         if settings.acts and averaged.doubted is not None:
             course = course.in_doubt()
         elif settings.acts:
             profile = self._profile(averaged)
-            decide = partial(self._advise, profile, slow, measured.seconds)
+            decide = partial(self._advise, profile, measured.seconds)
             course = course.after(settings, step, measured, self._model.present, profile, decide)
-        return to_record(_Found(averaged, self._pause, course, measured.seconds, has_changed))
+        return to_record(
+            _Found(averaged, self._pause, course, measured.seconds, has_changed, self.saved_member_seconds)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -383,12 +403,14 @@ class _Timed:
 
     rows: the timings of the rank's layers.
     beside: the values of `profile.BESIDE`, times outside the layers.
+    waits: the result of `waiting`.
     steps: seconds of a step, over all steps that the rank remembers.
     newest: seconds of a step, over the steps with the new costs if costs have changed.
     """
 
     rows: Rows
     beside: tuple[float, ...]
+    waits: tuple[float, float]
     steps: Measured
     newest: Measured
 
@@ -402,6 +424,7 @@ class _Found:
     course: the moves decided on.
     step_seconds: seconds of a step on the slowest member.
     has_changed: whether costs have changed since the previous window.
+    saved_member_seconds: see `Balancer`; those that the first member has counted.
     """
 
     averaged: Averaged
@@ -409,6 +432,7 @@ class _Found:
     course: Course
     step_seconds: float
     has_changed: bool
+    saved_member_seconds: float = 0.0
 
 
 def _cannot_note(reason: str, way_out: str) -> ConfigError:

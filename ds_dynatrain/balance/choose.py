@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -139,6 +139,10 @@ class Members:
             raise LayoutError(
                 f"members of {self.memory_bytes} bytes of memory; give the bytes of a member, such as 80e9"
             )
+
+    def first(self, count: int) -> Members:
+        """Return the first `count` members alone."""
+        return replace(self, speeds=self.speeds[:count])
 
     def working(self, count: int) -> tuple[int, ...]:
         """Return the members, by rank, that work if `count` members work.
@@ -273,6 +277,41 @@ def choose(
     Raises LayoutError if nothing fits, with the reason for the largest layout tried.
     """
     return _Choosing(profile, present, members, search or Search(), refused, switch_seconds).best()
+
+
+def fewest(
+    profile: Profile,
+    present: Layout,
+    members: Members,
+    at_most_slower: float,
+    search: Search | None = None,
+    refused: Refuses = lambda layout, deal: False,
+    switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
+) -> FittingLayout:
+    """Return the best layout of the fewest members with which a step is at most this fraction slower than the best.
+
+    The other arguments are those of `choose`, and so is the error. More members are never slower, because some of them
+    may be idle, so the number of members is found by bisection.
+    """
+
+    def best_of(count: int) -> FittingLayout | None:
+        try:
+            return choose(profile, present, members.first(count), search, refused, switch_seconds)[0]
+        except LayoutError:
+            return None
+
+    best = choose(profile, present, members, search, refused, switch_seconds)[0]
+    most, found = _rounded((1 + at_most_slower) * best.seconds), {best.layout.world_size: best}
+
+    def is_enough(count: int) -> bool:
+        fitting = best_of(count)
+        if fitting is None or _rounded(fitting.seconds) > most:
+            return False
+        found[fitting.layout.world_size] = fitting
+        return True
+
+    bisect.bisect_left(range(1, best.layout.world_size), True, key=is_enough)
+    return found[min(found)]
 
 
 def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:

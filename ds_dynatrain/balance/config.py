@@ -24,15 +24,16 @@ class BalanceConfig(Block):
     """Steps timed in a window; at most `every_steps`."""
     least_gain: Annotated[float, Field(ge=0, lt=1)] = 0.03
     """Share of a step below which no move pays, and below which costs count as equal."""
-    horizon_steps: Steps | None = None
-    """The most steps within which a move must pay; `None`: as many as costs have stayed the same so far."""
     safety: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
-    """The least ratio of a move's gain over the horizon to its cost."""
-    cooldown_steps: Annotated[int, Field(ge=0), Said("optimizer steps")] = 20
-    """Steps after a move before the next one; doubled each time a move is taken back."""
+    """A move is made once the time lost without it reaches this many times its cost; 2: there and back."""
     shape: Literal["boundaries", "any"] = "boundaries"
     """Allowed changes. "boundaries": of stages; "any": also numbers of stages and data ranks, and samples of each
     rank."""
+    members: Literal["keep", "idle", "release"] = "keep"
+    """If fewer members are enough, "keep": all go on; "idle": the others wait; "release": idle nodes leave, down to
+    MIN."""
+    at_most_slower: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share by which a step with fewer members may be slower than the fastest with all of them."""
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25
     """A member counts as slow if it takes this many times as long as the median member of its stage; `None`: no member
     does."""

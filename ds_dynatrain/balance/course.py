@@ -13,7 +13,16 @@ import numpy as np
 
 from ds_dynatrain.balance.advice import Advice
 from ds_dynatrain.balance.config import BalanceConfig
-from ds_dynatrain.balance.decision import DecisionHistory, Drift, MoveVerdict, PastMove, Slow, drift_of, judge
+from ds_dynatrain.balance.decision import (
+    DecisionHistory,
+    Drift,
+    MoveVerdict,
+    PastMove,
+    Slow,
+    Slowdown,
+    drift_of,
+    judge,
+)
 from ds_dynatrain.balance.profile import Bools, Ints, Profile
 from ds_dynatrain.balance.window import LAST_STEPS, Measured
 from ds_dynatrain.errors import LayoutError
@@ -39,24 +48,30 @@ class Costs:
     """The seconds of both passes of each layer per sample, and their standard errors.
 
     They are kept per sample, because another layout may use micro-batches of another size.
+
+    slow: the members that are slow.
     """
 
     seconds: tuple[float, ...]
     errors: tuple[float, ...]
+    slow: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, profile: Profile) -> Costs:
+    def of(cls, profile: Profile, slow: Slow) -> Costs:
         """Return the costs that a profile has measured."""
         passes = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
         errors = np.hypot(profile.seconds("forward_error"), profile.seconds("backward_error"))
-        return cls(*(tuple((each / profile.micro_batch_size).tolist()) for each in (passes, errors)))
+        seconds, spread = (tuple((each / profile.micro_batch_size).tolist()) for each in (passes, errors))
+        return cls(seconds, spread, tuple(slow.since))
 
     def drift(self, now: Costs, places: Bools, least: float) -> Drift:
-        """Return whether and in which direction the costs of some layers have changed.
+        """Return whether and in which direction the costs of some layers have changed; MIXED if a member became slow.
 
         places: [layers], whether to compare each layer.
         least: the fraction of the whole that a change must exceed.
         """
+        if set(now.slow) - set(self.slow):
+            return Drift.MIXED
         before, after = (np.array(each.seconds)[places] for each in (self, now))
         error = np.hypot(np.array(self.errors)[places], np.array(now.errors)[places])
         return drift_of(before, after, error, least) if len(before) else Drift.SAME
@@ -73,6 +88,8 @@ class WantedMove:
     costs: the costs of the layers before the move.
     without: the ranks that leave.
     back: whether this move takes the last one back.
+    at_work: see `Advice`.
+    at_most_slower: the fraction by which steps may become slower, because fewer members work.
     """
 
     layout: Layout
@@ -82,6 +99,8 @@ class WantedMove:
     costs: Costs
     without: tuple[int, ...] = ()
     back: bool = False
+    at_work: float = 1.0
+    at_most_slower: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,37 +109,40 @@ class Course:
 
     history: the memory of decisions.
     slow: the members found slow.
+    slowdown: the time lost to them; None if none has been slow.
     left: the layout before the move that has not been judged yet.
     costs: the costs of the layers in `left`.
     verdict: the last window's judgement of a move; None if it judged none.
     gain: the fraction by which that move made a step shorter; None if unknown.
     wanted: the next move, or None.
     needs_steps: whether a move would be made if enough steps had been measured before it.
+    releases: whether nodes without work leave now.
+    freed: the number of members that moves have made idle and that have not worked since.
     why: a description of the decision.
     """
 
-    history: DecisionHistory
+    history: DecisionHistory = field(default_factory=DecisionHistory)
     slow: Slow = field(default_factory=Slow)
+    slowdown: Slowdown | None = None
     left: Layout | None = None
     costs: Costs | None = None
     verdict: MoveVerdict | None = None
     gain: float | None = None
     wanted: WantedMove | None = None
     needs_steps: bool = False
+    releases: bool = False
+    freed: int = 0
     why: str = ""
 
-    @classmethod
-    def new(cls, rules: BalanceConfig, step: int = 0) -> Course:
-        """Return the state of the course before any measurement."""
-        return cls(DecisionHistory.new(rules, step))
-
-    def at(self, since: tuple[int, ...], slow: Slow | None = None) -> Course:
+    def at(self, since: int, slow: Slow) -> Course:
         """Return the course with the current knowledge of changed costs and slow members.
 
-        since: the steps at which costs changed; see `DecisionHistory`.
-        slow: the slow members; None to keep those known.
+        since: the step at which costs changed.
+        slow: the slow members. One that is slow no longer has been so since the last window.
         """
-        return replace(self, history=replace(self.history, since=since), slow=self.slow if slow is None else slow)
+        known = self.history
+        begun = max(known.since, since, *slow.since.values(), 0 if slow == self.slow else known.step)
+        return replace(self, history=replace(known, since=begun, step=max(known.step, begun)), slow=slow)
 
     def in_doubt(self) -> Course:
         """Return the course after a window that differs from the earlier ones. The next window decides."""
@@ -129,7 +151,7 @@ class Course:
         )
 
     def _unjudged(self, why: str) -> Course:
-        return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, why=why)
+        return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, releases=False, why=why)
 
     def after(
         self,
@@ -138,7 +160,7 @@ class Course:
         measured: Measured,
         present: Layout,
         profile: Profile,
-        advise: Callable[[DecisionHistory], Advice],
+        advise: Callable[[Course], Advice],
     ) -> Course:
         """Return the course after one more window.
 
@@ -146,18 +168,22 @@ class Course:
         present: the current layout, with its boundaries.
         advise: function that returns the fastest layout, or raises LayoutError if nothing fits.
         """
-        course = self._unjudged("")
+        course, costs = self._unjudged(""), Costs.of(profile, self.slow)
         open_move = self.history.open
         if open_move is not None and can_judge(open_move, measured):
             least = max(rules.least_gain, EXPLAINS * abs(1 - measured.seconds / open_move.before_seconds))
-            drift = self._drift(least, present, Costs.of(profile))
-            course = course._judged(rules, open_move, step, measured, Costs.of(profile), drift)
+            course = course._judged(open_move, measured, costs, self._drift(least, present, costs))
             if course.wanted is not None:
                 return course
         try:
-            advice = advise(course.history)
+            advice = advise(course)
         except LayoutError as error:
             return replace(course, why=str(error))
+        history = replace(course.history, step=step, rivals=advice.rivals)
+        course = replace(course, history=history, slowdown=advice.slowdown)
+        release = advice.release
+        if not advice.decision.acts and release is not None and release.acts:
+            return replace(course.failed(step), releases=True, why=release.why)  # and so not again in the next window
         if not advice.decision.acts:
             return replace(course, why=advice.decision.why)
         if measured.count < ENOUGH_STEPS:
@@ -165,7 +191,11 @@ class Course:
             return replace(course, needs_steps=True, why=why)
         saved = advice.present_time.seconds - advice.proposed_time.seconds
         gain = saved / max(advice.present_time.seconds, measured.seconds)
-        wanted = WantedMove(advice.proposed, gain, advice.decision.why, measured, Costs.of(profile), advice.without)
+        wanted = WantedMove(
+            *(advice.proposed, gain, advice.decision.why, measured, costs, advice.without),
+            at_work=advice.at_work,
+            at_most_slower=rules.at_most_slower if advice.at_work < 1 else 0.0,
+        )
         return replace(course, wanted=wanted, why=advice.decision.why)
 
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
@@ -180,10 +210,8 @@ class Course:
         stages = [_stages(layout, len(now.seconds)) for layout in (self.left, present)]
         return self.costs.drift(now, stages[0] == stages[1], least)
 
-    def _judged(
-        self, rules: BalanceConfig, move: PastMove, step: int, measured: Measured, costs: Costs, drift: Drift
-    ) -> Course:
-        verdict, history = judge(rules, self.history, step, measured.seconds, measured.error, drift)
+    def _judged(self, move: PastMove, measured: Measured, costs: Costs, drift: Drift) -> Course:
+        verdict, history = judge(self.history, move, measured.seconds, measured.error, drift)
         gain = None if verdict is MoveVerdict.UNKNOWN else 1 - measured.seconds / move.before_seconds
         course = replace(self, history=history, left=None, costs=None, verdict=verdict, gain=gain)
         if verdict is not MoveVerdict.BACK or self.left is None:
@@ -192,27 +220,42 @@ class Course:
         back = WantedMove(self.left, worse, verdict.value, measured, costs, back=True)
         return replace(course, wanted=back, why=verdict.value)
 
-    def moved(self, wanted: WantedMove, step: int, left: Layout) -> Course:
-        """Return the course after the wanted move was made. A move back is not judged by any window."""
-        if wanted.back:
-            return replace(self, wanted=None)
-        move = PastMove(step, wanted.predicted_gain, wanted.before.seconds, wanted.before.error)
-        return replace(self, history=self.history.moved(move), left=left, costs=wanted.costs, wanted=None)
+    def moved(self, wanted: WantedMove, step: int, left: Layout, pause_seconds: float) -> Course:
+        """Return the course after the wanted move was made. A move back is not judged by any window.
 
-    def overtaken(self) -> Course:
+        left: the layout before the move.
+        pause_seconds: the seconds for which training paused.
+        """
+        gain, before = 1 - wanted.at_work * (1 - wanted.predicted_gain), wanted.before
+        move = PastMove(gain, before.seconds, before.error, wanted.at_work, wanted.at_most_slower)
+        history = replace(self.history.begun_anew(step, left), open=None if wanted.back else move)
+        slowdown = self.slowdown
+        if slowdown is not None:  # a member that was let go is not measured any longer
+            home = slowdown.home if self.slow.since else wanted.layout
+            lost = slowdown.lost_seconds + pause_seconds
+            slowdown = None if wanted.without else replace(slowdown, home=home, lost_seconds=lost)
+        freed = self._freed(wanted.layout.world_size, left.world_size)
+        course = replace(self, history=history, slowdown=slowdown, wanted=None, freed=freed)
+        return course if wanted.back else replace(course, left=left, costs=wanted.costs)
+
+    def _freed(self, after: int, before: int) -> int:
+        return max(0, self.freed + before - after)
+
+    def overtaken(self, after: int = 0, before: int = 0) -> Course:
         """Return the course after a switch that the balancer did not request. The last move is never judged.
 
-        Such a switch was requested by the script, or caused by a change of members.
+        Such a switch was requested by the script, or caused by a change of members. Members that it puts to work are no
+        longer free; members that it takes from the job were not freed by balance.
+
+        after: the number of members that work after the switch.
+        before: the number of members that worked before it.
         """
-        return replace(self, history=replace(self.history, open=None), left=None, costs=None, wanted=None)
+        history, freed = replace(self.history, open=None, rivals=()), self._freed(max(after, before), before)
+        return replace(self, history=history, slowdown=None, left=None, costs=None, wanted=None, freed=freed)
 
     def failed(self, step: int) -> Course:
-        """Return the course after the wanted move failed.
-
-        The next attempt must wait as long as it would after a move.
-        """
-        history = replace(self.history, cool_from=max(self.history.cool_from, step + self.history.waits))
-        return replace(self, history=history, wanted=None)
+        """Return the course after the wanted move failed. The next one has to wait until as much time is lost again."""
+        return replace(self, history=self.history.begun_anew(step), wanted=None)
 
 
 def _stages(layout: Layout, layers: int) -> Ints:

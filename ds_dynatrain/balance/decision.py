@@ -1,17 +1,16 @@
 """Decisions on moves: a table of rules for predicted gains, and the judgement of a move by the window after it.
 
-A move pays if its gain is large enough, is not noise, and earns several times the cost of the move over the steps for
-which costs are expected to stay the same. A move that made steps slower is taken back, and the next move has to wait
-twice as long. Nothing here measures, moves or waits: the functions turn numbers into an answer, together with the
-numbers behind it.
+A move is made if its gain is large enough, is not noise, and the time that the present layout has lost so far has
+reached the cost of the move there and back: a ski-rental rule, which needs no forecast. A move that made steps slower
+is taken back, and predictions count for half as much. Nothing here measures, moves or waits: the functions turn numbers
+into an answer, together with the numbers behind it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.profile import Floats
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.space.layout import Layout
 
 ERRORS = 3.0
 """Number of standard errors that a difference must exceed to count.
@@ -33,19 +32,18 @@ CERTAIN = 4.0
 It is higher than `ERRORS`, because each layer and member is tested in every window.
 """
 REMEMBERED = 9
-"""Number of changes of costs that are remembered. Their intervals determine the horizon."""
+"""Number of rivals that are remembered."""
 LEAST_FACTOR = 0.1
-"""Lower limit of `DecisionHistory.factor`. It leaves room for a large gain after a move that gained nothing."""
+"""Lower limit of `DecisionHistory.factor` after a move that was kept. It leaves room for a large gain after none."""
 
 
 class Answer(Enum):
     """The possible answers to an offered move. The answer is the first of these, in order, that applies."""
 
-    COOLING = "the last move is too fresh"
     OPEN = "the last move is not judged yet"
     SMALL = "too little to gain"
     NOISE = "the gain may be noise"
-    DEAR = "it would not pay in time"
+    DEAR = "too little time is lost so far"
     ACT = "the move pays"
 
 
@@ -54,7 +52,7 @@ class MoveVerdict(Enum):
 
     KEPT = "it gained at least half of what was predicted"
     LESS = "it gained less than half of that: predictions count for as much less"
-    BACK = "it made steps slower: move back"
+    BACK = "it made steps slower: move back, and predictions count for half as much"
     UNKNOWN = "costs have changed since: nobody can say"
 
 
@@ -87,12 +85,14 @@ class Offer:
     target_seconds: seconds of a step after the move.
     error_seconds: the standard error of the difference between the two.
     cost_seconds: the cost of the move.
+    lost_seconds: the time that the present layout has lost so far; see `Rival`.
     """
 
     present_seconds: float
     target_seconds: float
     error_seconds: float
     cost_seconds: float
+    lost_seconds: float
 
     @property
     def gain(self) -> float:
@@ -104,23 +104,25 @@ class Offer:
 class PastMove:
     """A move that was made.
 
-    step: the step at which the move was made.
     predicted_gain: the fraction of a step that the move was predicted to save.
     before_seconds: the measured seconds of a step before the move.
     before_error: the standard error of `before_seconds`.
+    at_work: the fraction of the members that still work after the move; `predicted_gain` is one of the time of all.
+    at_most_slower: the fraction by which steps may have become slower.
     """
 
-    step: int
     predicted_gain: float
     before_seconds: float
     before_error: float
+    at_work: float = 1.0
+    at_most_slower: float = 0.0
 
     def slower_from(self, error: float) -> float:
         """Return the seconds above which a step is slower than before the move by more than noise.
 
         error: the standard error of a step's seconds after the move.
         """
-        return self.before_seconds + ERRORS * math.hypot(error, self.before_error)
+        return self.before_seconds * (1 + self.at_most_slower) + ERRORS * math.hypot(error, self.before_error)
 
 
 @dataclass(frozen=True)
@@ -140,44 +142,60 @@ class BalanceDecision:
 
 
 @dataclass(frozen=True)
+class Rival:
+    """A layout that was better than the present one at some time.
+
+    without: the ranks that it does without.
+    lost_seconds: the time that the present layout has lost against it, at least 0: it falls while the present layout is
+        the better one.
+    """
+
+    layout: Layout
+    without: tuple[int, ...] = ()
+    lost_seconds: float = 0.0
+
+    def after(self, steps: int, saved_seconds: float) -> Rival:
+        """Return the rival after more steps, in each of which it would have saved this much."""
+        return dataclasses.replace(self, lost_seconds=max(0.0, self.lost_seconds + max(0, steps) * saved_seconds))
+
+
+@dataclass(frozen=True)
 class DecisionHistory:
     """The memory of decisions. Its methods return a new memory.
 
-    waits: the number of steps to wait after the next move.
-    since: the steps at which costs changed, beginning with the step at which measuring began. Only the last few are
-        kept.
-    cool_from: the step from which moves are allowed again.
-    factor: measured gain ÷ predicted gain of the last move if that was below a half, otherwise 1.
+    step: the step up to which time lost is counted.
+    since: the step since which costs and slow members are as they are, in the present layout.
+    factor: measured gain ÷ predicted gain of the last move if that was below a half, otherwise 1; halved by each move
+        that was taken back.
     open: the move that no window has judged yet.
+    rivals: the rivals of the present layout. The layouts that were left are among them.
     """
 
-    waits: int
-    since: tuple[int, ...] = (0,)
-    cool_from: int = 0
+    step: int = 0
+    since: int = 0
     factor: float = 1.0
     open: PastMove | None = None
+    rivals: tuple[Rival, ...] = ()
 
-    @classmethod
-    def new(cls, rules: BalanceConfig, step: int = 0) -> DecisionHistory:
-        """Return the history before any measurement."""
-        return cls(rules.cooldown_steps, (step,))
+    def rivals_at(self, step: int, proposed: Rival, saved: Callable[[Rival], float]) -> tuple[Rival, ...]:
+        """Return the rivals at this step, the proposed one last. A new one counts from `since` on.
 
-    def moved(self, move: PastMove) -> DecisionHistory:
-        """Return the history after a move that a window has yet to judge."""
-        return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)
-
-    def horizon(self, rules: BalanceConfig, step: int) -> float:
-        """Return the number of steps for which costs are expected to stay the same.
-
-        It is the mean interval between changes so far, or the time since the last change if that is longer.
-        `rules.horizon_steps` is an upper limit, and is the answer as long as costs have never changed.
+        saved: function that returns the seconds by which a step of a rival would be shorter now.
         """
-        intervals = [later - earlier for earlier, later in itertools.pairwise(self.since)]
-        mean = sum(intervals) / len(intervals) if intervals else 0.0
-        seen = max(mean, step - self.since[-1])
-        if rules.horizon_steps is None:
-            return seen
-        return min(rules.horizon_steps, seen) if intervals else float(rules.horizon_steps)
+        known = {(each.layout, each.without): each for each in self.rivals}
+        last = known.pop((proposed.layout, proposed.without), None)
+        last = last or proposed.after(self.step - self.since, saved(proposed))
+        return tuple(each.after(step - self.step, saved(each)) for each in (*known.values(), last))
+
+    def begun_anew(self, step: int, left: Layout | None = None) -> DecisionHistory:
+        """Return the history with nothing lost so far, after a move at this step or after one that failed.
+
+        left: the layout that was left.
+        """
+        layouts = [each.layout for each in self.rivals if not each.without] + ([] if left is None else [left])
+        return dataclasses.replace(
+            self, step=step, since=step, rivals=tuple(map(Rival, dict.fromkeys(layouts)))[-REMEMBERED:]
+        )
 
 
 def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> bool:
@@ -206,13 +224,12 @@ def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drif
     return Drift.LONGER if total > 0 else Drift.SHORTER
 
 
-def decide(rules: BalanceConfig, history: DecisionHistory, step: int, offer: Offer) -> BalanceDecision:
-    """Decide whether to make the offered move at this step."""
+def decide(rules: BalanceConfig, history: DecisionHistory, offer: Offer) -> BalanceDecision:
+    """Decide whether to make the offered move."""
     saved = (offer.present_seconds - offer.target_seconds) * history.factor
-    gain, steps = offer.gain * history.factor, history.horizon(rules, step)
+    gain, lost = offer.gain * history.factor, offer.lost_seconds * history.factor
     asked = rules.safety * offer.cost_seconds
     table = (
-        (Answer.COOLING, step < history.cool_from, f"step {step}, moves from {history.cool_from} on"),
         (Answer.OPEN, history.open is not None, "its window has not been measured"),
         (Answer.SMALL, not gain > 0 or gain < rules.least_gain, f"{gain:.3f} of a step, least_gain {rules.least_gain}"),
         (
@@ -222,47 +239,38 @@ def decide(rules: BalanceConfig, history: DecisionHistory, step: int, offer: Off
         ),
         (
             Answer.DEAR,
-            saved * steps < asked,
-            f"{saved:.4g} s × {steps:.0f} steps = {saved * steps:.4g} s, safety {rules.safety:g} × cost "
-            f"{offer.cost_seconds:.4g} s = {asked:.4g} s",
+            lost < asked,
+            f"{lost:.4g} s, safety {rules.safety:g} × cost {offer.cost_seconds:.4g} s = {asked:.4g} s",
         ),
     )
     for answer, holds, numbers in table:
         if holds:
             return BalanceDecision(answer, f"{answer.value}: {numbers}")
-    return BalanceDecision(
-        Answer.ACT, f"{Answer.ACT.value}: {gain:.3f} of a step, {saved * steps:.4g} s in {steps:.0f} steps"
-    )
+    return BalanceDecision(Answer.ACT, f"{Answer.ACT.value}: {gain:.3f} of a step, {lost:.4g} s lost so far")
 
 
 def judge(
-    rules: BalanceConfig, history: DecisionHistory, step: int, seconds: float, error: float, drift: Drift = Drift.SAME
+    history: DecisionHistory, move: PastMove, seconds: float, error: float, drift: Drift = Drift.SAME
 ) -> tuple[MoveVerdict, DecisionHistory]:
     """Return the verdict of the first window after a move, and the resulting history.
 
+    move: the open move.
     seconds: the seconds of a step measured in that window.
     error: the standard error of `seconds`.
     drift: the change of the layers and members that the move left in place. If it may explain why steps changed, the
         verdict is UNKNOWN; see `SPEAKING`.
 
-    After BACK the caller moves back. That move is not judged by any window. The next move must wait twice as
-    long as the last one.
-
-    Raises ConfigError if no move is open.
+    After BACK the caller moves back. That move is not judged by any window.
     """
-    if history.open is None:
-        raise ConfigError(f"there is no move to judge at step {step}; call judge after a move was decided")
-    move, closed = history.open, dataclasses.replace(history, open=None)
-    share = (1 - seconds / move.before_seconds) / move.predicted_gain
+    closed = dataclasses.replace(history, open=None)
+    share = (1 - move.at_work * seconds / move.before_seconds) / move.predicted_gain
     verdict = MoveVerdict.KEPT if share >= 0.5 else MoveVerdict.LESS
     if seconds > move.slower_from(error):
         verdict = MoveVerdict.BACK
     if drift not in SPEAKING[verdict]:
         return MoveVerdict.UNKNOWN, closed
-    if verdict is MoveVerdict.BACK:
-        waits = max(1, 2 * history.waits)
-        return verdict, dataclasses.replace(closed, waits=waits, cool_from=step + waits)
-    return verdict, dataclasses.replace(closed, factor=1.0 if verdict is MoveVerdict.KEPT else max(share, LEAST_FACTOR))
+    factors = {MoveVerdict.KEPT: 1.0, MoveVerdict.LESS: max(share, LEAST_FACTOR), MoveVerdict.BACK: history.factor / 2}
+    return verdict, dataclasses.replace(closed, factor=factors[verdict])
 
 
 RECENT = 16
@@ -323,7 +331,7 @@ class Slow:
             return Slow()
         return Slow(
             {
-                member: self.since.get(member, step)
+                member: min(self.since.get(member, step), step)  # a load may go back behind it
                 for member, speed in zip(members, speeds, strict=True)
                 if speed * ratio < 1
             }
@@ -332,3 +340,26 @@ class Slow:
     def counted(self, step: int, steps: int) -> frozenset[int]:
         """Return the members that have been slow for at least this many steps."""
         return frozenset(member for member, since in self.since.items() if step - since >= steps)
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """The time lost to slow members so far, by prediction.
+
+    home: the layout that was chosen while no member was slow.
+    alone_seconds: the time that would have been lost in that layout.
+    lost_seconds: the time lost in the layouts since, and in the pauses of the moves between them.
+    """
+
+    home: Layout
+    alone_seconds: float = 0.0
+    lost_seconds: float = 0.0
+
+    @property
+    def removed(self) -> float:
+        """Share of the slow-down that the moves have removed so far."""
+        return 1 - self.lost_seconds / self.alone_seconds if self.alone_seconds else 0.0
+
+    def __str__(self) -> str:
+        lost = f"{self.lost_seconds:.4g} of {self.alone_seconds:.4g} s were lost"
+        return f"slow members: {lost}, {self.removed:.2f} of the slow-down is removed"

@@ -12,7 +12,7 @@ from ds_dynatrain.adapters.groups.device import is_accelerated, total_bytes
 from ds_dynatrain.adapters.model.pipeline_layers import PROFILE, Cut
 from ds_dynatrain.adapters.model.stage_module import PipelineShaper
 from ds_dynatrain.balance.balancer import Balancer
-from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
+from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose, fewest
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
@@ -76,12 +76,14 @@ def fastest(
     memory_bytes: int,
     horizon_steps: float | None = None,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
+    at_most_slower: float | None = None,
 ) -> tuple[FittingLayout, ...]:
     """Return the best layouts for this many members, best first. Raises LayoutError if there is none.
 
     memory_bytes: the memory of each member, in bytes.
     horizon_steps: the number of steps over which the cost of a switch is spread; None to ignore that cost.
     switch_seconds: function from a layout to the seconds of a switch to it.
+    at_most_slower: if given, the first layout is that of the fewest members; see `fewest`.
 
     The profile's speeds count if the members are the current ones and the profile has a speed for each of them.
     Otherwise all members are assumed equally fast. Ranks follow the order of the members, as in a switch. The ZeRO
@@ -103,7 +105,10 @@ def fastest(
 
     is_known = len(profile.speeds) == len(engine.members) == members
     among = Members(profile.speeds if is_known else (1.0,) * members, memory_bytes, are_placed=True)
-    return choose(profile, engine.layout, among, search, refused, switch_seconds)
+    found = choose(profile, engine.layout, among, search, refused, switch_seconds)
+    if at_most_slower is None:
+        return found
+    return fewest(profile, engine.layout, among, at_most_slower, search, refused, switch_seconds), *found
 
 
 def _limit_of(engine: EngineCore) -> int | None:
@@ -184,6 +189,14 @@ class Balance(Extension):
         if self._settings.measures:
             self.balancer = Balancer(parts, self._settings)
 
+    def check_launch(self, is_elastic: bool) -> None:
+        """Raise ConfigError if nodes are to leave a launch of fixed size."""
+        if self._settings.members == "release" and not is_elastic:
+            raise ConfigError(
+                'dynatrain.balance.members is "release", and no node can leave a launch of fixed size; start torchrun '
+                'with --nnodes=MIN:MAX --rdzv-backend=dynatrain, or give "idle"'
+            )
+
     # ---- which layout ------------------------------------------------------------------------------------------------
 
     def step_ms(self, layout: Layout, members: Sequence[int]) -> dict[str, float]:
@@ -211,9 +224,11 @@ class Balance(Extension):
             return None
         nodes = engine.candidates.nodes
         here = sum(node == nodes[engine.candidates.mine] for node in nodes.values())
-        room = self._settings.memory_limit_bytes or total_bytes() // (1 if is_accelerated() else here)
+        settings = self._settings
+        room = settings.memory_limit_bytes or total_bytes() // (1 if is_accelerated() else here)
+        slower = None if settings.members == "keep" else settings.at_most_slower
         try:
-            return [choice.layout for choice in fastest(engine, profile, members, room)]
+            return [choice.layout for choice in fastest(engine, profile, members, room, at_most_slower=slower)]
         except LayoutError as error:
             raise SwitchRefused(str(error), "start more members") from error
 
@@ -239,6 +254,10 @@ class Balance(Extension):
     def around_update(self) -> AbstractContextManager[None]:
         """Return a context manager that times the optimizer's step if a window is open."""
         return nullcontext() if self.balancer is None else self.balancer.timed_update()
+
+    def saved_member_seconds(self) -> float:
+        """Return the time of members that were free; see `Balancer`."""
+        return 0.0 if self.balancer is None else self.balancer.saved_member_seconds
 
     def after_step(self) -> None:
         """End the timing window if this step was its last one. Members communicate at the end of a window."""

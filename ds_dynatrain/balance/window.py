@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import PlainSerializer, PlainValidator
 
-from ds_dynatrain.balance.decision import CERTAIN, REMEMBERED, costs_differ
+from ds_dynatrain.balance.decision import CERTAIN, costs_differ
 from ds_dynatrain.balance.profile import BESIDE, BYTES, ERRORS, SECONDS, Floats, LayerCost, Profile
 from ds_dynatrain.errors import ProfileError
 from ds_dynatrain.space.layout import Layout
@@ -70,6 +70,18 @@ def _median(passes: Floats) -> tuple[Floats, Floats]:
     return middle, OF_MEDIAN * spread / math.sqrt(count)
 
 
+def waiting(passes: Sequence[Floats]) -> tuple[float, float]:
+    """Return the mean seconds for which a micro-batch waits for a core, and their standard error.
+
+    A few passes wait for long, so the median would say little. With a single pass, the error is as large as the value.
+
+    passes: the `waits` of `StageTimes`.
+    """
+    found = [each for each in passes if len(each)]
+    errors = [each.std(ddof=1) / math.sqrt(len(each)) if len(each) > 1 else each[0] for each in found]
+    return float(sum(each.mean() for each in found)), float(math.hypot(*errors))
+
+
 @dataclass(frozen=True, eq=False)
 class TimingWindow:
     """The merged timings of all ranks in one window.
@@ -78,8 +90,8 @@ class TimingWindow:
     speeds: the speed of each rank.
     beside: [BESIDE], the median over the ranks that have measured it; 0 if none has.
 
-    Speeds compare the ranks of one stage, because only they have the same layers. The median rank has speed 1, and so
-    do all ranks that differ from it by at most 4 standard errors.
+    Speeds compare the ranks of one stage, because only they have the same layers, and include waiting for a core. The
+    median rank has speed 1, and so do all ranks that differ from it by at most 4 standard errors.
     """
 
     rows: Floats
@@ -93,6 +105,7 @@ class TimingWindow:
         layout: Layout,
         boundaries: Sequence[int],
         beside: Sequence[Sequence[float]] = (),
+        waits: Mapping[int, tuple[float, float]] | None = None,
     ) -> TimingWindow:
         """Merge the rows of all ranks into one window.
 
@@ -100,6 +113,7 @@ class TimingWindow:
         layout: the layout in which they were measured.
         boundaries: the first layer of each stage, followed by the number of layers.
         beside: [ranks, BESIDE], the times outside the layers.
+        waits: the result of `waiting` on each rank; None if none has waited.
 
         Raises ProfileError unless every rank has a row for each layer of its stage.
         """
@@ -116,9 +130,10 @@ class TimingWindow:
                         f"{len(COLUMNS)} numbers each; call engine.balancer.note('again') and measure another window"
                     )
                 found.append(mine)
-            merged, pace = _merged(np.stack(found))
-            rows.append(merged)
-            speeds += pace.tolist()
+            stacked, ranks = np.stack(found), range(stage * size, (stage + 1) * size)
+            rows.append(_merged(stacked, _speeds(stacked)))
+            waited = np.array([(waits or {}).get(rank, (0.0, 0.0)) for rank in ranks])
+            speeds += _speeds(stacked, *waited.T).tolist()
         return cls(np.concatenate(rows), tuple(speeds), _middle(beside))
 
 
@@ -131,25 +146,28 @@ def _middle(beside: Sequence[Sequence[float]]) -> Floats:
     return np.array([np.median(each[each > 0]) if (each > 0).any() else 0.0 for each in columns])
 
 
-def _merged(found: Floats) -> tuple[Floats, Floats]:
-    """Merge the rows of one stage's ranks.
+def _speeds(found: Floats, waits: Floats | float = 0.0, wait_errors: Floats | float = 0.0) -> Floats:
+    """Return [ranks]: the speeds of one stage's ranks.
 
     found: [ranks, layers, COLUMNS].
-
-    Returns the rows, scaled to a member of speed 1, and the speeds of the ranks.
     """
-    total = found[:, :, PASSES].sum(axis=(1, 2))
-    errors = np.sqrt((found[:, :, ERROR_COLUMNS][:, :, PASSES] ** 2).sum(axis=(1, 2)))
+    total = found[:, :, PASSES].sum(axis=(1, 2)) + waits
+    errors = np.sqrt((found[:, :, ERROR_COLUMNS][:, :, PASSES] ** 2).sum(axis=(1, 2)) + np.square(wait_errors))
     middle = int(np.argsort(total, kind="stable")[(len(total) - 1) // 2])
     differs = np.abs(total - total[middle]) > CERTAIN * np.hypot(errors, errors[middle])
     speeds = np.ones(len(total))
     speeds[differs] = total[middle] / total[differs] if total[middle] else 1.0
-    rows = found[0].copy()
+    return speeds
+
+
+def _merged(found: Floats, speeds: Floats) -> Floats:
+    """Merge the rows of one stage's ranks, [ranks, layers, COLUMNS], scaled to a member of speed 1."""
+    rows: Floats = found[0].copy()
     scaled = speeds[:, None, None]
     rows[:, _TIMES] = (found[:, :, _TIMES] * scaled).mean(axis=0)
     rows[:, ERROR_COLUMNS] = np.sqrt(((found[:, :, ERROR_COLUMNS] * scaled) ** 2).sum(axis=0)) / len(found)
     rows[:, len(SECONDS) + len(ERRORS) :] = found[:, :, len(SECONDS) + len(ERRORS) :].max(axis=0)
-    return rows, speeds
+    return rows
 
 
 LAST_STEPS = 16
@@ -239,7 +257,7 @@ class Averaged:
     beside: [BESIDE], the mean times outside the layers.
     batch: the samples of a step, and the samples of a micro-batch.
     windows: the number of windows in the mean.
-    since: the steps at which costs changed; see `DecisionHistory`.
+    since: the step at which costs changed.
     doubted: the last window, if it differs too much to be included in the mean.
 
     Unchanged layers may take a third longer in all passes of one window, for example while a core is shared, so costs
@@ -251,7 +269,7 @@ class Averaged:
     beside: Rows
     batch: tuple[int, int]
     windows: int = 1
-    since: tuple[int, ...] = (0,)
+    since: int = 0
     doubted: Doubted | None = None
 
     @classmethod
@@ -270,13 +288,13 @@ class Averaged:
         least: the fraction of all layers' seconds that a change of costs must exceed.
         is_new: whether costs are already known to have changed.
         """
-        now = cls(window.rows, window.speeds, window.beside, batch, since=(step,))
+        now = cls(window.rows, window.speeds, window.beside, batch, since=step)
         if before is None or before.batch != batch or before.rows.shape != window.rows.shape:
             return now
         if is_new:
             return before._begun_anew(window, step)
         if not _differ(before.rows, window.rows, least):
-            return before._with(window)
+            return before._with(window, step)
         doubted = before.doubted
         if doubted is not None and _is_nearer(window.rows, doubted.rows, before.rows):
             return before._begun_anew(window, doubted.step)
@@ -289,16 +307,16 @@ class Averaged:
 
         step: the step since which costs are new.
         """
-        since = (*self.since, step)[-REMEMBERED:]
-        return Averaged(window.rows, window.speeds, self._beside(window, 1.0), self.batch, since=since)
+        return Averaged(window.rows, window.speeds, self._beside(window, 1.0), self.batch, since=step)
 
-    def _with(self, window: TimingWindow) -> Averaged:
+    def _with(self, window: TimingWindow, step: int) -> Averaged:
         share = max(NEW_SHARE, 1 / (self.windows + 1))
         rows = (1 - share) * self.rows + share * window.rows
         rows[:, ERROR_COLUMNS] = np.hypot(
             (1 - share) * self.rows[:, ERROR_COLUMNS], share * window.rows[:, ERROR_COLUMNS]
         )
-        return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, self.since)
+        since = min(self.since, step)  # a load may go back behind it
+        return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, since)
 
     def _beside(self, window: TimingWindow, share: float) -> Floats:
         """Return [BESIDE]: the mean, updated with this window.

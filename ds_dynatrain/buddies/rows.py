@@ -29,7 +29,7 @@ ROWS = (
         "buddies of several engines",
         Verdict.NOTE,
         "copies of all engines of a process are taken at one boundary, and all go back to it together: see "
-        "[engines](idle.md#where-members-come-and-go)",
+        "[engines](members.md#where-members-come-and-go)",
         proof="tests/elastic/test_buddy_engines.py::test_both_engines_go_back_to_one_moment",
     ),
 )

@@ -10,5 +10,5 @@
 | `probe` | measures links under torchrun and writes a cluster file |
 | `jobs` | runs a coordinator, shows the status of an elastic job, asks a node to leave |
 
-May import `balance`, `buddies`, `comparison` and `exact`; start with `main`.
+May import `comparison`, `exact` and `simulate`; start with `main`.
 """

@@ -10,16 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from ds_dynatrain.cli.trial_switch import tried_switch
 from ds_dynatrain.report.check import Check
 from ds_dynatrain.support.proved import CPU, PARTS, warning
 from ds_dynatrain.version import __version__
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
-TESTED_DEEPSPEED = ("0.19.8", "0.18.9")
+TESTED_DEEPSPEED = ("0.19.8", "0.19.6", "0.19.2", "0.18.9")
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.15.0")
 VARIABLES = (
@@ -62,11 +63,17 @@ class Environment:
         return any(check.name == "names" and check.is_well for check in self.checks)
 
 
-def examine_environment() -> Environment:
-    """Examine this machine and this process's environment. Takes seconds, because it imports torch and DeepSpeed."""
+def examine_environment(tries_switch: bool = False) -> Environment:
+    """Examine this machine and this process's environment. Takes seconds, because it imports torch and DeepSpeed.
+
+    tries_switch: whether to try a switch between two processes as well, unless another check already prevents a start.
+    """
     status = Check("status", "alpha", note=STATUS)
     checks = (status, *_versions(), *_deepspeed(), _compiler(), *_digests(), _name_server(), *_broken_off())
-    return Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
+    environment = Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
+    if tries_switch and environment.is_well:
+        return replace(environment, checks=(*checks, tried_switch()))
+    return environment
 
 
 def _versions() -> Iterator[Check]:

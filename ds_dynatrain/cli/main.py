@@ -56,6 +56,9 @@ def doctor(
         bool,
         typer.Option("--exact", help="Also check what an exact job needs; implied by a configuration with `exact`."),
     ] = False,
+    tries: Annotated[
+        bool, typer.Option("--try", help="Also start two processes that train, switch once and end. Takes a minute.")
+    ] = False,
 ) -> None:
     """Say whether a job would start here, with the given configuration if any, and what to do if not.
 
@@ -72,7 +75,7 @@ def doctor(
     from ds_dynatrain.cli.doctor import examine_environment
     from ds_dynatrain.exact.machine import examine_exact
 
-    environment = examine_environment()
+    environment = examine_environment(tries)
     with saying("doctor"):
         job = None if config is None else examine_file(config, processes, environment.has_deepspeed)
     rounding = (

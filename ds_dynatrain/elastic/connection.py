@@ -335,14 +335,20 @@ def ask_status(endpoint: Endpoint, token: str | None = None, seconds: float = AN
 
 
 def ask_to_leave(
-    endpoint: Endpoint, node: str, token: str | None = None, seconds: float = ANSWER_SECONDS
+    endpoint: Endpoint,
+    node: str,
+    token: str | None = None,
+    seconds: float = ANSWER_SECONDS,
+    is_spare: bool = False,
 ) -> tuple[str, ...]:
     """Ask a node's workers to hand over their state and leave, and return the workers that were asked.
 
     Returns before the workers have left. Raises PeerRefused if the node has no workers, and the same errors as
     `ask_status`.
+
+    is_spare: see `Dismiss`.
     """
-    return _ask(endpoint, token, Dismiss(node=node), Dismissed, seconds).members
+    return _ask(endpoint, token, Dismiss(node=node, is_spare=is_spare), Dismissed, seconds).members
 
 
 def _ask(endpoint: Endpoint, token: str | None, question: Message, kind: type[Answer], seconds: float) -> Answer:

@@ -75,6 +75,10 @@ class Coordinator:
         self._agents: dict[str, Peer] = {}
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
         self._peers: set[Peer] = set()
+        self.host_node = ""
+        """The node whose agent hosts this coordinator; "" if none does."""
+        self._dismissed: set[str] = set()
+        """Nodes that were asked to leave."""
         self._stirred = asyncio.Event()
         self._wakes_at = 0.0
 
@@ -137,17 +141,26 @@ class Coordinator:
             case Query():
                 peer.send(self._status(time.monotonic()))
             case Dismiss():
-                peer.send(self._dismiss(said.node))
+                peer.send(self._dismiss(said))
 
-    def _dismiss(self, node: str) -> Dismissed:
+    def _dismiss(self, said: Dismiss) -> Dismissed:
         """Ask the workers of a node to leave, and return them.
 
-        Raises PeerRefused if this node has no workers; the message names the nodes that have some.
+        Raises PeerRefused if the node has no workers, with the nodes that have some, or if it has to stay.
         """
+        node, least = said.node, self.membership.settings.min_nodes
         members = tuple(member for member in self._workers if node_of(member) == node)
         if not members:
             there = ", ".join(sorted(nodes_of(self._workers))) or "none"
             raise PeerRefused(f"no worker of node {node!r} is in this job; nodes: {there}; give one of these")
+        if said.is_spare and node == self.host_node:
+            raise PeerRefused("its agent hosts the coordinator; run ds-dynatrain coordinator to have one apart")
+        world = self.membership.world
+        staying = [each.member for each in self.membership.roster if not each.report.leaving]
+        stay = nodes_of(staying if world is None else {*staying} & {*world.members}) - self._dismissed - {node}
+        if said.is_spare and len(stay) < least:
+            raise PeerRefused(f"the nodes that stay would be {len(stay)}, and MIN is {least}")
+        self._dismissed.add(node)
         logger.info("node %s is told to go", node)
         self._send_all(encode(Leave()), members)
         return Dismissed(members=members)

@@ -282,6 +282,8 @@ class Counts:
     pauses: list[int] = field(default_factory=lambda: [0] * (len(PAUSE_BUCKETS) + 1))
     """Number of pauses in each bucket of `PAUSE_BUCKETS`; the last entry counts pauses longer than all buckets."""
     pause_seconds: float = 0.0
+    saved_member_seconds: float = 0.0
+    """See `Tally`; of the whole job."""
     phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
@@ -387,6 +389,7 @@ class JobHistory:
         if self._first_step is None:
             self._first_step, samples = said.step - made.steps, 0
         self.counts.lost_steps += made.lost_steps
+        self.counts.saved_member_seconds = said.tally.saved_member_seconds
         self.counts.samples += samples
         has_stepped = made.steps > 0 or said.step > self.step
         self.step = max(self.step - made.lost_steps, said.step)

@@ -100,6 +100,11 @@ class CoordinatorHost:
         self._thread.start()
         self._is_up.wait()
 
+    def belong_to(self, node: str) -> None:
+        """Record the node whose agent runs this coordinator: it is never sent home. Called after `start`."""
+        if self._coordinator is not None:
+            self._coordinator.host_node = node
+
     def outlive(self) -> None:
         """Wait until the job has finished or all peers have disconnected, and `stop` after that. Called after
         `start`."""

@@ -19,7 +19,7 @@ from enum import IntEnum
 
 from torch._C._distributed_c10d import Store
 
-from ds_dynatrain.elastic.connection import Connection, connect, logger, readable, retry_pause
+from ds_dynatrain.elastic.connection import Connection, ask_to_leave, connect, logger, readable, retry_pause
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.generation import LONGEST_TEXT, Generation, member_id
 from ds_dynatrain.elastic.main_thread import OWN_WAITS, WAITING, MainThread
@@ -157,6 +157,18 @@ class Member:
         self._say(leaving=True)
         with self._changed:
             self._changed.notify_all()
+
+    @property
+    def min_nodes(self) -> int:
+        """The fewest nodes with which the job trains, by the coordinator's word."""
+        return 1 if self._connection is None else self._connection.welcome.min_nodes
+
+    def send_home(self, node: str) -> None:
+        """Ask the coordinator to send a node without work home, as `ds-dynatrain leave` does.
+
+        Raises PeerRefused if the node has to stay, and the other errors of `ask_to_leave` if no coordinator answers.
+        """
+        ask_to_leave(self.place.coordinator, node, self._token, is_spare=True)
 
     def left(self) -> None:
         """Record, before `stop`, that the others no longer need this member, because its state was handed over or

@@ -154,6 +154,8 @@ class Tally(WireRecord):
     """Time spent at boundaries and in discarded global batches."""
     saving_seconds: Seconds = 0.0
     """The part of `held_seconds` that was spent on checkpoints."""
+    saved_member_seconds: Seconds = 0.0
+    """The time that members have not worked because balance found fewer to be enough."""
     generation: Count = 0
     """The worker's generation when it left its last boundary."""
 
@@ -265,6 +267,8 @@ class Dismiss(WireRecord):
 
     kind: Literal["dismiss"] = "dismiss"
     node: NodeId
+    is_spare: bool = False
+    """Whether the job asks because the node has no work: it must stay if it hosts the coordinator, or one of MIN."""
 
 
 class Dismissed(WireRecord):

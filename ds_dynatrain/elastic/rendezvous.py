@@ -119,6 +119,8 @@ class NodeRendezvous(RendezvousHandler):
         """
         self._end_line(failed=True)  # torchrun asks again only to restart failed workers
         node = self._new_node()
+        if self._host is not None:
+            self._host.belong_to(node)
         seconds = float(self._parameters.get("join_timeout", JOIN_SECONDS))
         job = str(self._parameters.run_id)
         try:

@@ -112,7 +112,9 @@ class Boundaries:
         kept: Protected = max((each.protects() for each in first.extensions), default="")
         if not kept and not first.idle and any(map(_loses_by_a_death, self.engines)):
             kept = "no"
-        self.elastic.member.progress(first.global_steps, str(first.layout), pause_ms, kept, self._clock.tally)
+        saved = sum(each.saved_member_seconds() for each in first.extensions)
+        tally = self._clock.tally.model_copy(update={"saved_member_seconds": saved})
+        self.elastic.member.progress(first.global_steps, str(first.layout), pause_ms, kept, tally)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
         """Take part in a requested switch, at a boundary of an engine other than the first.

@@ -292,6 +292,10 @@ class DynatrainEngine(HostEngine):
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares, experts)
         return self._parts.switcher.dry_run(layout, sizes)
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the whole shape of each parameter by name. As a JSON file this is a model of `ds-dynatrain plan`."""
+        return {tensor.name: [*tensor.shape] for tensor in self._parts.vps.tensors if tensor.numel}
+
     @in_turn
     def suggest(
         self, profile: Any = None, *, members: int | None = None, horizon_steps: float | None = None

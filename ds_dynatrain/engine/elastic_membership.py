@@ -24,13 +24,13 @@ from ds_dynatrain.engine.boundaries import Boundaries
 from ds_dynatrain.engine.discarded import guarded
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.parts import parts_of
-from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.errors import DynatrainError, PeerRefused, SwitchRefused
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.destinations import Registry
 from ds_dynatrain.membership.liveness import Watch, ended_in_error, post_end
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.tally import told
-from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.reshard.context import Context, Job
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import Outcome
@@ -51,6 +51,8 @@ class ElasticMembership(Elastic):
         self._abort: threading.Thread | None = None
         self._boundaries = Boundaries(self)
         self._jobs: list[Job] = []
+        self._must_stay: set[str] = set()
+        """Nodes that the coordinator did not allow to leave."""
         self._is_in_call = False
         """Whether one of DeepSpeed's calls is under way. A pipeline reads its samples within such a call."""
 
@@ -246,6 +248,33 @@ class ElasticMembership(Elastic):
     def able(self, engine: EngineCore) -> tuple[int, ...]:
         """Return the members that may get a rank: all, or only the working ones if the process has several engines."""
         return engine.members if PROCESS.is_shared else engine.candidates.members
+
+    def vacant(self, engine: EngineCore) -> dict[str, tuple[int, ...]]:
+        """Return the nodes whose members are all idle and that have not refused to leave, with their members.
+
+        At least MIN nodes are left out. The nodes that joined last come first.
+        """
+        by_node: dict[str, tuple[int, ...]] = {}
+        for member, node in sorted(engine.candidates.nodes.items()):
+            by_node[node] = *by_node.get(node, ()), member
+        most = len(by_node) - self.member.min_nodes
+        idle = [node for node, members in by_node.items() if not {*members} & {*engine.members}]
+        able = [node for node in reversed(idle) if node not in self._must_stay]
+        return {node: by_node[node] for node in able[: max(0, most)]}
+
+    def release(self, nodes: Sequence[str]) -> None:
+        """Ask the coordinator, in a thread, to send these nodes home; see `Member.send_home`."""
+        threading.Thread(target=self._release, args=(nodes,), name="dynatrain-release", daemon=True).start()
+
+    def _release(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            try:
+                self.member.send_home(node)
+            except PeerRefused as refusal:
+                self._must_stay.add(node)
+                logger.info("node %s stays: %s", node, refusal)
+            except (OSError, DynatrainError) as error:
+                logger.warning("node %s stays for now, because the coordinator does not answer: %s", node, error)
 
     def guard(self, preparation: Preparation) -> None:
         """Have a failure interrupt a preparation, so that the preparation does not wait for dead members."""

@@ -163,16 +163,25 @@ class Switcher:
         engine = self.engine
         try:
             target = self._targets.checked(layout, changes)
-            members = self._targets.members_for(target, without)
+            found = self._targets.assignment(target, without)
         except SwitchRefused as refusal:
             wanted = layout if layout is not None else engine.layout
             return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
-        budget = engine.settings.memory_budget_bytes
+        members, budget = found.members, engine.settings.memory_budget_bytes
         plan = plan_switch(engine.vps, target, members, nodes=engine.candidates.nodes)
         cost = estimate(plan, budget, self.bytes_per_second)
-        figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self.bytes_per_second)
-        copies = sum(extension.memory_in(target, members) for extension in engine.job.extensions)
-        return SwitchEstimate(target, members, *figures, copies, self._targets.step_ms(target, members))
+        return SwitchEstimate(
+            target,
+            members,
+            bytes_sent=cost.bytes_sent,
+            bytes_bound=found.bytes_bound,
+            rank_zero_bytes=found.rank_zero_bytes,
+            peak_memory_bytes=cost.highest_peak_bytes,
+            seconds=cost.seconds,
+            bytes_per_second=self.bytes_per_second,
+            copies_memory_bytes=sum(extension.memory_in(target, members) for extension in engine.job.extensions),
+            step_ms=self._targets.step_ms(target, members),
+        )
 
     def _request(
         self,
@@ -208,7 +217,7 @@ class Switcher:
                 )
             if at is not None and at < engine.global_steps:
                 raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later at=")
-            members = self._targets.members_for(target, reason.without, late)
+            members = self._targets.assignment(target, reason.without, late).members
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout
@@ -521,15 +530,18 @@ class Switcher:
             self._answered.event = engine.last_switch
         tell(engine, engine.last_switch, log_recompile, EventWriter.write_recompile)
 
-    def note_gain(self, event: SwitchEvent, gain: float) -> None:
+    def note_gain(self, event: SwitchEvent, gain: float, slowdown_removed: float | None) -> None:
         """Report the gain of a switch, as a fraction of a step's time, once a later window has measured it.
+
+        slowdown_removed: see `SwitchEvent`.
 
         If `last_switch` is that switch, it gets the new event; the report file gets a further line.
         """
-        engine, known = self.engine, replace(event, measured_gain=gain)
-        if engine.last_switch is not None and engine.last_switch.generation == event.generation:
-            engine.last_switch = replace(engine.last_switch, measured_gain=gain)
-        tell(engine, known, log_gain, EventWriter.write_gain)
+        engine, last = self.engine, self.engine.last_switch
+        if last is not None and last.generation == event.generation:
+            engine.last_switch = replace(last, measured_gain=gain, slowdown_removed=slowdown_removed)
+        event = replace(event, measured_gain=gain, slowdown_removed=slowdown_removed)
+        tell(engine, event, log_gain, EventWriter.write_gain)
 
 
 def _raise(refusal: SwitchRefused) -> None:

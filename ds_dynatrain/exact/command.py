@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ds_dynatrain.exact.bits.difference import compared, lines, report
 from ds_dynatrain.exits import REFUSED, saying
 
 
@@ -28,6 +27,8 @@ def compare_exact(
 
     Exit code: 0 if all common steps are identical, 1 if not, 2 if a file is unreadable or the jobs differ.
     """
+    from ds_dynatrain.exact.bits.difference import compared, lines, report
+
     with saying("compare-exact"):
         runs, found = compared(one, other)
     if as_json:

@@ -77,6 +77,8 @@ def _training(view: View) -> Iterator[Metric]:
     yield _counter("dynatrain_steps", "Steps made since the coordinator was started.", counts.steps)
     yield _counter("dynatrain_trained_samples", "Samples trained since then.", counts.samples)
     yield _counter("dynatrain_lost_steps", "Steps of these that were lost by a death.", counts.lost_steps)
+    saved = "Time of members that were free because fewer were enough."
+    yield _gauge("dynatrain_saved_member_seconds", saved, counts.saved_member_seconds)
     if view.points:
         last = view.points[-1]
         yield _gauge("dynatrain_step_seconds", "What steps took last, standstills left out.", last.step_seconds)

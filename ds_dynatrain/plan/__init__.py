@@ -28,6 +28,7 @@ from ds_dynatrain.plan.plan import (
     StandInPlan,
     SwitchPlan,
     plan_switch,
+    split,
     standing_in,
 )
 from ds_dynatrain.plan.rounds import rounds
@@ -60,6 +61,7 @@ __all__ = [
     "picture_of",
     "plan_switch",
     "rounds",
+    "split",
     "standing_in",
     "state_bytes",
     "traffic",

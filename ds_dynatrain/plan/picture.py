@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.plan.plan import SwitchPlan
-from ds_dynatrain.plan.sides import Sides, width_of_shares
+from ds_dynatrain.plan.sides import NO_ROWS, RELAYED_PARTS, TURNS, Sides, width_of_shares
 from ds_dynatrain.space import ABSENT, Kind, Layout, Sharding, VirtualParameterSpace, interval
-from ds_dynatrain.space.interval import Ints, join
+from ds_dynatrain.space.interval import Ints, Runs, join
 from ds_dynatrain.space.sharding import Owned
 
 Floats = npt.NDArray[np.float64]
@@ -216,7 +216,8 @@ class _Count:
         steps = [(self.kept, sides.source(name), sides.source_ranks, self._heir) for name in kind.sources]
         if kind.derived_from is not None:
             steps.append((self.cast, sides.target(kind.derived_from), every, every))
-        read = sides.source(sides.read_from(kind))
+        read, has_relays = sides.source(sides.read_from(kind)), sides.has_relays(kind)
+        lacking = [NO_ROWS]
         for part in _classes(sides.target(kind.name), sides.vps.bases, self._origin):
             rows, apart = part.rows, (part.rows[0][:0],) * 3
             earlier: list[tuple[Sharding, Ints]] = []
@@ -231,12 +232,44 @@ class _Count:
                     apart = join([apart, more])
                     earlier.append((cut, holder))
                 total[self._receiver[part.ranks]] += (before - part.each(rows, apart)) * nbytes
-            if read.has_copies:
+            if has_relays:
+                _, low, high, _ = read.owners(*rows[1:])
+                self._check_held(part, kind, rows, int((high - low).sum()))
+                lacking.append(rows)
+            elif read.has_copies:
                 self._add_copies(part, rows, apart, read, kind, nbytes)
             else:
                 self._add_class(part, rows, read, kind, nbytes)
-                row, start, stop, sender = read.owners(*apart[1:])
-                self._add(sender, apart[0][row], (start - stop) * nbytes)
+                self._add_direct(read, apart, -nbytes)
+        if has_relays:
+            self._add_relayed(kind, read, interval.union(*join(lacking)[1:]), nbytes)
+
+    def _add_relayed(self, kind: Kind, read: Sharding, lacking: Runs, nbytes: int) -> None:
+        """Add what ranks receive of a kind that members of their nodes relay, some nodes at a time.
+
+        lacking: the runs that some rank receives.
+        """
+        sides, runs = self._sides, len(lacking.start)
+        firsts = np.unique(sides.target_nodes, return_index=True)[1] if runs else interval.ints([])
+        step = max(1, ROWS_AT_ONCE // (8 * (runs + RELAYED_PARTS + TURNS * read.ranks)))
+        for ranks in np.split(firsts, range(step, len(firsts), step)):
+            every = np.tile(lacking.start, len(ranks)), np.tile(lacking.stop, len(ranks)), np.repeat(ranks, runs)
+            _, start, stop, relay, taker = sides.relays(kind, *every)
+            found = [(*NO_ROWS, NO_ROWS[0] > 0)]
+            if read.has_copies:
+                for each in read.copies(*interval.union(start, stop)):
+                    row, _, low, high = interval.intersect(start, stop, each.start, each.stop)
+                    found.append(
+                        (row, low, high, np.isin(sides.target_nodes[taker[row]], sides.source_nodes[each.ranks]))
+                    )
+            else:
+                row, low, high, sender = read.owners(start, stop)
+                found.append((row, low, high, sides.target_nodes[taker[row]] == sides.source_nodes[sender]))
+            row, low, high, is_near = map(np.concatenate, zip(*found, strict=True))
+            giver, rank, size = relay[row], taker[row], (high - low) * nbytes
+            is_direct = is_near | (giver == rank)
+            self._add_direct(read, (rank[is_direct], low[is_direct], high[is_direct]), nbytes)
+            self._add_pairs(self._receiver[giver[~is_direct]], self._receiver[rank[~is_direct]], size[~is_direct])
 
     def _add_class(self, part: _Classes, rows: Rows, read: Sharding, kind: Kind, nbytes: int) -> None:
         """Add what every rank of each class receives."""
@@ -262,7 +295,10 @@ class _Count:
 
     def _add(self, sender: Ints, receiver: Ints, size: Ints) -> None:
         """Add bytes from source ranks to target ranks."""
-        giver, taker = self._sender[sender], self._receiver[receiver]
+        self._add_pairs(self._sender[sender], self._receiver[receiver], size)
+
+    def _add_pairs(self, giver: Ints, taker: Ints, size: Ints) -> None:
+        """Add bytes from members to members, given by their places."""
         out_of, into = self._node[giver], self._node[taker]
         is_apart, count = (out_of != into) * len(self._node), len(self._node)
         self.sent += np.bincount(is_apart + giver, size, 2 * count).reshape(2, -1)
@@ -273,9 +309,9 @@ class _Count:
         """Add what every rank receives of what all ranks of a shard group hold, which these send in turn."""
         held = sum(int((each.stop - each.start).sum()) for each in read.copies(*interval.union(*rows[1:])))
         self._check_held(part, kind, (rows[0], *interval.union(*rows[1:])), held)
-        self._add_shares(read, apart, -nbytes)  # turns go by coordinates, so the sums of class and rank add up
+        self._add_direct(read, apart, -nbytes)  # turns go by coordinates, so the sums of class and rank add up
         if part.is_single:
-            return self._add_shares(read, (part.first[rows[0]], *rows[1:]), nbytes)
+            return self._add_direct(read, (part.first[rows[0]], *rows[1:]), nbytes)
         found = [(interval.ints([]),) * 3]
         for number in range(len(part.first)):
             mine = rows[0] == number
@@ -300,8 +336,12 @@ class _Count:
             needs = self._sides.needs(kind, rank, int(self._sides.source_ranks[rank]))
             self._sides.senders(kind, rank, needs.remote)
 
-    def _add_shares(self, read: Sharding, rows: Rows, nbytes: int) -> None:
-        """Add what ranks receive, `nbytes` for each element of the rows (rank, start, stop)."""
+    def _add_direct(self, read: Sharding, rows: Rows, nbytes: int) -> None:
+        """Add what ranks receive from source ranks, `nbytes` for each element of the rows (rank, start, stop)."""
+        if not read.has_copies:
+            row, start, stop, sender = read.owners(*rows[1:])
+            self._add(sender, rows[0][row], (stop - start) * nbytes)
+            return
         for each in read.copies(*interval.union(*rows[1:])):
             row, _, low, high = interval.intersect(*rows[1:], each.start, each.stop)
             part, start, stop, sender = self._sides.shares(each._replace(start=low, stop=high), rows[0][row])

@@ -36,44 +36,58 @@ class MemberPlan:
     local: copies from the member's own source buffers, made before these are released.
     derived: casts from the member's own target buffers, made after all other moves.
     rounds: exchanges with peers, in order; a peer is listed only if one of the two sends a byte.
+    relays: exchanges inside the node that follow all rounds: from the sender's target buffers, which the rounds filled.
     """
 
     member: int
     local: Moves
     derived: Moves
     rounds: tuple[Exchange, ...]
+    relays: tuple[Exchange, ...] = ()
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """All exchanges with peers."""
+        return self.rounds + self.relays
 
     def only(self, kinds: Collection[str]) -> MemberPlan:
         """Return the part of the plan that moves the given state kinds.
 
         All members must select the same kinds, so that their plans still fit together.
         """
-        exchanges = [Exchange(each.peer, each.sends.only(kinds), each.receives.only(kinds)) for each in self.rounds]
-        busy = tuple(each for each in exchanges if len(each.sends) or len(each.receives))
-        return MemberPlan(self.member, self.local.only(kinds), self.derived.only(kinds), busy)
+        rounds, relays = (
+            tuple(busy([Exchange(each.peer, each.sends.only(kinds), each.receives.only(kinds)) for each in phase]))
+            for phase in (self.rounds, self.relays)
+        )
+        return MemberPlan(self.member, self.local.only(kinds), self.derived.only(kinds), rounds, relays)
 
-    def split(
-        self, members: Collection[int], kinds: Collection[str], into: Collection[str] | None = None
-    ) -> tuple[MemberPlan, list[Exchange]]:
-        """Return (the plan without the separated exchanges, these exchanges).
 
-        An exchange is separated if its peer is in `members` and it reads source buffers of `kinds`; separated exchanges
-        do not use messages through the host. The plans of two members stay consistent if each is in the other's
-        `members` and both pass the same kinds.
+def busy(exchanges: Iterable[Exchange]) -> list[Exchange]:
+    """Return the exchanges that move something."""
+    return [each for each in exchanges if len(each.sends) or len(each.receives)]
 
-        into: the state kinds of the target buffers; None for all.
-        """
-        rest, apart = [], []
-        for each in self.rounds:
-            if each.peer not in members:
-                rest.append(each)
-                continue
-            (sent, sends), (received, receives) = each.sends.split(kinds, into), each.receives.split(kinds, into)
-            if len(sent) or len(received):
-                rest.append(Exchange(each.peer, sent, received))
-            if len(sends) or len(receives):
-                apart.append(Exchange(each.peer, sends, receives))
-        return replace(self, rounds=tuple(rest)), apart
+
+def split(
+    exchanges: Iterable[Exchange],
+    members: Collection[int],
+    kinds: Collection[str],
+    into: Collection[str] | None = None,
+) -> tuple[list[Exchange], list[Exchange]]:
+    """Return (the exchanges without the separated moves, exchanges of these moves).
+
+    Moves are separated if their peer is in `members` and they read buffers of `kinds`; separated moves do not use
+    messages through the host. The plans of two members stay consistent if each is in the other's `members` and both
+    pass the same kinds.
+
+    into: the state kinds of the target buffers; None for all.
+    """
+    rest, apart = [], []
+    for each in exchanges:
+        chosen = kinds if each.peer in members else ()
+        (sent, sends), (received, receives) = each.sends.split(chosen, into), each.receives.split(chosen, into)
+        rest.append(Exchange(each.peer, sent, received))
+        apart.append(Exchange(each.peer, sends, receives))
+    return busy(rest), busy(apart)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +131,7 @@ class SwitchPlan:
         sides = self.sides
         source_rank, rank = sides.source_rank.get(member, ABSENT), sides.target_rank.get(member, ABSENT)
         local, derived, received, sent = list[Ints](), list[Ints](), list[Ints](), list[Ints]()
+        relayed = list[Ints]()
         for kinds in sides.alike():
             kind, read = kinds[0], sides.read_from(kinds[0])
             if rank != ABSENT:
@@ -127,21 +142,29 @@ class SwitchPlan:
                 for name, (start, stop) in needs.derived:
                     own = np.full_like(start, rank), np.full_like(start, rank)
                     derived.append(for_all(sides, kinds, runs(sides, kind, name, start, stop, *own, is_derived=True)))
-                start, stop, sender = sides.senders(kind, rank, needs.remote)
+                (start, stop, sender), relays = sides.deliveries(kind, rank, needs.remote)
                 found = runs(sides, kind, read, start, stop, sender, np.full_like(sender, rank))
                 received.append(for_all(sides, kinds, found))
+                found = runs(sides, kind, kind.name, *relays, is_derived=True)
+                relayed.append(for_all(sides, kinds, found))
             if source_rank != ABSENT:
                 start, stop, receiver = sides.receivers(kind, source_rank)
                 found = runs(sides, kind, read, start, stop, np.full_like(receiver, source_rank), receiver)
                 sent.append(for_all(sides, kinds, found))
-        sends, receives = moves(sides, sent), moves(sides, received)  # sorted by peer
-        busy = {*sends.target.tolist(), *receives.source.tolist()}
-        exchanges = []
-        for peer in rounds(busy, member, sides.nodes):
+        direct = self._exchanges(member, moves(sides, sent), moves(sides, received))
+        passed = moves(sides, relayed, is_derived=True)
+        out, into = (np.flatnonzero(end == member) for end in (passed.source, passed.target))
+        inside = self._exchanges(member, passed.select(out), passed.select(into))
+        return MemberPlan(member, moves(sides, local), moves(sides, derived, is_derived=True), direct, inside)
+
+    def _exchanges(self, member: int, sends: Moves, receives: Moves) -> tuple[Exchange, ...]:
+        """Return the exchanges of a member's moves. sends, receives: sorted by peer."""
+        exchanges, peers = [], {*sends.target.tolist(), *receives.source.tolist()}
+        for peer in rounds(peers, member, self.sides.nodes):
             mine = sends.select(slice(*np.searchsorted(sends.target, [peer, peer + 1])))
             theirs = receives.select(slice(*np.searchsorted(receives.source, [peer, peer + 1])))
             exchanges.append(Exchange(peer, mine, theirs))
-        return MemberPlan(member, moves(sides, local), moves(sides, derived, is_derived=True), tuple(exchanges))
+        return tuple(exchanges)
 
 
 def plan_switch(

@@ -7,12 +7,16 @@ owners at the source. A sender starts from the runs that it owns, finds the targ
 what these members already hold or can cast. If all ranks of a shard group hold the same, they take turns: runs of one
 length are dealt out to those on the receiver's node, or to all if there are none, beginning with another for each
 receiver.
+
+What no member of a node sends to it crosses to it once. If several of its members need it in kinds that whole shard
+groups hold, they take turns as the *relay*, which receives it and passes it on to the others in a second phase.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +36,10 @@ TURNS = 16
 """How often each member that holds copies has its turn, on average, if a receiver needs all of them."""
 SMALLEST_SHARE = 1 << 16
 """Fewest elements of a turn, so that messages do not become small; members with less than all turns have one turn."""
+RELAYED_PARTS = 1 << 12
+"""In how many parts a node's members relay all elements, unless parts become smaller than the smallest share."""
 NOWHERE, ELSEWHERE = -1, -2
-"""Nodes of source and of target members whose nodes are unknown: no member is on the node of such a member."""
+"""Nodes of source and of target members whose nodes are unknown: no other member is on the node of such a member."""
 
 
 class Needs(NamedTuple):
@@ -64,7 +70,7 @@ class Sides:
     target_rank: the rank of each member at the target.
     source_ranks: for each target rank, the source rank of its member, or ABSENT.
     source_nodes: a number for the node of each source rank, or NOWHERE.
-    target_nodes: the same for each target rank, or ELSEWHERE.
+    target_nodes: the same for each target rank, or a number of its own below NOWHERE.
     """
 
     vps: VirtualParameterSpace
@@ -110,7 +116,7 @@ class Sides:
         of_member = {member: number[name] for member, name in self.nodes.items()}
         at_source = [of_member.get(member, NOWHERE) for member in self.vps.members]
         object.__setattr__(self, "source_nodes", interval.ints(at_source))
-        at_target = [of_member.get(member, ELSEWHERE) for member in self.members]
+        at_target = [of_member.get(member, ELSEWHERE - rank) for rank, member in enumerate(self.members)]
         object.__setattr__(self, "target_nodes", interval.ints(at_target))
 
     def source(self, kind: str) -> Sharding:
@@ -169,12 +175,26 @@ class Sides:
             )
         return low, high, sender
 
+    def deliveries(self, kind: Kind, rank: int, wanted: Runs) -> tuple[Rows, tuple[Ints, Ints, Ints, Ints]]:
+        """Return what a target rank receives: from source ranks as `senders` does, and by relays.
+
+        The relays, also those of this rank to others, are (start, stop, relay, receiver).
+        """
+        start, stop, sender = self.senders(kind, rank, wanted)
+        far = self.source_nodes[sender] != self.target_nodes[rank]
+        crossing = interval.union(start[far], stop[far])
+        _, low, high, relay, receiver = self.relays(kind, *crossing, np.full_like(crossing.start, rank))
+        is_received = (receiver == rank) & (relay != rank)
+        row, start, stop = interval.subtract(start, stop, *interval.union(low[is_received], high[is_received]))
+        mine = (relay == rank) != (receiver == rank)
+        return (start, stop, sender[row]), (low[mine], high[mine], relay[mine], receiver[mine])
+
     def receivers(self, kind: Kind, sender: int) -> Rows:
         """Split the runs that a source rank sends by receiver; return (start, stop, target rank)."""
         cut, target = self.source(self.read_from(kind)), self.target(kind.name)
         if not cut.has_copies:
             owned = cut.owned(sender)
-            return self._still_needed(kind, *target.holders(owned.start, owned.stop)[1:])
+            return self._directly(kind, sender, *target.holders(owned.start, owned.stop)[1:])
         parts = [NO_ROWS]
         for each in cut.copies_of(sender):
             rank = target.candidates(each.start, each.stop)
@@ -182,18 +202,70 @@ class Sides:
                 rank = rank[self.source_ranks[rank] == ABSENT]
             start, stop, rank = self._own_share(each, sender, rank)
             row, start, stop = target.held(start, stop, rank)
-            parts.append(self._still_needed(kind, start, stop, rank[row]))
+            parts.append(self._directly(kind, sender, start, stop, rank[row]))
         return interval.join(parts)
 
+    def _directly(self, kind: Kind, sender: int, start: Ints, stop: Ints, rank: Ints) -> Rows:
+        """Remove from runs what their target rank already holds or can cast, and what another rank relays to it."""
+        row, start, stop = self._still_needed(kind, start, stop, rank)
+        rank = rank[row]
+        if not self.has_relays(kind):
+            return start, stop, rank
+        far = self.target_nodes[rank] != self.source_nodes[sender]
+        row, low, high, relay, receiver = self.relays(kind, start[far], stop[far], rank[far])
+        own = (relay == rank[far][row]) & (receiver == relay)
+        return interval.join([(start[~far], stop[~far], rank[~far]), (low[own], high[own], relay[own])])
+
     def _still_needed(self, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> Rows:
-        """Remove from runs the elements that their target rank already holds or can cast; return the remaining runs."""
+        """Return the parts of runs that their target rank neither holds already nor can cast, as (row, start, stop)."""
+        rows = np.arange(len(start), dtype=np.int64)
         for name in kind.sources:
-            row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank])
-            rank = rank[row]
+            row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank[rows]])
+            rows = rows[row]
         if kind.derived_from is not None:
-            row, start, stop = self.target(kind.derived_from).lacking(start, stop, rank)
-            rank = rank[row]
-        return start, stop, rank
+            row, start, stop = self.target(kind.derived_from).lacking(start, stop, rank[rows])
+            rows = rows[row]
+        return rows, start, stop
+
+    # ---- relays ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _by_node(self) -> tuple[Ints, Ints, Ints]:
+        """The target ranks sorted by node; where those of each rank's node begin there, and how many they are."""
+        _, node, count = np.unique(self.target_nodes, return_inverse=True, return_counts=True)
+        return np.argsort(node, kind="stable"), (np.cumsum(count) - count)[node], count[node]
+
+    def has_relays(self, kind: Kind) -> bool:
+        """Return whether target ranks may relay a kind to others of their node."""
+        several = len({*self.target_nodes.tolist(), *self.source_nodes.tolist()}) > 1 and self._by_node[2].max() > 1
+        return bool(several) and self.target(kind.name).has_copies
+
+    def relays(self, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Find who relays runs that cross to the nodes of given target ranks, and to whom.
+
+        Return (row, start, stop, relay, receiver), with an entry for each rank of the node that needs the run. The
+        relay is one of them, which receives the run from the other node. Nothing is returned for a kind without relays.
+        """
+        order, begin, count = self._by_node
+        if not self.has_relays(kind):
+            start, stop, rank = NO_ROWS
+        width = max(SMALLEST_SHARE, int(self.space.bases[-1]) // RELAYED_PARTS)
+        run, low, high, turn = interval.cut_every(start, stop, np.full_like(start, width))
+        row, nth = interval.expand(count[rank[run]])
+        able = order[begin[rank[run]][row] + nth]
+        held, start, stop = self.target(kind.name).held(low[row], high[row], able)
+        left, start, stop = self._still_needed(kind, start, stop, able[held])
+        row, able = row[held[left]], able[held[left]]
+        at = row * (width + 1) - low[row]  # a line on which all rows lie one after another
+        edges = np.unique(np.concatenate([at + start, at + stop]))
+        first = np.searchsorted(edges, at + start)
+        again, nth = interval.expand(np.searchsorted(edges, at + stop) - first)
+        part, able, row = first[again] + nth, able[again], row[again]
+        sorting = np.lexsort((able, part))
+        part, able, row, at = part[sorting], able[sorting], row[sorting], at[again[sorting]]
+        _, opens, which, members = np.unique(part, return_index=True, return_inverse=True, return_counts=True)
+        relay = able[opens + turn[row[opens]] % members][which]
+        return run[row], edges[part] - at, edges[part + 1] - at, relay, able
 
     # ---- senders of what several members hold ------------------------------------------------------------------------
 

@@ -80,11 +80,6 @@ class Topology:
     origin: str = ASSUMED
 
     @staticmethod
-    def of_nodes(node_of: Mapping[int, str]) -> Topology:
-        """Return a topology of known nodes with assumed links."""
-        return Topology(node_of)
-
-    @staticmethod
     def uniform(nodes: int, members_per_node: int, **others: Any) -> Topology:
         """Return a topology of equal nodes, with the members in their order. others: fields of the class."""
         return Topology({r: f"node-{r // members_per_node}" for r in range(nodes * members_per_node)}, **others)

@@ -108,6 +108,9 @@ class SwitchEvent:
     """Fraction of a step's time that the switch was expected to save, if this was its purpose."""
     measured_gain: float | None = None
     """Measured fraction of a step's time that was saved; None until the next window has measured it."""
+    slowdown_removed: float | None = None
+    """Share of the time lost to slow members that balance has removed so far, by prediction, known with the measured
+    gain. None if no member has been slow."""
     certificate: CertificateSummary | None = None
     reason: str = ""
     """Reason for a rollback or cancellation."""
@@ -162,4 +165,6 @@ class SwitchEvent:
             said.append(f"for {self.cause}: predicted gain {100 * self.predicted_gain:.1f} % of a step")
         if self.predicted_gain is not None and self.measured_gain is not None:
             said.append(f"measured {100 * self.measured_gain:.1f} %")
+        if self.slowdown_removed is not None:
+            said.append(f"{100 * self.slowdown_removed:.0f} % of the slow-down removed")
         return ", ".join(said) + notes

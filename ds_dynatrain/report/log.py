@@ -74,6 +74,8 @@ def log_gain(event: SwitchEvent) -> None:
     """Log the measured change in step time after a switch that was meant to save time."""
     gains = 100 * (event.measured_gain or 0.0), 100 * (event.predicted_gain or 0.0)
     logger.info("switch %d: steps take %.1f %% less since, predicted %.1f %%", event.generation, *gains)
+    if event.slowdown_removed is not None:
+        logger.info("balance: %.0f %% of the time lost to slow members is removed", 100 * event.slowdown_removed)
 
 
 def log_recompile(event: SwitchEvent) -> None:

@@ -6,13 +6,14 @@ A run has one file, no matter how often its rank 0 changes.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.report.event import SwitchEvent
 
-_LATER = {"recompile": "recompile_ms", "gain": "measured_gain"}
+_LATER = {"recompile": ("recompile_ms",), "gain": ("measured_gain", "slowdown_removed")}
 """Fields of a switch that become known only after its event was written. Each is keyed by the "event" of the line that
 adds it."""
 
@@ -36,12 +37,13 @@ class EventWriter:
         self._write_later("recompile", event)
 
     def write_gain(self, event: SwitchEvent) -> None:
-        """Append a line `{"event": "gain", ...}` with a switch's measured gain, which is known only after a later
-        window."""
+        """Append a line `{"event": "gain", ...}` with a switch's measured gain and the share of a slow-down removed,
+        which are known only after a later window."""
         self._write_later("gain", event)
 
     def _write_later(self, kind: str, event: SwitchEvent) -> None:
-        record = {"event": kind, "generation": event.generation, _LATER[kind]: getattr(event, _LATER[kind])}
+        later = {name: getattr(event, name) for name in _LATER[kind]}
+        record = {"event": kind, "generation": event.generation, **later}
         self.write_line(json.dumps(record, separators=(",", ":")))
 
     def write_line(self, line: str) -> None:
@@ -71,14 +73,14 @@ def read_events(path: str | Path) -> list[SwitchEvent]:
     return events
 
 
-def _add_later(name: str, record: dict[str, Any], events: list[SwitchEvent]) -> None:
-    """Set the field `name` of the last event with the record's generation to the value in the record.
+def _add_later(names: Sequence[str], record: dict[str, Any], events: list[SwitchEvent]) -> None:
+    """Set these fields of the last event with the record's generation to the values in the record.
 
     Raises `ValueError` if there is no such event.
     """
     for place in reversed(range(len(events))):
         if events[place].generation == record.get("generation"):
-            changes: dict[str, Any] = {name: record.get(name)}
+            changes: dict[str, Any] = {name: record.get(name) for name in names}
             events[place] = replace(events[place], **changes)
             return
     raise ValueError(f"a {record['event']} line of a switch that is not in the file: {json.dumps(record)[:80]!r}")

@@ -14,7 +14,7 @@ Every process has one (`PROCESS.membership`), and callers need not know its clas
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -161,6 +161,13 @@ class Membership:
     def able(self, engine: EngineCore) -> tuple[int, ...]:
         """Return the members to which a switch that the user requests may give a rank."""
         return engine.candidates.members
+
+    def vacant(self, engine: EngineCore) -> Mapping[str, tuple[int, ...]]:
+        """Return a map from each node that could leave the job to its members: nodes whose members are all idle."""
+        return {}
+
+    def release(self, nodes: Sequence[str]) -> None:
+        """Ask nodes without work to leave the job, without waiting for them. Called on rank 0."""
 
     def guard(self, preparation: Preparation) -> None:
         """Set a preparation's hooks and status. Called before the preparation starts."""

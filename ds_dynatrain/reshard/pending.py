@@ -90,6 +90,10 @@ class SwitchEstimate:
 
     bytes_sent: the bytes that all members send.
 
+    bytes_bound: a proven minimum over all assignments of members to ranks, if the member at rank 0 keeps it.
+
+    rank_zero_bytes: how many of these bytes are sent because the member at rank 0 keeps it.
+
     peak_memory_bytes: the state of both layouts and the staging memory, on the member with the most.
 
     seconds: the time of the moves alone, at `bytes_per_second` on each link.
@@ -106,6 +110,8 @@ class SwitchEstimate:
     layout: Layout
     members: tuple[int, ...] = ()
     bytes_sent: int = 0
+    bytes_bound: int = 0
+    rank_zero_bytes: int = 0
     peak_memory_bytes: int = 0
     seconds: float = 0.0
     bytes_per_second: float = 0.0

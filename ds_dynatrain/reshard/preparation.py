@@ -272,7 +272,7 @@ class Preparation:
         self.ways.meet()
         kinds = self.vps.present_kinds()
         if is_accelerated() or self.way == "nccl":
-            stay = frozenset(kind for kind, held in self.memory.items() if held.place.device != HOST) & self.on_device
+            stay = self._device_kinds & self.on_device
             self.ways.agree_on_batching(self._part(kinds), stay, self.budget_bytes, self._session, self.world)
         self.cost(kinds)
         if self.source_rank == 0:
@@ -310,11 +310,16 @@ class Preparation:
         their kernels in different orders.
         """
         if (kinds, is_late) not in self.mine:
-            sharing = self.ways.sharing(self.on_device) if self.on_device else None
+            sharing = self.ways.sharing(self.on_device, self._device_kinds) if self.on_device else None
             batching = None if is_late else self.ways.batching
             part = self._part(kinds, is_late)
             self.mine[kinds, is_late] = ReadyPlan.of(part, self.budget_bytes, not is_accelerated(), sharing, batching)
         return self.mine[kinds, is_late]
+
+    @property
+    def _device_kinds(self) -> frozenset[str]:
+        """The state kinds whose next buffers are on accelerators."""
+        return frozenset(kind for kind, held in self.memory.items() if held.place.device != HOST)
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Return the kinds that nothing reads or writes before an optimizer step, for a late switch.
@@ -350,7 +355,7 @@ class Preparation:
         """Return what this member's part of the plan costs for the given state kinds, late ones included."""
         if kinds not in self.costs:
             ready = [self.moves(kinds), *([self.moves(kinds, is_late=True)] if self.proposal.late else [])]
-            exchanges = [each for part in ready for each in part.plan.rounds]
+            exchanges = [each for part in ready for each in part.plan.exchanges]
             sent = sum(each.sends.nbytes for each in exchanges)
             received = sum(each.receives.nbytes for each in exchanges)
             peak = peak_bytes(self.plan(kinds), self.control.member, min(self.budget_bytes, sent + received))

@@ -17,7 +17,7 @@ from ds_dynatrain.adapters.zero.optimizers import rule_of as optimizer_rule_of
 from ds_dynatrain.adapters.zero.regroup import refuse_changes
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.membership.destinations import growing, rule_of
-from ds_dynatrain.plan import assign_slots
+from ds_dynatrain.plan import Assignment, assign_slots
 from ds_dynatrain.reshard import feasible
 from ds_dynatrain.reshard.carry import refuse_tensor_settings
 from ds_dynatrain.reshard.core import EngineCore
@@ -98,8 +98,8 @@ class Targets:
         if not engine.train_loaders:
             raise usage("late switches without a loader").refused()
 
-    def members_for(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[int, ...]:
-        """Return the member at each rank of a layout.
+    def assignment(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> Assignment:
+        """Return the assignment of members to the ranks of a layout.
 
         Raises SwitchRefused if there are too few members, or too little memory on this node.
 
@@ -113,9 +113,9 @@ class Targets:
                 f"{target} has {target.world_size} ranks, and {len(able)} members may take one",
                 f"choose a layout of at most {len(able)} ranks",
             )
-        members = assign_slots(engine.vps, target, able, pool.nodes).members
-        feasible.check_memory(engine.control.member, needs(engine, target, members, pool.nodes, late), pool.nodes)
-        return members
+        found = assign_slots(engine.vps, target, able, pool.nodes)
+        feasible.check_memory(engine.control.member, needs(engine, target, found.members, pool.nodes, late), pool.nodes)
+        return found
 
 
 def needs(

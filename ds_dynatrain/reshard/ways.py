@@ -18,7 +18,7 @@ from ds_dynatrain.errors import SwitchFailed, SwitchRefused
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Session
-from ds_dynatrain.plan import MemberPlan
+from ds_dynatrain.plan import MemberPlan, split
 from ds_dynatrain.transfer import (
     Batching,
     GroupTransport,
@@ -103,18 +103,18 @@ class Ways:
             )
         if self.way not in ("auto", "nccl") or not can_send_between_devices():
             return
-        mine = len(plan.split(self._far, kinds, kinds)[1])
+        mine = max(len(split(phase, self._far, kinds, kinds)[1]) for phase in (plan.rounds, plan.relays))
         most = session.reduce("batches", mine, max, doing="finding the way between devices")
         world.moves_by_device = most > 0
         self.batching = Batching(self._far, kinds, most, budget_bytes) if most else None
 
-    def sharing(self, kinds: frozenset[str]) -> Sharing | None:
+    def sharing(self, kinds: frozenset[str], after: frozenset[str]) -> Sharing | None:
         """Return the members whose accelerator memory this member reads; None if it reads none.
 
-        kinds: the state kinds whose current buffers are on accelerators.
+        kinds, after: the state kinds whose buffers are on accelerators before, and after the switch.
         """
         memory, lenders = device_memory(compute_device()), self._lenders
-        return Sharing(memory, lenders, kinds) if memory is not None and lenders else None
+        return Sharing(memory, lenders, kinds, after) if memory is not None and lenders else None
 
     def transport(self, world: World | None) -> Transport:
         """Return the transport through host memory between all members of both worlds.

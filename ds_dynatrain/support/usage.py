@@ -423,12 +423,12 @@ USAGE = (
     ),
     _works(
         "several engines in one process",
-        "each with a layout over all processes, and random streams of its own; see [engines](idle.md#several-engines)",
+        "each with a layout over all processes, and its own random streams; see [engines](members.md#several-engines)",
         f"{_ENGINES}::test_each_trains_as_if_alone",
     ),
     _works(
         "several engines where members come and go",
-        "all of them in one transaction, at the boundaries of the first; see [engines](idle.md#several-engines)",
+        "all of them in one transaction, at the boundaries of the first; see [engines](members.md#several-engines)",
         "tests/elastic/test_together.py::test_nodes_join_and_leave",
     ),
     _works("an optimizer or scheduler of your own", "", f"{_USAGE}::test_an_optimizer_of_the_users"),

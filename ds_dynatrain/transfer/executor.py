@@ -11,7 +11,7 @@ import numpy as np
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.transfer.batched import BatchedMoves, DeviceLink
 from ds_dynatrain.transfer.pulling import Pulling
-from ds_dynatrain.transfer.ready import ReadyPlan
+from ds_dynatrain.transfer.ready import Phase, ReadyPlan
 from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint, copy_matrix, pairs
 from ds_dynatrain.transfer.stream import Stream
 from ds_dynatrain.transfer.transport import Transport
@@ -52,10 +52,10 @@ def execute(
 ) -> TransferStats:
     """Fill a member's target buffers according to its plan.
 
-    The call runs local moves, reads from other accelerators, batches between accelerators, the plan's exchanges in
-    order, and finally derived moves (casts within target buffers). Exchanges are started as far ahead as the memory
-    budget allows, and finished in order. The first unfinished exchange of a member is also the first one of its peer,
-    so members cannot deadlock.
+    The call runs local moves, the phases of the plan, and finally derived moves (casts within target buffers). A phase
+    has reads from other accelerators, batches between accelerators, and exchanges in order. These are started as far
+    ahead as the memory budget allows, and finished in order. The first unfinished exchange of a member is also the
+    first one of its peer, so members cannot deadlock.
 
     source: the buffers before the switch, keyed by (state kind, buffer name).
     target: the same for the buffers after the switch.
@@ -78,36 +78,23 @@ def execute(
                 "alone: make it with on_host=False on all of them"
             )
     read, written = ready.local[0].among(source), ready.local[1].among(target)
-    lent, into, streams = [read], list[Regions](), list[tuple[Stream, Stream]]()
-    for peer, sends, receives in ready.exchanges:
-        lent.append(sends.places.among(source))
-        into.append(receives.places.among(target))
-        incoming = Stream(transport, peer, TAG, False, into[-1], receives.parcels, ready.staging)
-        streams.append((incoming, Stream(transport, peer, TAG, True, lent[-1], sends.parcels, ready.staging)))
-    others = list[Pulling | BatchedMoves]()
-    if ready.sharing is not None and ready.pulls:
-        others.append(Pulling(ready.sharing.memory, ready.pulls, source, target, transport))
-    if ready.batches.exchanges:
-        if link is None:
-            peers = [each.peer for each in ready.batches.exchanges]
-            raise TransferError(f"moves from and to members {peers} go by a link between devices, and there is none")
-        others.append(BatchedMoves(ready.batches, source, target, transport, link))
-    for other in others:
-        lent, into = lent + other.lent, into + other.into
+    phases = [
+        _Running.of(ready, phase, held, target, transport, link)
+        for phase, held in zip(ready.phases, (source, target), strict=False)
+    ]
     for places in ready.derived:
         places.among(target)
     moved = np.flatnonzero((read.addresses() != written.addresses()) | (read.step != written.step))
-    check_disjoint(lent, [written.select(moved), *into])
-    for other in others:
-        other.start()
-    for stream in chain.from_iterable(streams[: ready.at_once]):  # overlap communication with local copies
-        stream.advance()
+    into = [regions for phase in phases for regions in phase.into]
+    check_disjoint([read, *phases[0].lent], [written.select(moved), *into])
+    phases[0].start(ready.at_once)  # overlap communication with local copies
     is_all = len(moved) == len(read.begin)
     read.copy_to(written, ready.copies if is_all else pairs(*ready.local, moved))
     local_done = time.monotonic()
-    for other in others:
-        other.run(deadline)
-    _exchange(streams, ready.at_once, deadline)
+    for number, phase in enumerate(phases):
+        if number:
+            phase.start(ready.at_once)
+        phase.run(ready.at_once, deadline)
     exchange_done = time.monotonic()
     for out_of, to in ready.casts:
         origin, place = ready.derived[0].keys[out_of.which], ready.derived[1].keys[to.which]
@@ -119,24 +106,68 @@ def execute(
         bytes_sent=ready.bytes_sent,
         bytes_local=bytes_moved,
         bytes_in_place=int(nbytes.sum()) - bytes_moved,
-        staging_peak=ready.staging.peak + ready.batches.staging_bytes,
+        staging_peak=ready.staging.peak + max(phase.batches.staging_bytes for phase in ready.phases),
         seconds_local=local_done - begin,
         seconds_exchange=exchange_done - local_done,
         seconds_derived=derived_done - exchange_done,
     )
 
 
-def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
-    """Carry out exchanges in order, with up to `at_once` of them under way at a time.
+@dataclass(frozen=True)
+class _Running:
+    """A phase between buffers in memory.
 
     streams: for each exchange, the stream of received messages and the stream of sent ones. Receives are started before
     sends, so that buffers are ready for the peers' data.
+    others: reads from other accelerators, and batches between accelerators.
+    lent, into: the regions that the phase reads and writes.
     """
-    for number, (incoming, outgoing) in enumerate(streams):
-        while not (incoming.is_done and outgoing.is_done):
-            incoming.advance()
-            outgoing.advance()
-            incoming.finish(deadline)
-            outgoing.finish(deadline)
-        for stream in chain.from_iterable(streams[number + at_once : number + at_once + 1]):
+
+    streams: list[tuple[Stream, Stream]]
+    others: list[Pulling | BatchedMoves]
+    lent: list[Regions]
+    into: list[Regions]
+
+    @staticmethod
+    def of(
+        ready: ReadyPlan, phase: Phase, source: Buffers, target: Buffers, transport: Transport, link: DeviceLink | None
+    ) -> _Running:
+        """Return the phase, to be started. source: the buffers that it reads."""
+        streams, others, lent, into = list[tuple[Stream, Stream]](), list[Pulling | BatchedMoves](), [], []
+        for peer, sends, receives in phase.exchanges:
+            lent.append(sends.places.among(source))
+            into.append(receives.places.among(target))
+            incoming = Stream(transport, peer, TAG, False, into[-1], receives.parcels, ready.staging)
+            streams.append((incoming, Stream(transport, peer, TAG, True, lent[-1], sends.parcels, ready.staging)))
+        if ready.sharing is not None and phase.pulls:
+            others.append(Pulling(ready.sharing.memory, phase.pulls, source, target, transport))
+        if phase.batches.exchanges:
+            if link is None:
+                peers = [each.peer for each in phase.batches.exchanges]
+                raise TransferError(
+                    f"moves from and to members {peers} go by a link between devices, and there is none"
+                )
+            others.append(BatchedMoves(phase.batches, source, target, transport, link))
+        for other in others:
+            lent, into = lent + other.lent, into + other.into
+        return _Running(streams, others, lent, into)
+
+    def start(self, at_once: int) -> None:
+        """Start the first `at_once` exchanges, and all that is not an exchange."""
+        for other in self.others:
+            other.start()
+        for stream in chain.from_iterable(self.streams[:at_once]):
             stream.advance()
+
+    def run(self, at_once: int, deadline: float) -> None:
+        """Carry the phase out, its exchanges in order, with up to `at_once` of them under way at a time."""
+        for other in self.others:
+            other.run(deadline)
+        for number, (incoming, outgoing) in enumerate(self.streams):
+            while not (incoming.is_done and outgoing.is_done):
+                incoming.advance()
+                outgoing.advance()
+                incoming.finish(deadline)
+                outgoing.finish(deadline)
+            for stream in chain.from_iterable(self.streams[number + at_once : number + at_once + 1]):
+                stream.advance()

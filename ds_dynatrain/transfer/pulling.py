@@ -35,11 +35,13 @@ class Sharing:
     memory: access to other processes' accelerator memory.
     members: the members with which this member shares memory, in both directions.
     kinds: the state kinds whose source buffers are on accelerators on every member.
+    after: the same for target buffers, from which relays read.
     """
 
     memory: DeviceMemory
     members: frozenset[int]
     kinds: frozenset[str]
+    after: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

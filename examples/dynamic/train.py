@@ -56,7 +56,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     dynamism, sizes = DYNAMISMS[asked.dynamism], Sizes(asked.blocks, asked.width)
     watching = {"mode": "advise", "every_steps": 10}
-    acting = {"mode": "act", "every_steps": 10, "cooldown_steps": 10, "horizon_steps": asked.steps}
+    acting = {"mode": "act", "every_steps": 10}
     dense = train(dynamism, sizes, asked.steps, watching, changes=0)
     static = train(dynamism, sizes, asked.steps, watching)
     balanced = train(dynamism, sizes, asked.steps, acting)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.sequence import fpdt_layer
 from torch import nn
 
 from ds_dynatrain.adapters.deepspeed import support_checks as support
@@ -296,6 +295,8 @@ def test_mesh_param() -> None:
 
 
 def test_fpdt() -> None:
+    from deepspeed.sequence import fpdt_layer  # it takes two seconds: not of every worker
+
     layer = nn.Module.__new__(fpdt_layer.FPDT_Attention)
     nn.Module.__init__(layer)
     refused(settings(), "^'0' is a FPDT_Attention: .*; use deepspeed.sequence.layer", nn.Sequential(layer))

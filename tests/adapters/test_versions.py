@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
@@ -22,23 +23,26 @@ from ds_dynatrain.space import Layout
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "ds_dynatrain" / "adapters"
 GONE = object()
-NEWEST, OLDER = versions.SERIES.values()
+NEWEST, MIDDLE, OLDER = versions.SERIES
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.19.8", "0.19.9", "0.18.9", "0.18.10", "0.18.9+cpu", "0.19.9.dev0"])
+@pytest.mark.parametrize(
+    "version", ["0.19.8", "0.19.9", "0.19.2", "0.19.6", "0.19.7", "0.18.9", "0.18.10", "0.18.9+cpu", "0.19.9.dev0"]
+)
 def test_tested_patches_and_newer_ones_are_let_in(version: str) -> None:
     series = versions.series_of(version)
-    assert version.startswith(series.tested.rsplit(".", 1)[0])
+    assert version.startswith(series.tested[0].rsplit(".", 1)[0])
+    assert (series is MIDDLE) == (version in ("0.19.2", "0.19.6", "0.19.7"))
 
 
-@pytest.mark.parametrize("version", ["0.19.7", "0.18.8", "0.17.6", "0.20.0", "1.18.9"])
+@pytest.mark.parametrize("version", ["0.19.1", "0.18.8", "0.17.6", "0.20.0", "1.18.9"])
 def test_other_versions_are_refused_by_name(version: str) -> None:
     with pytest.raises(ImportError) as found:
         versions.series_of(version)
-    assert all(part in str(found.value) for part in (version, NEWEST.tested, OLDER.tested))
+    assert all(part in str(found.value) for part in (version, *NEWEST.tested, *MIDDLE.tested, *OLDER.tested))
 
 
 def test_the_project_names_the_same_versions() -> None:
@@ -57,13 +61,13 @@ def test_the_project_names_the_same_versions() -> None:
                 assert version not in allowed
             else:
                 assert version in allowed
-    assert f"deepspeed=={NEWEST.tested}\n" in (ROOT / "constraints.txt").read_text()
-    assert f"VERSION  ?= {OLDER.tested}\n" in (ROOT / "Makefile").read_text()
+    assert f"deepspeed=={NEWEST.tested[0]}\n" in (ROOT / "constraints.txt").read_text()
+    assert f"VERSION  ?= {OLDER.tested[0]}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_a_name_of_one_series_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    series = versions.Series("0.0.1", {"deepspeed.runtime.engine": "gone"}, "gc")
-    monkeypatch.setattr(versions, "SERIES", dict.fromkeys(versions.SERIES, series))
+    series = versions.Series((deepspeed.__version__,), {"deepspeed.runtime.engine": "gone"}, "gc")
+    monkeypatch.setattr(versions, "SERIES", (series,))
     with pytest.raises(ImportError, match=r"deepspeed\.runtime\.engine\.gone"):
         check_names()
 
@@ -81,6 +85,8 @@ def test_a_name_of_one_series_is_checked_too(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_what_the_older_series_cannot_do_is_refused_by_name(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(key)):
+        versions.refuse_for_series(config, MIDDLE)
     with pytest.raises(UnsupportedError, match=re.escape(key)):
         versions.refuse_for_series(config, OLDER)
     versions.refuse_for_series(config, NEWEST)
@@ -113,7 +119,7 @@ def test_other_axes_of_the_older_series() -> None:
     layout = Layout(data=2, tensor=2, sequence=2, zero_stage=1)
     with pytest.raises(
         SwitchRefused,
-        match=r"^tensor=2, sequence=2: tested with DeepSpeed 0\.19 only; install DeepSpeed 0\.19, or leave",
+        match=r"^tensor=2, sequence=2: tested with DeepSpeed 0\.19\.8 only; install DeepSpeed 0\.19\.8, or leave",
     ):
         versions.refuse_axes(layout, OLDER)
     versions.refuse_axes(layout, NEWEST)
@@ -180,7 +186,7 @@ def test_offsets_in_a_flat_group() -> None:
 
 def listed() -> set[str]:
     """Every name that is checked at import, of whatever series, and the classes that hold them."""
-    tables = [NAMES, *(series.names for series in versions.SERIES.values())]
+    tables = [NAMES, *(series.names for series in versions.SERIES)]
     found = [path for table in tables for row in table.items() for path in paths(*row)]
     return {".".join(path[:stop]) for path in found for stop in range(2, len(path) + 1)}
 

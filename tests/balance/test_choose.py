@@ -22,8 +22,9 @@ from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import Layout
 from tests.balance.cuts import allowed, by_milp, every_cut
 from tests.balance.profiles import layer, profile
+from tests.sets import examples
 
-CASES, MILP_CASES = 80, 100
+CASES, MILP_CASES = examples(80), examples(100)
 ALL = 10**6
 ONE = Layout(zero_stage=1)
 
@@ -121,7 +122,7 @@ def test_no_layout_is_left_out_and_none_is_better() -> None:
     assert min(worse) > 1 - 1e-9 and max(worse) < 1.1 and np.mean(worse) < 1.005
 
 
-@pytest.mark.parametrize("cases", [CASES // 4, pytest.param(3 * CASES, marks=pytest.mark.full)])
+@pytest.mark.parametrize("cases", [20, pytest.param(240, marks=pytest.mark.full)])
 def test_what_is_not_looked_at_would_not_be_among_the_best(cases: int) -> None:
     """Bounds leave layouts out; asked for all answers `choose` leaves out none."""
     random = np.random.default_rng(15)
@@ -155,11 +156,12 @@ def test_what_is_not_looked_at_would_not_be_among_the_best(cases: int) -> None:
     assert compared > cases / 2
 
 
-def test_slow_members_without_stages_get_the_best_shares() -> None:
+@pytest.mark.parametrize("cases", [40, pytest.param(80, marks=pytest.mark.full)])
+def test_slow_members_without_stages_get_the_best_shares(cases: int) -> None:
     """Against all shares, where neither links nor memory say anything."""
     random = np.random.default_rng(13)
     shared = 0
-    for _ in range(CASES):
+    for _ in range(cases):
         speeds = tuple(random.choice([0.25, 0.5, 0.7, 1.0], int(random.integers(1, 5))).tolist())
         measured = profile((1.0, 2.0), batch=int(random.integers(4, 11)), micro=int(random.integers(1, 5)))
         members, seconds = Members(speeds), {}
@@ -175,7 +177,7 @@ def test_slow_members_without_stages_get_the_best_shares() -> None:
                     seconds[shares, deal.micro_batches] = step_time(measured, layout, deal, pace).seconds
         assert found.seconds == pytest.approx(min(seconds.values()))
         shared += found.layout.shares is not None
-    assert shared > CASES / 4
+    assert shared > cases / 4
 
 
 def test_slow_members_of_pipelines_get_fewer_micro_batches() -> None:

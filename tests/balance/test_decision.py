@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
 
 from ds_dynatrain.balance.config import BalanceConfig as Rules
 from ds_dynatrain.balance.decision import (
-    REMEMBERED,
     Answer,
     DecisionHistory,
     Drift,
     MoveVerdict,
     Offer,
     PastMove,
+    Rival,
     costs_differ,
     decide,
     drift_of,
@@ -25,18 +26,12 @@ from ds_dynatrain.balance.decision import (
 )
 from ds_dynatrain.balance.partition import Problem, partition, uniform
 from ds_dynatrain.balance.profile import Floats
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.space.layout import Layout
+from tests.sets import one_in
 
-RULES = Rules(horizon_steps=100)
-FRESH = DecisionHistory.new(RULES)
-
-
-def changed(history: DecisionHistory, step: int) -> DecisionHistory:
-    """Costs became others at a step."""
-    return dataclasses.replace(history, since=(*history.since, step)[-REMEMBERED:])
-
-
-GOOD = Offer(10.0, 8.0, 0.1, 20.0)  # 0.2 of a step; 2 s × 100 steps against 2 × 20 s
+RULES = Rules()
+FRESH = DecisionHistory()
+GOOD = Offer(10.0, 8.0, 0.1, 20.0, 40.0)  # 0.2 of a step; 40 s are lost, as much as it costs there and back
 
 
 @pytest.mark.parametrize(
@@ -44,58 +39,46 @@ GOOD = Offer(10.0, 8.0, 0.1, 20.0)  # 0.2 of a step; 2 s × 100 steps against 2 
     [
         (Answer.ACT, GOOD, FRESH, RULES),
         (Answer.SMALL, dataclasses.replace(GOOD, target_seconds=9.71), FRESH, RULES),
-        (Answer.ACT, Offer(10.0, 9.69, 0.1, 10.0), FRESH, RULES),
+        (Answer.ACT, dataclasses.replace(GOOD, target_seconds=9.69), FRESH, RULES),
         (Answer.SMALL, dataclasses.replace(GOOD, target_seconds=10.0), FRESH, Rules(least_gain=0)),
         (Answer.SMALL, dataclasses.replace(GOOD, target_seconds=12.0), FRESH, Rules(least_gain=0)),
-        (Answer.SMALL, Offer(0.0, 0.0, 0.0, 0.0), FRESH, RULES),
+        (Answer.SMALL, Offer(0.0, 0.0, 0.0, 0.0, 0.0), FRESH, RULES),
         (Answer.NOISE, dataclasses.replace(GOOD, error_seconds=0.67), FRESH, RULES),
         (Answer.ACT, dataclasses.replace(GOOD, error_seconds=0.66), FRESH, RULES),
-        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=101.0), FRESH, RULES),
-        (Answer.ACT, dataclasses.replace(GOOD, cost_seconds=100.0), FRESH, RULES),
-        (Answer.ACT, dataclasses.replace(GOOD, cost_seconds=150.0), FRESH, Rules(horizon_steps=100, safety=1)),
-        (Answer.DEAR, GOOD, FRESH, Rules(horizon_steps=19)),
-        (Answer.COOLING, GOOD, dataclasses.replace(FRESH, cool_from=51), RULES),
-        (Answer.ACT, GOOD, dataclasses.replace(FRESH, cool_from=50), RULES),
-        (Answer.OPEN, GOOD, dataclasses.replace(FRESH, open=PastMove(10, 0.1, 9.0, 0.1)), RULES),
+        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=20.1), FRESH, RULES),
+        (Answer.DEAR, dataclasses.replace(GOOD, lost_seconds=39.0), FRESH, RULES),
+        (Answer.ACT, dataclasses.replace(GOOD, lost_seconds=20.0), FRESH, Rules(safety=1)),
+        (Answer.ACT, dataclasses.replace(GOOD, lost_seconds=0.0), FRESH, Rules(safety=0)),
+        (Answer.OPEN, GOOD, dataclasses.replace(FRESH, open=PastMove(0.1, 9.0, 0.1)), RULES),
         (Answer.SMALL, GOOD, dataclasses.replace(FRESH, factor=0.1), RULES),
-        (Answer.ACT, GOOD, dataclasses.replace(FRESH, factor=0.4), RULES),
-        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=41.0), changed(changed(FRESH, 5), 10), RULES),  # 40 steps
-        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=51.0), FRESH, Rules()),  # 50 steps so far
-        (Answer.ACT, dataclasses.replace(GOOD, cost_seconds=50.0), FRESH, Rules()),
+        (Answer.DEAR, GOOD, dataclasses.replace(FRESH, factor=0.4), RULES),
+        (Answer.ACT, dataclasses.replace(GOOD, lost_seconds=100.0), dataclasses.replace(FRESH, factor=0.4), RULES),
     ],
 )
 def test_the_table(answer: Answer, offer: Offer, history: DecisionHistory, rules: Rules) -> None:
-    found = decide(rules, history, 50, offer)
+    found = decide(rules, history, offer)
     assert found.answer is answer and found.acts is (answer is Answer.ACT)
     assert found.why.startswith(f"{answer.value}: ")
 
 
 def test_why_says_the_arithmetic() -> None:
-    assert decide(RULES, FRESH, 50, dataclasses.replace(GOOD, cost_seconds=200)).why == (
-        "it would not pay in time: 2 s × 100 steps = 200 s, safety 2 × cost 200 s = 400 s"
+    assert decide(RULES, FRESH, dataclasses.replace(GOOD, cost_seconds=200)).why == (
+        "too little time is lost so far: 40 s, safety 2 × cost 200 s = 400 s"
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "step", "horizon"),
-    [
-        ((), 70, 70),  # as long as there has been measuring
-        ((100,), 120, 100),
-        ((100, 200, 300), 310, 100),
-        ((100, 200, 300), 900, 600),  # they have come to rest
-        (tuple(range(100, 2000, 100)), 1910, 100),
-    ],
-)
-def test_the_horizon_is_for_how_long_costs_stay(changes: tuple[int, ...], step: int, horizon: float) -> None:
-    history = FRESH
-    for each in changes:
-        history = changed(history, each)
-    assert history.horizon(Rules(), step) == horizon
-    assert history.horizon(Rules(horizon_steps=80), step) == 80
-    assert history.horizon(Rules(horizon_steps=500), step) == (min(500, horizon) if changes else 500)
+def test_time_lost_is_never_below_nothing() -> None:
+    layout = Layout(zero_stage=1)
+    (found,) = dataclasses.replace(FRESH, step=7, since=3).rivals_at(10, Rival(layout), lambda _: 0.5)
+    assert found.lost_seconds == 0.5 * 7, "as long as costs are as they are"
+    history = dataclasses.replace(FRESH, step=10, rivals=(found, Rival(layout, (1,))))
+    *_, found = history.rivals_at(20, Rival(layout), lambda _: -0.2)
+    assert found == Rival(layout, (), 1.5)
+    assert history.rivals_at(20, Rival(layout), lambda _: -1.0)[-1].lost_seconds == 0
+    assert history.rivals_at(20, Rival(layout, (1,)), lambda _: 0.1)[-1] == Rival(layout, (1,), 1.0)
 
 
-MOVE = PastMove(100, 0.2, 10.0, 0.1)
+MOVE = PastMove(0.2, 10.0, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -105,36 +88,29 @@ MOVE = PastMove(100, 0.2, 10.0, 0.1)
         (8.9, Drift.SAME, MoveVerdict.KEPT, 1.0),
         (9.2, Drift.SAME, MoveVerdict.LESS, 0.4),
         (10.4, Drift.SAME, MoveVerdict.LESS, 0.1),  # slower by less than three standard errors
-        (10.5, Drift.SAME, MoveVerdict.BACK, 1.0),
+        (10.5, Drift.SAME, MoveVerdict.BACK, 0.5),
         (8.0, Drift.LONGER, MoveVerdict.KEPT, 1.0),  # faster all the same
         (8.0, Drift.SHORTER, MoveVerdict.UNKNOWN, 1.0),
         (8.0, Drift.MIXED, MoveVerdict.UNKNOWN, 1.0),
         (9.2, Drift.LONGER, MoveVerdict.UNKNOWN, 1.0),
         (9.2, Drift.SHORTER, MoveVerdict.UNKNOWN, 1.0),
         (15.0, Drift.LONGER, MoveVerdict.UNKNOWN, 1.0),
-        (15.0, Drift.SHORTER, MoveVerdict.BACK, 1.0),  # slower all the same
+        (15.0, Drift.SHORTER, MoveVerdict.BACK, 0.5),  # slower all the same
         (15.0, Drift.MIXED, MoveVerdict.UNKNOWN, 1.0),
     ],
 )
 def test_the_next_window_judges(seconds: float, drift: Drift, verdict: MoveVerdict, factor: float) -> None:
-    found, after = judge(RULES, FRESH.moved(MOVE), 110, seconds, 0.1, drift)
+    found, after = judge(FRESH, MOVE, seconds, 0.1, drift)
     assert found is verdict and after.factor == pytest.approx(factor) and after.open is None
-    back = verdict is MoveVerdict.BACK
-    assert (after.waits, after.cool_from) == ((40, 150) if back else (20, 120))
 
 
-def test_each_move_back_doubles_the_wait() -> None:
-    history, waits = FRESH, []
-    for step in (100, 300, 600):
-        _, history = judge(RULES, history.moved(dataclasses.replace(MOVE, step=step)), step + 10, 12.0, 0.1)
-        waits.append((history.waits, history.cool_from))
-    assert waits == [(40, 150), (80, 390), (160, 770)]
-    assert history.moved(dataclasses.replace(MOVE, step=1000)).cool_from == 1160
-
-
-def test_a_judgement_without_a_move() -> None:
-    with pytest.raises(ConfigError, match="no move to judge"):
-        judge(RULES, FRESH, 1, 1.0, 0.0)
+def test_each_move_back_halves_what_predictions_count_for() -> None:
+    history, factors = FRESH, []
+    for _ in range(5):
+        _, history = judge(history, MOVE, 12.0, 0.1)
+        factors.append(history.factor)
+    assert factors == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32]
+    assert judge(history, MOVE, 8.0, 0.1)[1].factor == 1
 
 
 def test_costs_differ() -> None:
@@ -146,6 +122,10 @@ def test_costs_differ() -> None:
     assert drift_of(before, one, error, 0.03) is Drift.LONGER and drift_of(one, before, error, 0.03) is Drift.SHORTER
     one[4:6] = 0.8, 0.9
     assert drift_of(before, one, error, 0.03) is Drift.MIXED
+
+
+def stages_at(cut: tuple[int, ...]) -> Layout:
+    return Layout(pipe=len(cut) - 1, zero_stage=1, boundaries=cut)
 
 
 @dataclass
@@ -169,7 +149,7 @@ class Run:
 
     def go(self, steps: int = 2000) -> Run:
         random, cut = np.random.default_rng(self.seed), uniform(len(self.costs(0)), self.stages)
-        history, former, windows = DecisionHistory.new(self.rules), cut, list[tuple[Floats, Floats]]()
+        history, former, windows = DecisionHistory(), cut, list[tuple[Floats, Floats]]()
         for step in range(self.every, steps, self.every):
             true = self.costs(step)
             paces = 1 + self.member_noise * random.standard_normal(self.stages).clip(-3, 3)
@@ -178,26 +158,37 @@ class Run:
             mean = np.mean([each for each, _ in windows[:-1]] or [seconds], axis=0)
             differ = costs_differ(mean, seconds, np.sqrt(2) * self.noise * mean + 1e-12, self.rules.least_gain)
             if differ:
-                history, windows = changed(history, step), windows[-1:]
+                history, windows = dataclasses.replace(history, since=history.step), windows[-1:]
             now = Problem.of(seconds, self.stages, speeds=1 / paces)
             if history.open is not None:
                 drift = Drift.MIXED if differ else Drift.SAME
-                verdict, history = judge(self.rules, history, step, *self.slowest(now, cut, 1), drift)
+                verdict, history = judge(history, history.open, *self.slowest(now, cut, 1), drift)
                 self.verdicts.append(verdict)
                 if verdict is MoveVerdict.BACK:
-                    cut = former
+                    history, cut = history.begun_anew(step), former
                     self.moves.append((step, cut))
                     continue
             known, pace = (np.mean(each, axis=0) for each in zip(*windows, strict=True))
             problem = Problem.of(known, self.stages, speeds=1 / pace)
             best = partition(problem, cut).boundaries
             (took, error), (target, target_error) = (self.slowest(problem, each, len(windows)) for each in (cut, best))
-            offer = Offer(took, target, float(np.hypot(error, target_error)), self.cost_seconds)
-            if decide(self.rules, history, step, offer).acts:
-                history = history.moved(PastMove(step, offer.gain, *self.slowest(now, cut, 1)))
+            rivals = history.rivals_at(step, Rival(stages_at(best)), partial(self.saved, problem, cut))
+            lost = rivals[-1].lost_seconds
+            offer = Offer(took, target, float(np.hypot(error, target_error)), self.cost_seconds, lost)
+            decision = decide(self.rules, history, offer)
+            if decision.answer in (Answer.SMALL, Answer.NOISE):
+                rivals = rivals[: len(history.rivals)]
+            history = dataclasses.replace(history, step=step, rivals=rivals)
+            if decision.acts:
+                move = PastMove(offer.gain, *self.slowest(now, cut, 1))
+                history = dataclasses.replace(history.begun_anew(step, stages_at(cut)), open=move)
                 former, cut = cut, best
                 self.moves.append((step, cut))
         return self
+
+    def saved(self, problem: Problem, cut: tuple[int, ...], rival: Rival) -> float:
+        """Seconds of a step that a rival's boundaries save."""
+        return self.slowest(problem, cut, 1)[0] - self.slowest(problem, rival.layout.boundaries or (), 1)[0]
 
     def slowest(self, problem: Problem, cut: tuple[int, ...], windows: int) -> tuple[float, float]:
         """Seconds of a step by the slowest stage alone, and their standard error from so many windows."""
@@ -208,7 +199,7 @@ class Run:
         return float(loads[stage]), float(error / np.sqrt(windows))
 
 
-@pytest.mark.parametrize("layers", [24, 48, pytest.param(128, marks=pytest.mark.full)])
+@pytest.mark.parametrize("layers", one_in(3, [24, 48, 128]))
 @pytest.mark.parametrize(("noise", "member_noise"), [(0.1, 0.0), (0.0, 0.1), (0.1, 0.1)])
 def test_noise_moves_nothing(layers: int, noise: float, member_noise: float) -> None:
     """10 % on every layer or every member, 2,000 steps, a move that costs nothing at all."""
@@ -224,15 +215,14 @@ def swinging(period: int, layers: int = 24) -> Callable[[int], Floats]:
 
 
 @pytest.mark.parametrize("period", [15, 40, 100, 250])
-@pytest.mark.parametrize("horizon", [None, 1000])
 @pytest.mark.parametrize("noise", [0.0, 0.02])
-def test_costs_that_swing_faster_than_a_move_pays(period: int, horizon: int | None, noise: float) -> None:
+def test_costs_that_swing_faster_than_a_move_pays(period: int, noise: float) -> None:
     """A move saves 0.64 s a step at the most (1.44 → 0.8): twice its cost takes more steps than costs stay.
 
     For how long they stay is seen to within a window, 10 steps.
     """
     cost = 0.64 * (period + 10) / 2 * 1.1
-    run = Run(swinging(period), Rules(horizon_steps=horizon), noise, cost_seconds=cost).go()
+    run = Run(swinging(period), Rules(), noise, cost_seconds=cost).go()
     assert len(run.moves) <= 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -93,7 +94,10 @@ def test_versions_are_those_of_the_package() -> None:
     assert f'"torch>={".".join(map(str, environment.OLDEST_TORCH))}"' in project
     assert ".".join(map(str, environment.OLDEST_TORCH)) == torch_versions.OLDEST
     assert environment.TESTED_TORCH == torch_versions.TESTED
-    assert tuple(series.tested for series in versions.SERIES.values()) == environment.TESTED_DEEPSPEED
+    assert (
+        tuple(version for series in versions.SERIES for version in reversed(series.tested))
+        == environment.TESTED_DEEPSPEED
+    )
     assert 'ds-dynatrain = "ds_dynatrain.cli.main:main"' in project
 
 
@@ -413,3 +417,26 @@ def test_the_configuration_of_an_exact_job(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("MKL_CBWR")
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     assert "exact: MKL_CBWR=" in told(written(tmp_path, EXACT))["config"]["problems"][0]
+
+
+@pytest.mark.full
+def test_a_switch_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    result = doctor("--try")
+    assert result.exit_code == 0, result.stdout
+    assert re.search(
+        r"a switch +works +ok +2 processes on cpu, data=2 zero_stage=1 -> data=2 zero_stage=3 in", result.stdout
+    )
+
+
+def test_a_switch_that_fails_is_a_job_that_would_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(
+        "#!/bin/sh\nfor word; do case $word in --log-dir=*) logs=${word#*=};; esac; done\n"
+        "mkdir -p $logs/0; echo 'ValueError: no shared memory' > $logs/0/stderr.log; exit 1\n"
+    )
+    torchrun.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(torchrun))
+    result = doctor("--try")
+    assert result.exit_code == 1 and "ValueError: no shared memory" in result.stdout
+    assert "would be refused: a switch" in result.stdout

@@ -101,6 +101,7 @@ def test_all_bytes_go_in_batches(lab_pool: RankPool, bundle_bytes: int) -> None:
     assert (max(count.batches for count in counts) > 2 * len(PATH)) == (bundle_bytes == 300)
 
 
+@pytest.mark.full
 def test_members_that_cannot_be_read_get_batches(lab_pool: RankPool) -> None:
     path: list[jobs.Sizes] = [(4, 1), (3, 3)]
     expected = lab_pool.run(case, way="gloo", zero={}, path=path)
@@ -118,6 +119,7 @@ def test_nobody_is_connected_for_it_where_all_can_be_read(lab_pool: RankPool) ->
     assert [event.communicators_built for event in found[0][2]] == [1, 1]
 
 
+@pytest.mark.full
 def test_what_is_offloaded_goes_over_the_host(lab_pool: RankPool) -> None:
     path: list[jobs.Sizes] = [(4, 1), (2, 2)]
     expected = lab_pool.run(case, way="gloo", zero=OFFLOAD, path=path)
@@ -199,8 +201,8 @@ WORDS = {
 @pytest.mark.parametrize(
     ("how", "start", "target"),
     [
-        pytest.param("first", (4, 1), (4, 3), id="gone back before the others begin"),
-        pytest.param("before", (4, 1), (4, 3), id="before, all stay"),
+        pytest.param("first", (4, 1), (4, 3), id="gone back before the others begin", marks=pytest.mark.full),
+        pytest.param("before", (4, 1), (4, 3), id="before, all stay", marks=pytest.mark.full),
         pytest.param("raises", (4, 1), (4, 3), id="raises, all stay"),
         pytest.param("hangs", (4, 3), (4, 1), id="hangs, all stay", marks=pytest.mark.full),
     ],

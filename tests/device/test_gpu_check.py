@@ -123,7 +123,8 @@ def staged_pool(lab_built: None, tmp_path_factory: pytest.TempPathFactory) -> It
 def test_what_ranks_of_one_card_send_is_not_written_to(staged_pool: RankPool) -> None:
     """Else stage 3 would go on with each rank's own gradients."""
     test_members.test_dropout_goes_on_as_if_nothing_had_happened(staged_pool)
-    test_sequence.test_every_layout_computes_the_same(staged_pool)
+    for layout in test_sequence.LAYOUTS:
+        test_sequence.test_every_layout_computes_the_same(staged_pool, layout)
 
 
 def test_pauses_stay_where_raw_copies_fail(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def crowded() -> tuple[int, str, str]:
         with patch("ds_dynatrain.reshard.feasible.free_bytes", lambda: free):
             for late in (False, True):
                 try:
-                    engine.targets.members_for(target, late=late)
+                    engine.targets.assignment(target, late=late)
                     said.append("")
                 except SwitchRefused as refusal:
                     said.append(refusal.reason)

@@ -14,6 +14,7 @@ from tests.integrations.conftest import IMPORTS, alone  # noqa: F401
 from tests.integrations.test_trainer import stock_log  # noqa: F401
 from tests.integrations.test_trainer import test_a_world_that_changes as test_trainer  # noqa: F401
 
+pytestmark = pytest.mark.full
 kept, stock = lightning.kept, lightning.stock
 
 
@@ -25,6 +26,5 @@ def four(lab_built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     ranks.stop()
 
 
-@pytest.mark.full
 def test_lightning(four: RankPool, stock: dict[str, Any], tmp_path: Path) -> None:
     lightning.test_a_world_that_changes(four, stock, tmp_path)

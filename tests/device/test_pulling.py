@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as td
 
 from ds_dynatrain.errors import TransferError
@@ -98,6 +99,7 @@ def test_what_is_offloaded_goes_by_messages(lab_pool: RankPool) -> None:
     assert oracle.differences(found[0][0], expected[0][0]) == []
 
 
+@pytest.mark.full
 def test_one_member_that_cannot_be_read_gets_messages(lab_pool: RankPool) -> None:
     path: list[jobs.Sizes] = [(4, 1), (3, 3)]
     expected = lab_pool.run(case, way="gloo", zero={}, path=path)

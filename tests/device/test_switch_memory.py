@@ -52,7 +52,9 @@ def peaks(config: dict[str, Any], shape: dict[str, int], path: list[jobs.Sizes])
         ("bf16", {}, WIDE),
         pytest.param("bf16 in fp32", {}, WIDE, marks=pytest.mark.full),
         pytest.param("fp32", {}, WIDE, marks=pytest.mark.full),
-        ("bf16", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}, DEEP),
+        pytest.param(
+            "bf16", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}, DEEP, marks=pytest.mark.full
+        ),
     ],
     ids=["bf16", "bf16 in fp32", "fp32", "offload"],
 )
@@ -99,9 +101,9 @@ def growth(config: dict[str, Any], rounds: int, path: list[jobs.Sizes]) -> list[
     return found
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(25, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(25, marks=pytest.mark.full)])
 def test_switches_leave_nothing(lab_pool: RankPool, rounds: int) -> None:
-    """Sixteen, and a hundred."""
+    """Twelve, and a hundred."""
     path = [(4, 2), (4, 3), (4, 0), (4, 1)]
     config = settings("bf16", 1) | {"dynatrain": FOUR}
     for found in lab_pool.run(growth, seconds=60 + 8 * rounds, config=config, rounds=rounds, path=path):
@@ -118,6 +120,7 @@ def fused(config: dict[str, Any], schedule: jobs.Schedule) -> jobs.Record:
     return jobs.run(config, 6, schedule, model=model, optimizer=optimizer, groups=False)
 
 
+@pytest.mark.full
 def test_counts_of_fused_optimizers_stay_on_the_device(lab_pool: RankPool) -> None:
     config = jobs.config("fp32", (4, 0))
     del config["optimizer"]

@@ -56,7 +56,7 @@ class Served:
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         membership = MembershipStateMachine(self.settings, self.term, time.monotonic())
-        coordinator = Coordinator(membership, 1, self.token, self.job)
+        self.coordinator = coordinator = Coordinator(membership, 1, self.token, self.job)
         if self.monitor is not None:
             self.monitor.start(Feed(coordinator.view, self._loop.call_soon_threadsafe))
         self._is_up.set()

@@ -84,12 +84,13 @@ def test_an_abort_that_comes_too_early_is_not_lost() -> None:
 def test_other_sockets_are_left_alone() -> None:
     """A thread opens some all the time while groups are built: in Python, and over stores, which libraries do in C."""
     sockets, opened, store = WorldSockets(), list[tuple[socket.socket, socket.socket]](), serve_store("127.0.0.1")
-    boards, has_built = list[TCPStore](), threading.Event()
+    boards, has_built, has_opened = list[TCPStore](), threading.Event(), threading.Semaphore(0)
 
     def run() -> None:
         while not has_built.wait(0.001):
             opened.extend([tcp_pair(), tcp_pair("127.0.0.2"), socket.socketpair()])
             boards.append(connected(lambda: client(store.port), 5))
+            has_opened.release()
 
     thread = threading.Thread(target=run)
     with sockets.building() as note:
@@ -98,11 +99,10 @@ def test_other_sockets_are_left_alone() -> None:
         note("first")
         more = groups(2)
         note("second")
-        time.sleep(0.05)
+        assert all(has_opened.acquire(timeout=20) for _ in range(2))
         has_built.set()
         thread.join()
         listener = socket.create_server(("127.0.0.1", 0))
-    assert len(opened) > 3 and boards
     waiting = blocked(ranks[0].allreduce([torch.ones(4)]).wait)
     resting = blocked(more[0].allreduce([torch.ones(4)]).wait)
     ended = sockets.abort(resting=["second"])

@@ -38,7 +38,7 @@ def test_a_death_in_a_window(tmp_path: Path, undisturbed: Undisturbed, instant: 
 UNEVEN = {**TWO_BY_TWO, "boundaries": [0, 1, 7]}
 MANY = {**UNCLIPPED, "train_micro_batch_size_per_gpu": 1}
 """Micro-batches: with one alone boundaries make no difference."""
-ACTING = {"mode": "act", "every_steps": 2, "cooldown_steps": 0, "safety": 0.0, "least_gain": 0.0, "slow_ratio": None}
+ACTING = {"mode": "act", "every_steps": 2, "safety": 0.0, "least_gain": 0.0, "slow_ratio": None}
 
 
 @pytest.mark.full

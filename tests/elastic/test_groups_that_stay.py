@@ -149,6 +149,7 @@ def change(member: Member, generation: int, number: int) -> None:
         assert total(made.data) == layout.data
 
 
+@pytest.mark.full
 def test_twenty_changes_leave_nothing_behind(pool: RankPool) -> None:
     pool.run(changes, generation=1000)
 

@@ -20,7 +20,7 @@ from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.member import Ending, Member
 from ds_dynatrain.elastic.messages import Tally
 from ds_dynatrain.elastic.token import Reading
-from ds_dynatrain.errors import JobFinished
+from ds_dynatrain.errors import JobFinished, PeerRefused
 from tests.elastic.relaying import relayed
 from tests.elastic.served import ANY, SECONDS, Served, enter, serving, told
 from tests.elastic.watched import READERS, status, switched
@@ -196,6 +196,27 @@ def test_a_node_can_be_asked_to_leave(script: Script) -> None:
         ask_to_leave(served.address, "b")
         with pytest.raises(JobFinished, match="b/0 was told to leave"):
             spare.wait_for_world(0, SECONDS)
+
+
+def test_a_node_without_work_goes_home_unless_it_has_to_stay(script: Script) -> None:
+    with serving(least=2) as served:
+        a, b, c, d = (script.member(served.address, node) for node in "abcd")
+
+        def all_work() -> bool:
+            for one in (a, b, c, d):
+                if one.newest is not None:
+                    one.enter(one.newest)
+            return len(served.status().ranks) == 4
+
+        assert wait_until(all_work) and a.min_nodes == 2
+        served.coordinator.host_node = "b"
+        with pytest.raises(PeerRefused, match="its agent hosts the coordinator"):
+            a.send_home("b")
+        for node in "cd":
+            a.send_home(node)
+        with pytest.raises(PeerRefused, match="the nodes that stay would be 1, and MIN is 2"):
+            b.send_home("a")
+        assert wait_until(lambda: c.is_leaving and d.is_leaving) and not (a.is_leaving or b.is_leaving)
 
 
 def test_sigterm_means_leave(script: Script) -> None:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ds_dynatrain.elastic.generation import Generation, nodes_of
 from ds_dynatrain.elastic.settings import Settings
 from tests.elastic.driver import Driver
+from tests.sets import examples
 
 
 class Members(RuleBasedStateMachine):
@@ -213,5 +214,5 @@ class Members(RuleBasedStateMachine):
         return not working and len(spare) < self.driver.settings.min_nodes
 
 
-Members.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Members.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestMembers = Members.TestCase

@@ -114,6 +114,13 @@ def test_two_joins_at_once_cost_a_pause_each() -> None:
     assert stood == {2: 0.25, 3: None, 4: 0.5}
 
 
+def test_time_that_members_were_free_is_counted_by_rank_0() -> None:
+    told = started("a/0", "b/0")
+    for seconds in (1.5, 2.0):
+        told.steps(1, 1.0, saved_member_seconds=seconds)
+    assert told.history.counts.saved_member_seconds == 3.5
+
+
 def test_a_death_costs_the_recovery_and_the_steps_that_are_made_again() -> None:
     told = started("a/0", "b/0")
     told.publish("a/0", change="failure", survivors=1, lost=("b/0",), reason="b/0 lost")

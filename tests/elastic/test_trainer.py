@@ -92,7 +92,8 @@ def test_one_dies(train: Callable[..., Job], how: str, stage: int) -> None:
     check_steps(job)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
 def test_answers_to_prompts_survive_a_death(train: Callable[..., Job], tmp_path: Path, stage: int) -> None:
     """A node dies while completions are made, and one comes; the gradients are those of a job without events."""
     job = train(nodes="1:3", stage=stage, block=BUDDIES, script=ANSWERING)

@@ -61,11 +61,11 @@ class Told:
         self.now += held if seconds is None else seconds
         self._say(held_seconds=held, saving_seconds=saving)
 
-    def steps(self, count: int, seconds: float) -> None:
-        """That many steps, each so long."""
+    def steps(self, count: int, seconds: float, **more: float) -> None:
+        """That many steps, each so long. more: what is added to other figures."""
         self.step += count
         self.now += count * seconds
-        self._say(steps=count, stepping_seconds=count * seconds)
+        self._say(steps=count, stepping_seconds=count * seconds, **more)
 
     def _say(self, **more: float) -> None:
         assert self.world is not None

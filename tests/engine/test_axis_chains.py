@@ -138,6 +138,7 @@ def check_chain(pool: RankPool, kind: str, path: list[Layout]) -> None:
     assert 0 < distance <= 2 * spread
 
 
+@pytest.mark.full
 def test_a_chain_of_random_layouts(pool: RankPool) -> None:
     check_chain(pool, "PipelineModule", drawn("PipelineModule", 3, 3, 8))
 
@@ -170,9 +171,8 @@ def returned(change: str, asks: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    "change", [name if name == "AutoEP" else pytest.param(name, marks=pytest.mark.full) for name in CHANGES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("change", CHANGES)
 def test_there_and_back_is_bitwise(pool: RankPool, change: str) -> None:
     expected = pool.run(returned, change=change, asks=False)
     assert pool.run(returned, change=change, asks=True) == expected

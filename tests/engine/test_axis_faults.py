@@ -15,7 +15,6 @@ from tests.engine.pool import RankPool
 from tests.engine.subjects import CHANGES
 from tests.engine.transitions import layout
 
-EVERY_DAY = "tensor"
 LAST = 2
 """Steps without a fault, at the end."""
 
@@ -76,9 +75,8 @@ def diverged(engine: Any) -> Iterator[None]:
         weight.copy_(was)
 
 
-@pytest.mark.parametrize(
-    "change", [name if name == EVERY_DAY else pytest.param(name, marks=pytest.mark.full) for name in CHANGES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("change", CHANGES)
 def test_every_fault_is_found_and_leaves_no_trace(pool: RankPool, change: str) -> None:
     expected = pool.run(run, change=change, asks=False, seconds=120)
     found = pool.run(run, change=change, asks=True, seconds=120)

@@ -85,13 +85,14 @@ def checked(state: oracle.State, before: oracle.State | None) -> oracle.State:
     return state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "layer"),
     [
         ("tensor", "model.layers.0.self_attn.q_proj"),
-        pytest.param("AutoEP", "model.layers.1.mlp", marks=pytest.mark.full),
-        pytest.param("deepspeed.moe", "first", marks=pytest.mark.full),
-        pytest.param("pipe", "1", marks=pytest.mark.full),
+        ("AutoEP", "model.layers.1.mlp"),
+        ("deepspeed.moe", "first"),
+        ("pipe", "1"),
     ],
 )
 def test_an_average_and_a_hook(pool: RankPool, change: str, layer: str) -> None:
@@ -118,6 +119,7 @@ def pasted(script: str) -> tuple[list[int], list[tuple[int, ...]]]:
         engine.destroy()
 
 
+@pytest.mark.full
 def test_the_script_of_the_docs(pool: RankPool) -> None:
     found = re.search(r"```python\n(# tensor\.py\n.*?)```", PAGE.read_text(), re.S)
     assert found is not None

@@ -49,7 +49,7 @@ def balanced(given: dict[str, Any], **more: Any) -> dict[str, Any]:
 def measuring(folder: str, said: bool) -> dict[str, Any]:
     """Two windows in the first layout, a switch to what is proposed, and one window there."""
     by_the_clock = {"least_gain": 0.005}  # where four ranks share two cores, and these with others, a step takes longer
-    given = balanced(settings(EVEN, train_batch_size=24), horizon_steps=10**6, **by_the_clock)
+    given = balanced(settings(EVEN, train_batch_size=24), safety=0.0, **by_the_clock)
     model = burning(lasting(SECONDS, said))
     with clock(said), jobs.job(given, model, data=Points(), groups=False) as made:
         engine = made.engine
@@ -112,7 +112,7 @@ def test_all_members_have_one_profile(pool: RankPool, tmp_path: Path, said: bool
 
 def freezing_first(count: int, said: bool) -> tuple[Any, ...]:
     """Profiles before and after the first layers are frozen, what is proposed then, and the profile there."""
-    given = balanced(settings(EVEN, train_batch_size=12), every_steps=10**6, window_steps=2, horizon_steps=10**6)
+    given = balanced(settings(EVEN, train_batch_size=12), every_steps=10**6, window_steps=2, safety=0.0)
     model = burning(lasting((0.002,) * 6, said))
     with clock(said), jobs.job(given, model, data=Points(), groups=False) as made:
         engine, found = made.engine, []
@@ -261,8 +261,10 @@ def coming(dtype: str, stage: int) -> list[Any]:
     ("dtype", "stage"),
     [
         ("fp32", 0),
-        ("bf16", 1),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in (("fp16", 1), ("bf16 in fp32", 1), ("bf16", 0))),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (("bf16", 1), ("fp16", 1), ("bf16 in fp32", 1), ("bf16", 0))
+        ),
     ],
 )
 def test_who_comes_has_it_too(pool: RankPool, dtype: str, stage: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +21,7 @@ from tests.engine.clocks import CLOCKS, STEP, clock
 from tests.engine.pipeline_walks import layout, settings
 from tests.engine.pool import RankPool
 from tools.burning import WIDTH, Burn, Points, burn
+from tools.launch import launch
 
 SECONDS = (0.008, 0.004, 0.002, 0.002, 0.001, 0.001)
 EVEN = layout(2, 1, 1, (0, 3, 6))
@@ -32,7 +35,7 @@ BETTER, WORSE = {FRONT: 0.35}, {FRONT: 1.5}
 
 def acting(given: dict[str, Any], **more: Any) -> dict[str, Any]:
     """With a block that times a step of every four, and whose moves need not pay."""
-    block = {"mode": "act", "every_steps": 4, "safety": 0.0, "cooldown_steps": 0, **more}
+    block = {"mode": "act", "every_steps": 4, "safety": 0.0, **more}
     return {**given, "dynatrain": {**given["dynatrain"], "balance": block}}
 
 
@@ -110,7 +113,7 @@ def placed() -> PipelineModule:
 
 
 def harmed(said: bool) -> list[Any]:
-    given = acting(settings(EVEN, train_batch_size=24), cooldown_steps=8)
+    given = acting(settings(EVEN, train_batch_size=24), safety=0.2)
 
     def note_stage(engine: Any) -> None:
         STAGE[0] = engine.layout.coordinate(engine.rank)["pipe"]
@@ -118,10 +121,11 @@ def harmed(said: bool) -> list[Any]:
     return trained(given, placed(), 26 if said else 36, note_stage, WORSE if said else None)[1]
 
 
+@pytest.mark.full
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 @pytest.mark.parametrize("said", CLOCKS)
 def test_a_move_that_made_steps_slower_is_taken_back(pool: RankPool, said: bool) -> None:
-    """A layer turns out to cost more where it was moved to. The next try has to wait for twice as long."""
+    """A layer turns out to cost more where it was moved to. Predictions then count for half, so the next try waits."""
     events = pool.run(harmed, said=said, seconds=120)[0]
     cuts = [tuple(event.target.layout["boundaries"]) for event in events]
     assert cuts[:2] == [FRONT, EVEN.boundaries]
@@ -136,10 +140,10 @@ def asking(at: int) -> tuple[list[float], list[Any]]:
         if engine.global_steps == at:
             engine.switch(layout(2, 1, 0, (0, 2, 6)))
 
-    return trained(acting(settings(EVEN, train_batch_size=24), cooldown_steps=100), burning(SECONDS), 12, ask)
+    return trained(acting(settings(EVEN, train_batch_size=24)), burning(SECONDS), 12, ask)
 
 
-@pytest.mark.parametrize("at", [6, 7])
+@pytest.mark.parametrize("at", [6, pytest.param(7, marks=pytest.mark.full)])
 def test_a_switch_of_the_script_goes_first(pool: RankPool, at: int) -> None:
     """The second window ends with step 7, and balance asks there."""
     for _, events in pool.run(asking, at=at, seconds=120)[:WORKING]:
@@ -157,7 +161,7 @@ def failing() -> tuple[list[float], list[Any]]:
         return whole(self, *arguments)
 
     with patch.object(Transaction, "_verify", fail):
-        return trained(acting(settings(EVEN, train_batch_size=24), cooldown_steps=6), burning(SECONDS), 26)
+        return trained(acting(settings(EVEN, train_batch_size=24), safety=0.2), burning(SECONDS), 26)
 
 
 @pytest.mark.full
@@ -186,9 +190,9 @@ PACE = [1.0]
 
 
 def slowed(
-    pace: float, from_step: int, steps: int, ranks: int, said: bool, **more: Any
+    pace: float, from_step: int, steps: int, ranks: int, said: bool, until: int = 10**6, **more: Any
 ) -> tuple[list[float], list[Any]]:
-    """Rank 1 becomes slow at a step."""
+    """Rank 1 is slow from a step on, until another one."""
     given = jobs.config(start=(ranks, 1), train_batch_size=24, train_micro_batch_size_per_gpu=12)
     events: list[Any] = []
     losses: list[float] = []
@@ -202,8 +206,10 @@ def slowed(
         mine = engine.rank == 1
         while engine.idle or engine.global_steps < steps:
             for batch in made.loader:
-                slowest[0] = pace if engine.global_steps >= from_step else 1.0
-                PACE[0] = slowest[0] if mine else 1.0
+                now = pace if from_step <= engine.global_steps < until else 1.0
+                shares = engine.layout.shares or (24 // ranks,) * engine.layout.data
+                slowest[0] = max(share * (now if rank == 1 else 1.0) for rank, share in enumerate(shares)) / 6
+                PACE[0] = now if mine else 1.0
                 loss = engine(*batch)
                 engine.backward(loss)
                 losses.append(float(engine.mean(loss, made.loader.samples)))
@@ -219,7 +225,7 @@ def slowed(
     ("pace", "ranks", "answer"),
     [
         pytest.param(2.0, 4, {"data": 4, "shares": [7, 3, 7, 7]}, id="fewer samples"),
-        pytest.param(40.0, 4, {"data": 3}, id="let go"),
+        pytest.param(40.0, 4, {"data": 3}, id="let go", marks=pytest.mark.full),
         pytest.param(4.0, 2, {"data": 2}, id="an idle member takes its place"),
     ],
 )
@@ -234,6 +240,28 @@ def test_a_slow_member_is_answered(pool: RankPool, pace: float, ranks: int, answ
     assert (1 in events[0].target.members) == has_stayed and (events[0].bytes_sent == 0) == has_stayed
     plain = pool.once(slowed, pace=1.0, from_step=0, steps=24, ranks=4, said=True, seconds=120, slow_ratio=None)[0]
     assert plain[1] == [] and jobs.furthest(losses, plain[0]) <= 1e-6
+
+
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
+def test_samples_come_back_to_a_member_that_is_well_again(pool: RankPool) -> None:
+    given = {"pace": 2.0, "from_step": 6, "until": 30, "steps": 44, "ranks": 4, "said": True, "slow_steps": 9}
+    losses, events = pool.run(slowed, seconds=120, **given)[0]
+    assert [event.target.layout.get("shares") for event in events] == [[7, 3, 7, 7], None]
+    assert 6 < events[0].step <= 6 + 9 + 5 and 30 < events[1].step <= 30 + 9
+    assert len(losses) == 44 and all(event.cause == "balance" for event in events)
+
+
+@pytest.mark.full
+@pytest.mark.not_on_device("there are cores of their own")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
+def test_a_busy_neighbor_is_answered_while_it_is_there() -> None:
+    """Nothing in the ranks is slow: other processes have the core of one for most of the time."""
+    given = {"begin": 5.0, "end": 25.0, "stop": 35.0, "neighbors": 2, "balance": {"mode": "act", "slow_steps": 9}}
+    note = launch("slow_ranks.py", 2, 300, **given)[0][0]
+    first, *_, last = [shares for _, shares, _ in note["moves"]]
+    more, fewer = json.loads(first)
+    assert more > fewer and last == "None"
+    assert "of the slow-down is removed" in note["advice"]
 
 
 class Slowing(nn.Module):
@@ -281,6 +309,7 @@ def widened() -> list[Any]:
     return trained(given, burning((0.002,) * 6), 16)[1]
 
 
+@pytest.mark.full
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 def test_other_shapes_of_the_same_members(pool: RankPool) -> None:
     """Without a pipeline nobody waits for a neighbour."""

@@ -68,7 +68,7 @@ def balanced(kind: str, acts: bool) -> tuple[list[float], list[Any]]:
     made, dtype, stage, size, more = KINDS[kind]
     given = settings(layout(2, 2, stage, EVEN).replace(expert=size), dtype, **more)
     if acts:
-        given["dynatrain"]["balance"] = {"mode": "act", "every_steps": 4, "safety": 0.0, "cooldown_steps": 0}
+        given["dynatrain"]["balance"] = {"mode": "act", "every_steps": 4, "safety": 0.0}
     model, events, engines = heavy_in_front(made), list[Any](), list[Any]()
     groups = {"model_parameters": pipelined_experts.groups(model)} if size > 1 else {}
 
@@ -84,9 +84,8 @@ def balanced(kind: str, acts: bool) -> tuple[list[float], list[Any]]:
 
 
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=pytest.mark.full if number else ()) for number, each in enumerate(KINDS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_boundary_moves_and_losses_stay(pool: RankPool, kind: str) -> None:
     found = pool.run(balanced, kind=kind, acts=True, seconds=120)
     for losses, events in found:

@@ -74,7 +74,7 @@ BEFORE_THE_FIRST_STEP = [
 ]
 
 
-DAILY = BEFORE_THE_FIRST_STEP[0], BEFORE_THE_FIRST_STEP[4]
+DAILY = (BEFORE_THE_FIRST_STEP[4],)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,7 @@ def consecutive_case() -> Any:
     return jobs.run(jobs.config(start=(2, 1)), 7, {3: (4, 3), 4: (4, 3), 5: (2, 2), 6: (2, 2)})
 
 
+@pytest.mark.full
 def test_switches_in_consecutive_steps_and_to_the_same_layout(pool: RankPool) -> None:
     records = pool.run(consecutive_case)
     events = records[0].events
@@ -111,6 +112,7 @@ def test_switches_in_consecutive_steps_and_to_the_same_layout(pool: RankPool) ->
     assert jobs.furthest(switched, static) <= 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.full) for each in (0, 1, 2)), 3])
 def test_to_the_same_layout_is_bitwise(pool: RankPool, stage: int) -> None:
     switched = losses(pool, (3, stage), 8, {2: (3, stage), 3: (3, stage), 6: (3, stage)})

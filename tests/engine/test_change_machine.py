@@ -7,6 +7,7 @@ from hypothesis import event, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.engine.simulated import Job, Member
+from tests.sets import examples
 
 
 class Processes(RuleBasedStateMachine):
@@ -144,12 +145,12 @@ class Processes(RuleBasedStateMachine):
             act(data.draw(st.sampled_from(alive)))
 
 
-Processes.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Processes.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestProcesses = Processes.TestCase
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_deaths_under_zero_with_buddies(data: st.DataObject) -> None:
     """One dies after the other, at any point of what follows from the death before; others come in their place."""
     process = Processes()

@@ -110,7 +110,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tracked", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("tracked", [True, False])
 def test_streams_stay_with_their_place_on_the_data_axis(pool: RankPool, tracked: bool) -> None:
     """Recomputed or not, the same masks; every rank that lives on goes on with the stream it had."""
     plain = pool.run(checkpointing_case, style="none", tracked=tracked, options={}, seconds=120)
@@ -137,9 +138,8 @@ def test_streams_stay_with_their_place_on_the_data_axis(pool: RankPool, tracked:
     )
 
 
-@pytest.mark.parametrize(
-    ("style", "options"), [pytest.param("torch", "plain", marks=pytest.mark.full), ("deepspeed", "contiguous")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("style", "options"), [("torch", "plain"), ("deepspeed", "contiguous")])
 def test_kinds_of_checkpointing_agree(pool: RankPool, style: str, options: str) -> None:
     """The blocks are above the size that builds without memory treat apart. Torch's own knows of no tracker."""
     tracked = style == "deepspeed"

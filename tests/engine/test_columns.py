@@ -39,7 +39,7 @@ WALKS: dict[str, tuple[str, str, dict[str, Any], Path]] = {
     "fp16": ("inner tie", "fp16", FIVE, [layout(2, 2), shared(2, (3, 12)), layout(1, 4), layout(4, 1)]),
     "offload": ("inner tie", "fp32", {**FIVE, **OFFLOAD}, [layout(2, 2), shared(2, (3, 12)), layout(1, 4)]),
 }
-FULL = ("bf16", "bf16 in fp32", "one more each", "fp16", "offload")
+FULL = ("five micro-batches", "bf16", "bf16 in fp32", "one more each", "fp16", "offload")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,7 @@ def of_step(ranks: Sequence[Any], step: int) -> list[list[list[int]]]:
     return [read[step] for read, *_ in ranks if step in read]
 
 
+@pytest.mark.full
 def test_each_pipeline_runs_its_own_micro_batches(pool: RankPool) -> None:
     path = {0: layout(2, 2), 1: shared(2, (3, 9)), 2: layout(2, 2)}
     found = pool.run(reading, path=path, steps=3)
@@ -271,6 +272,7 @@ def told() -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_a_prime_number_of_samples_is_told_of_once(pool: RankPool) -> None:
     ranks = [[each for each in said if "micro-batches of 1 sample" in each] for said in pool.run(told)]
     assert [len(said) for said in ranks] == [1, 0, 0, 0]

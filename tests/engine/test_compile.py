@@ -172,6 +172,7 @@ def rolled_back_case() -> Any:
     return seen
 
 
+@pytest.mark.full
 def test_a_roll_back(pool: RankPool) -> None:
     for seen in pool.run(rolled_back_case)[:2]:
         (graphs, calls, _), (again, more, event), (still, last, _) = seen

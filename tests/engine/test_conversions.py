@@ -46,6 +46,7 @@ def converted(folder: Path, *options: str) -> str:
     return found.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 def test_deepspeed_loads_its_universal_format(pool: RankPool, tmp_path: Path, dtype: str) -> None:
     state = pool.run(saving_case, dtype=dtype, folder=tmp_path / "ours")[0]

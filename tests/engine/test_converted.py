@@ -76,6 +76,7 @@ def check_loaded(pool: RankPool, kind: str, target: str, dtype: str, folder: Pat
         assert oracle.differences(state, found) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "source", "target", "dtype"),
     [
@@ -114,6 +115,7 @@ def taking_case(sizes: jobs.Sizes, folder: Path, dtype: str = "bf16") -> oracle.
 # ---- DeepSpeed's universal format -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 def test_to_deepspeeds_universal_and_back(pool: RankPool, tmp_path: Path, dtype: str) -> None:
     state = pool.run(first_case, dtype=dtype, folder=tmp_path / "first")[0]
@@ -139,6 +141,7 @@ def test_from_deepspeeds_converter(pool: RankPool, tmp_path: Path, source: str, 
 # ---- torch's distributed checkpoints --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 def test_to_dcp_and_back(pool: RankPool, tmp_path: Path, dtype: str) -> None:
     state = pool.run(first_case, dtype=dtype, folder=tmp_path / "first")[0]
@@ -184,7 +187,7 @@ def going_on_case(folder: Path) -> tuple[jobs.Record, list[Any]] | None:
     return None
 
 
-@pytest.mark.parametrize("is_flat", [True, False])
+@pytest.mark.parametrize("is_flat", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_training_of_torch_goes_on(pool: RankPool, tmp_path: Path, is_flat: bool) -> None:
     """A DCP as torch writes it: moments, steps, groups with their rates, frozen parameters."""
     model, groups = partly_trained()

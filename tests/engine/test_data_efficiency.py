@@ -89,9 +89,9 @@ def random_ltd_case(schedule: jobs.Schedule, fails: bool = False, **sizes: int) 
     return record
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "sizes",
-    [pytest.param({}, id="small", marks=pytest.mark.full), pytest.param({"width": 64, "hidden": 260}, id="large")],
+    "sizes", [pytest.param({}, id="small"), pytest.param({"width": 64, "hidden": 260}, id="large")]
 )
 def test_random_ltd_over_stages(pool: RankPool, sizes: dict[str, int]) -> None:
     """In a world of one size the same tokens are dropped, so the losses are those of a static run."""
@@ -104,6 +104,7 @@ def test_random_ltd_over_stages(pool: RankPool, sizes: dict[str, int]) -> None:
                 assert abs(loss - expected) <= 2e-6 * expected, step
 
 
+@pytest.mark.full
 def test_members_that_wake_take_the_schedule_over(pool: RankPool) -> None:
     static: Any = pool.run(random_ltd_case, schedule={})[0]
     found = pool.run(random_ltd_case, schedule={2: (4, 3), 4: (3, 1), 6: (4, 0)}, fails=True)
@@ -229,6 +230,7 @@ def test_the_curriculum_deals_what_deepspeed_deals(pool: RankPool, tmp_path: Pat
     assert list((tmp_path / "clusters").glob("member-*")) == [], "folders outlive their engines"
 
 
+@pytest.mark.full
 def test_a_curriculum_schedule_of_the_users(pool: RankPool, tmp_path: Path) -> None:
     write_index(tmp_path)
     found = pool.run(curriculum_case, folder=str(tmp_path), schedule={3: (4, 2), 6: (2, 3)}, custom=True)

@@ -16,6 +16,7 @@ from ds_dynatrain.reshard.old_state import OldState
 from ds_dynatrain.reshard.switch import Transaction
 from tests.engine import faults, jobs
 from tests.engine.pool import Died, RankPool
+from tests.sets import one_in
 
 SECONDS = 3.0
 LONGER = SECONDS + 1.5
@@ -109,6 +110,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("start", "target", "victim"), CHANGES)
 def test_hang_between_vote_and_commit(pool: RankPool, start: jobs.Sizes, target: jobs.Sizes, victim: int) -> None:
     fate = victim, "conclude", True, False
@@ -142,7 +144,7 @@ def test_death_between_vote_and_commit(pool: RankPool, start: jobs.Sizes, target
 
 @pytest.mark.parametrize(
     "method",
-    ["_move", "_verify", *(pytest.param(name, marks=pytest.mark.full) for name in ("_meet", "_rebuild", "_carry"))],
+    one_in(5, ["_move", "_verify", "_meet", "_rebuild", "_carry"]),
 )
 def test_death_of_a_waking_member_before_its_vote(pool: RankPool, method: str) -> None:
     """The others roll back and train on: the dead one had no part in the present world."""

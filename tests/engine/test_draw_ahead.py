@@ -221,6 +221,7 @@ def exact_case(at_once: bool) -> oracle.State | None:
     return None
 
 
+@pytest.mark.full
 @exactly.NOT_ON_DEVICE
 def test_an_exact_job_draws_for_the_leaf_that_is_trained(pool: RankPool) -> None:
     one_by_one, at_once = (pool.run(exact_case, at_once=each)[0] for each in (False, True))

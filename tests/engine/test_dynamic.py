@@ -44,9 +44,8 @@ def kept_of(layer: Any) -> str:
     return str([{name: held.double().round(decimals=3) for name, held in state["buffers"].items()}, state["extra"]])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "pruning" else pytest.mark.full) for name in DYNAMISMS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", DYNAMISMS)
 def test_layers_that_change_move_and_move_back(pool: RankPool, name: str) -> None:
     moved, stayed = (pool.run(trained, name=name, moves=moves, seconds=120) for moves in (True, False))
     losses, said, kept = moved[0]

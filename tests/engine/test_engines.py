@@ -148,9 +148,12 @@ def compare(pool: RankPool, given: Sequence[Kind]) -> None:
             assert [name for name in state if state[name] != results[0][2][name]] == []
 
 
-def test_each_trains_as_if_alone(pool: RankPool) -> None:
-    """Other models, layouts, ranks, stages and draws; also switches of all three at one step."""
-    compare(pool, [ACTOR, CRITIC, REWARD])
+@pytest.mark.parametrize(
+    "given", [[CRITIC, REWARD], pytest.param([ACTOR, CRITIC, REWARD], marks=pytest.mark.full)], ids=len
+)
+def test_each_trains_as_if_alone(pool: RankPool, given: list[Kind]) -> None:
+    """Other models, layouts, ranks, stages and draws; also switches of all of them at one step."""
+    compare(pool, given)
 
 
 AXES = {
@@ -218,6 +221,7 @@ def in_background() -> list[Any]:
         return [(run.engine.last_switch.outcome, str(run.engine.layout)) for run in runs]
 
 
+@pytest.mark.full
 def test_switches_in_the_background_at_once(pool: RankPool) -> None:
     """Both read their members' memory: the end of one must not forbid the other to."""
     for found in pool.run(in_background):
@@ -310,6 +314,7 @@ def drawing_inside() -> list[Any]:
         return [1, kept.losses, drawn, True]
 
 
+@pytest.mark.full
 def test_one_that_ends_inside_anothers_turn_changes_nothing(pool: RankPool) -> None:
     assert pool.run(ending_inside) == pool.run(drawing_inside)
 
@@ -336,6 +341,7 @@ def saving(folder: Path) -> list[Any]:
         return [same, critic.losses, critic.engine.global_steps]
 
 
+@pytest.mark.full
 def test_checkpoints_are_those_of_one_engine(pool: RankPool, tmp_path: Path) -> None:
     alone = pool.once(trained, given=[CRITIC])
     for (same, losses, step), expected in zip(pool.run(saving, folder=tmp_path, seconds=120), alone, strict=True):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from ds_dynatrain.cli.main import app
+from ds_dynatrain.dry_run.answer import DryRunAnswer
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.reshard.pending import PendingSwitch, SwitchEstimate
 from tests.engine import jobs
@@ -21,9 +27,15 @@ A move takes some milliseconds here. One that another process on the machine hol
 next prediction too slow, so no single switch is judged.
 """
 
+Planned = list[tuple[SwitchEstimate, SwitchEvent, float]]
+"""What was planned, the event, and the link speed after it, for each switch in which a member goes on working."""
+SeenByOne = tuple[Planned, dict[str, list[int]], dict[str, Any]]
+Seen = list[SeenByOne]
 
-def planned_case() -> list[tuple[SwitchEstimate, SwitchEvent, float]]:
-    """(what was planned, the event, the link speed after it) for each switch in which this member goes on working."""
+
+def planned_case() -> SeenByOne:
+    """What was planned and what happened, the shapes of the model, and the configuration."""
+    config = jobs.config(start=(4, 1))
     asked, found = list[tuple[SwitchEstimate, PendingSwitch]](), list[tuple[SwitchEstimate, SwitchEvent, float]]()
 
     def each(made: jobs.Job) -> None:
@@ -36,19 +48,25 @@ def planned_case() -> list[tuple[SwitchEstimate, SwitchEvent, float]]:
             planned = engine.plan(data=data, zero_stage=stage)
             asked.append((planned, engine.switch(data=data, zero_stage=stage, at=engine.global_steps)))
 
-    with jobs.job(jobs.config(start=(4, 1)), small_gpt(hidden=40_000)) as made:
+    with jobs.job(config, small_gpt(hidden=40_000), groups=False) as made:
         jobs.train(made, len(SCHEDULE) + 2, each=each)
-    return found
+        return found, made.engine.shapes(), config
 
 
-def test_a_plan_says_what_the_switch_says(pool: RankPool) -> None:
-    seen = pool.run(planned_case)
-    assert len(seen[0]) == len(SCHEDULE)
-    for found in seen:
+@pytest.fixture(scope="module")
+def seen(pool: RankPool) -> Seen:
+    """What each rank returns."""
+    return pool.run(planned_case)
+
+
+def test_a_plan_says_what_the_switch_says(seen: Seen) -> None:
+    assert len(seen[0][0]) == len(SCHEDULE)
+    for found, _, _ in seen:
         for planned, event, speed in found:
             assert event.outcome == "committed" and not planned.refusal
             assert planned.bytes_sent == event.bytes_minimum == event.bytes_sent
-            assert event.bytes_bound == event.bytes_minimum and event.rank_zero_bytes == 0
+            assert planned.bytes_bound == event.bytes_bound == event.bytes_minimum
+            assert planned.rank_zero_bytes == event.rank_zero_bytes == 0
             assert planned.peak_memory_bytes == event.memory_bound_bytes
             assert planned.members == event.target.members
             assert 1e3 * planned.seconds == pytest.approx(event.predicted_move_ms)
@@ -57,8 +75,28 @@ def test_a_plan_says_what_the_switch_says(pool: RankPool) -> None:
             assert event.move_ms >= event.phases_ms["move"]
 
 
-def test_the_speed_of_one_switch_predicts_the_next(pool: RankPool) -> None:
-    events = [event for _, event, _ in pool.run(planned_case)[0] if event.bytes_sent]
+def test_the_command_says_what_the_switch_says(seen: Seen, tmp_path: Path) -> None:
+    events, shapes, config = seen[0]
+    model, settings = tmp_path / "shapes.json", tmp_path / "ds.json"
+    model.write_text(json.dumps(shapes))
+    settings.write_text(json.dumps(config))
+    common = ["plan", "--json", "--model", str(model), "--deepspeed", str(settings), "--gpus-per-node", "4"]
+    for planned, event, _ in events[: len(ROUND)]:
+        source, target = (
+            ",".join(f"{name}={size}" for name, size in side.layout.items()) for side in (event.source, event.target)
+        )
+        said = CliRunner().invoke(app, [*common, "--from", source, "--to", target])
+        figures = DryRunAnswer.model_validate_json(said.stdout).figures
+        assert figures is not None
+        assert figures.bytes.sent == event.bytes_sent, f"{source} to {target}"
+        assert figures.bytes.minimum == event.bytes_bound
+        assert figures.bytes.excess["rank 0 keeps its rank"] == event.rank_zero_bytes
+        assert figures.memory.peak == event.memory_bound_bytes == planned.peak_memory_bytes
+        assert tuple(figures.members) == event.target.members
+
+
+def test_the_speed_of_one_switch_predicts_the_next(seen: Seen) -> None:
+    events = [event for _, event, _ in seen[0][0] if event.bytes_sent]
     ratios = [event.predicted_move_ms / event.move_ms for event in events[1:]]
     assert len(ratios) >= len(SCHEDULE) // 2
     assert 1 / FACTOR < statistics.median(ratios) < FACTOR, ratios

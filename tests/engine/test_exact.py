@@ -22,6 +22,7 @@ def alone(pool: RankPool, **arguments: Any) -> Bits:
     return together(pool.once(exactly.run, start=(1, 1), **arguments))
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 def test_every_world_has_the_same_bits(pool: RankPool) -> None:
     hold_against(pool, ((3, 2), (2, 3), (4, 1)))
@@ -121,6 +122,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "tokens" else FULL) for name in KINDS])
 def test_kinds_of_jobs(pool: RankPool, name: str) -> None:

@@ -77,6 +77,7 @@ def test_all_worlds_have_the_same_digests(pool: RankPool, tmp_path: Path) -> Non
     assert identical(first, by_loss)
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 def test_less_often(pool: RankPool, tmp_path: Path) -> None:
     """Losses and norms of all steps are there, and digests of some; a job that goes on is one with that before it."""
@@ -103,6 +104,7 @@ def test_half_precision(pool: RankPool, tmp_path: Path, name: str) -> None:
 PIPELINES = (layout(2, 2, boundaries=(0, 5, 9)), layout(4, 1))
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 @pytest.mark.parametrize("start", [PIPELINES[0], pytest.param(PIPELINES[1], marks=FULL)])
 def test_pipelines_have_the_same_digests(pool: RankPool, tmp_path: Path, start: Layout) -> None:

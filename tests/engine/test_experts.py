@@ -61,6 +61,7 @@ def answered(options: dict[str, Any]) -> Answer | None:
     return None
 
 
+@pytest.mark.full
 def test_options_of_the_layers(pool: RankPool) -> None:
     """What the user says of AutoEP's layers holds at every size."""
     path = [at(2, 2, 2), at(4, 4, 2), at(4, 1, 2)]

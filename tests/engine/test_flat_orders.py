@@ -179,6 +179,7 @@ def failing_case(asks: bool) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.full
 def test_a_failed_switch_leaves_no_trace(pool: RankPool) -> None:
     expected, found = pool.run(failing_case, asks=False), pool.run(failing_case, asks=True)
     for rank in range(2):

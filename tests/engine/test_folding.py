@@ -66,6 +66,7 @@ def test_models_and_precisions(pool: RankPool, kind: str, dtype: str) -> None:
     axis_walks.compare(pool, partial(autoep, kind), path, dtype)
 
 
+@pytest.mark.full
 def test_gradients_and_their_norm_are_those_of_one_rank(pool: RankPool) -> None:
     """Also where DeepSpeed itself counts some experts only."""
     layouts = [at(1, 1, 1, 0), *(at(2, 2, 2, stage) for stage in range(4))]
@@ -102,6 +103,7 @@ def refused_and_chained() -> tuple[int, list[str]]:
         return sum(not any(each is group for group in present) for each in alive), outcomes
 
 
+@pytest.mark.full
 def test_nothing_of_the_old_layers_stays(pool: RankPool) -> None:
     for alive, outcomes in pool.run(refused_and_chained, seconds=120):
         assert outcomes == ["committed"] * 6

@@ -200,9 +200,8 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "title", [pytest.param(each, marks=pytest.mark.full if number else ()) for number, each in enumerate(CASES)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("title", CASES)
 def test_losses_are_those_of_a_run_that_goes_backward_everywhere(pool: RankPool, title: str) -> None:
     name, dtype, stage, more, frozen = CASES[title]
     given = {"name": name, "dtype": dtype, "stage": stage, "more": more, "frozen": frozen}
@@ -271,6 +270,7 @@ LOADS: dict[str, tuple[str, str, Layout, Layout, str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "title", [pytest.param(each, marks=pytest.mark.full if number else ()) for number, each in enumerate(LOADS)]
 )

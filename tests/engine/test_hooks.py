@@ -119,6 +119,7 @@ def ema_case(dtype: str) -> dict[str, Any]:
     return {"average": ema.average, "updates": ema.updates, "weights": weights, "switches": switches}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_an_average_of_the_weights(pool: RankPool, dtype: str) -> None:
     found = pool.run(ema_case, dtype=dtype, seconds=120)

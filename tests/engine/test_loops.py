@@ -66,7 +66,7 @@ def own_objects_case(scheduler: str, schedule: jobs.Schedule) -> jobs.Record | N
     return record
 
 
-@pytest.mark.parametrize("scheduler", ["object", "function"])
+@pytest.mark.parametrize("scheduler", ["object", pytest.param("function", marks=pytest.mark.full)])
 def test_own_optimizer_and_scheduler(pool: RankPool, scheduler: str) -> None:
     switched = pool.run(own_objects_case, scheduler=scheduler, schedule=SCHEDULE)
     static = pool.run(own_objects_case, scheduler=scheduler, schedule={})
@@ -98,6 +98,7 @@ def cyclic_case(folder: str) -> list[list[float]]:
     return []
 
 
+@pytest.mark.full
 def test_schedulers_that_take_states_apart(pool: RankPool, tmp_path: Path) -> None:
     found = pool.run(cyclic_case, folder=str(tmp_path))
     assert found == found[:1] * 4 and len(found[0]) == 4
@@ -121,6 +122,7 @@ def epochs_case(start: jobs.Sizes, schedule: jobs.Schedule) -> Any:
     return seen, record, None
 
 
+@pytest.mark.full
 def test_switch_in_the_last_step_of_an_epoch(pool: RankPool) -> None:
     """Asked for in the last step of epoch 0, it takes effect in epoch 1: there the idle members wake."""
     static = pool.run(epochs_case, start=(2, 1), schedule={})
@@ -252,6 +254,7 @@ def monitored_case(folder: str, schedule: jobs.Schedule) -> jobs.Record:
     return jobs.run(jobs.config(csv_monitor=monitor, steps_per_print=1), STEPS, schedule)
 
 
+@pytest.mark.full
 def test_csv_monitor_writes_one_run(pool: RankPool, tmp_path: Path) -> None:
     columns = []
     for name, schedule in (("switched", SCHEDULE), ("static", {})):

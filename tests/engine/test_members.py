@@ -83,6 +83,7 @@ def test_idle_member_holds_nothing(pool: RankPool, start: jobs.Sizes) -> None:
         assert notes["calls"] > 2, "again and again"
 
 
+@pytest.mark.full
 def test_member_that_starts_idle_holds_nothing(pool: RankPool) -> None:
     seen = pool.run(idling_case, start=(2, 3), target=(2, 1), width=160, seconds=120)
     for notes, _ in seen[2:]:
@@ -157,7 +158,7 @@ def by_moment(results: list[Any], key: str) -> dict[tuple[str, int], dict[int, A
     return found
 
 
-@pytest.mark.parametrize("note", ["carried", "buffers"])
+@pytest.mark.parametrize("note", ["carried", pytest.param("buffers", marks=pytest.mark.full)])
 def test_woken_members_take_over_from_rank_0(pool: RankPool, note: str) -> None:
     schedule = {2: (4, 3), 4: (1, 1), 6: (3, 2)}
     seen = by_moment(
@@ -244,6 +245,7 @@ def in_turn_case() -> list[int]:
     return steps
 
 
+@pytest.mark.full
 def test_engines_in_turn(pool: RankPool) -> None:
     assert pool.run(in_turn_case)[0] == [2, 2, 2, 2]
 
@@ -258,6 +260,12 @@ def forgotten_case(start: jobs.Sizes, schedule: jobs.Schedule) -> bool:
     return remembered() is None
 
 
-@pytest.mark.parametrize("schedule", [{}, {2: (4, 3), 3: (2, 1)}], ids=["no switch", "through stage 3"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param({}, id="no switch", marks=pytest.mark.full),
+        pytest.param({2: (4, 3), 3: (2, 1)}, id="through stage 3"),
+    ],
+)
 def test_a_destroyed_engine_lets_its_model_go(pool: RankPool, schedule: jobs.Schedule) -> None:
     assert pool.run(forgotten_case, start=(2, 3), schedule=schedule) == [True] * 4

@@ -91,7 +91,7 @@ CASES: list[Any] = [
     ("fp32", (2, 0), (4, 3)),
     pytest.param("fp32", (3, 3), (2, 1), marks=pytest.mark.full),
     pytest.param("bf16", (2, 1), (4, 2), marks=pytest.mark.full),
-    ("bf16", (4, 3), (1, 0)),
+    pytest.param("bf16", (4, 3), (1, 0), marks=pytest.mark.full),
 ]
 
 

@@ -47,6 +47,7 @@ def trained(size: int) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_a_model_that_is_built_in_parts(pool: RankPool) -> None:
     """Each process has given the experts of its own rank their first values; they go wherever any others go."""
     for losses, others in zip(pool.run(trained, size=2), pool.run(trained, size=1), strict=True):

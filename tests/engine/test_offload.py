@@ -183,6 +183,7 @@ def test_last_gradients_move_between_stages_1_to_3(pool: RankPool) -> None:
         torch.testing.assert_close(values[step], static[step], rtol=1e-6, atol=0)
 
 
+@pytest.mark.full
 def test_gradients_by_tokens_leave_the_last_ones_alone(pool: RankPool) -> None:
     static = pool.run(unused_case, start=(2, 1), schedule={})[0][0]
     values, _ = pool.run(unused_case, start=(2, 2), schedule={6: (3, 3)}, tokens=5)[0]
@@ -217,6 +218,7 @@ def fault_case(dtype: str, start: jobs.Sizes, target: jobs.Sizes, asks: bool) ->
     return record.losses, snapshots, last
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "start", "target"),
     [("fp32", (2, 3), (4, 1)), pytest.param("bf16", (3, 2), (2, 3), marks=pytest.mark.full)],

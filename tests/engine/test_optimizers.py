@@ -218,6 +218,7 @@ CASES: dict[str, Case] = {
 
 
 FULL = (
+    "muon",
     "lion of the user's",
     "muon in turns",
     "muon on few ranks",

@@ -59,6 +59,7 @@ def looking() -> Any:
     return jobs.run(jobs.config("bf16", (4, 1)), 3, each=switch_and_look)
 
 
+@pytest.mark.full
 def test_deepspeed_finds_moments_before_the_first_step(pool: RankPool) -> None:
     """Right after a switch, as right before it."""
     pool.run(looking, seconds=90)

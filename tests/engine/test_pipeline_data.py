@@ -96,6 +96,7 @@ def test_training_data_is_what_deepspeed_trains_on(pool: RankPool) -> None:
     assert len(set().union(*(by_step(found, step) for step in range(EPOCH)))) == SAMPLES, "each sample once"
 
 
+@pytest.mark.full
 def test_an_order_of_ones_own(pool: RankPool) -> None:
     found = pool.run(ours, stages=2, steps=2 * EPOCH, path={1: layout(4, 1)}, reshuffle=True)
     epochs = [[by_step(found, epoch * EPOCH + step) for step in range(EPOCH)] for epoch in (0, 1)]
@@ -142,6 +143,7 @@ def our_calls(stages: int) -> list[list[float]]:
         return calls(made.engine, share(made.engine.data_rank, made.engine.data))
 
 
+@pytest.mark.full
 def test_iterators_of_ones_own_are_read_as_in_deepspeed(pool: RankPool) -> None:
     expected = pool.run(stock_calls, stages=2)
     for found, stock_found in zip(pool.run(our_calls, stages=2), expected, strict=True):

@@ -76,6 +76,7 @@ def furthest(seen: Sequence[list[float] | None], expected: list[float]) -> float
     return max(jobs.furthest(losses, expected) for losses in seen if losses)
 
 
+@pytest.mark.full
 def test_every_layout_computes_the_same(pool: RankPool) -> None:
     """Several micro-batches a step; also from a model that was built for two ranks' experts, or in stages, or both."""
     expected = pool.run(trained, layout=at(1, 1, 1, 0))[0]

@@ -119,12 +119,10 @@ WALKS: dict[str, tuple[str, str, Path, Changes]] = {
     ),
     "a stage of a function": ("uneven", "fp32", [*UNEVEN[:2], layout(4, 1, 0, (0, 1, 5, 6, 7)), layout(2, 1, 0)], FEW),
 }
-DEFAULT = ("2 stages x 2, ZeRO 1", "stages without anything to train, ZeRO 1")
 
 
-@pytest.mark.parametrize(
-    "title", [pytest.param(each, marks=() if each in DEFAULT else pytest.mark.full) for each in WALKS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("title", WALKS)
 def test_freezing_between_changes_of_stages(pool: RankPool, title: str) -> None:
     name, dtype, path, changes = WALKS[title]
     found = pool.run(freezing_walk, path=path, name=name, dtype=dtype, changes=changes, seconds=120)
@@ -193,6 +191,7 @@ def groups_by_hand() -> list[tuple[int, float]]:
         ]
 
 
+@pytest.mark.full
 def test_a_group_that_stages_name_together(pool: RankPool) -> None:
     found = pool.run(groups_by_hand)
     assert all(rank == found[0] for rank in found) and [rate for _, rate in found[0]][-1] == 0.25

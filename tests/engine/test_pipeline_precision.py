@@ -30,12 +30,10 @@ WALKS: dict[str, tuple[str, dict[str, Any], Path]] = {
     "offload": ("fp32", OFFLOAD, ROUND),
     "offload in bf16": ("bf16", OFFLOAD, ROUND),
 }
-FULL = ("bf16 without ZeRO", "fp16 of one scale", "autocast", "offload", "offload in bf16")
 
 
-@pytest.mark.parametrize(
-    "title", [pytest.param(title, marks=pytest.mark.full if title in FULL else ()) for title in WALKS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("title", WALKS)
 def test_walks(pool: RankPool, title: str) -> None:
     """A model with groups of which a stage has nothing."""
     dtype, more, path = WALKS[title]

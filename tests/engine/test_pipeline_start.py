@@ -140,6 +140,7 @@ def optimizers_of_their_own(idle: bool) -> list[float]:
         return [*found, *(engine.train_batch().item() for _ in steps)]
 
 
+@pytest.mark.full
 def test_members_that_start_idle(pool: RankPool) -> None:
     expected = pool.run(optimizers_of_their_own, idle=False)[0]
     found = pool.run(optimizers_of_their_own, idle=True)
@@ -162,6 +163,7 @@ def first_stage_frozen(moves: bool) -> list[float]:
         return [*found, *(made.engine.train_batch().item() for _ in range(STEPS))]
 
 
+@pytest.mark.full
 def test_a_first_stage_without_anything_to_train(pool: RankPool) -> None:
     found = pool.run(first_stage_frozen, moves=True)
     assert all(losses == found[0] for losses in found) and len(set(found[0])) == 2 * STEPS

@@ -110,6 +110,7 @@ def test_overflows_around_switches_as_in_a_static_run(pool: RankPool, dtype: str
     assert their_scales == scales and near(their_norms, norms)
 
 
+@pytest.mark.full
 def test_stage_0_keeps_the_hysteresis_aside(pool: RankPool) -> None:
     """One overflow at stage 1 uses up the hysteresis; after a while at stage 0, which has none, it is still used up."""
     overflows = (1, 7)
@@ -140,7 +141,8 @@ def test_stage_0_scales_the_loss(pool: RankPool) -> None:
     assert jobs.furthest(switched, losses) <= 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["fp16", pytest.param("static fp16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["fp16", "static fp16"])
 def test_token_weights_leave_the_loss_scale_alone(pool: RankPool, dtype: str) -> None:
     """Equal counts are no weights at all; the scale grows, and shrinks by an overflow, as without them."""
     schedule = {3: (2, 0), 6: (3, 3), 9: (2, 2)}
@@ -205,12 +207,8 @@ OTHERS: dict[str, tuple[dict[str, Any], list[jobs.Sizes]]] = {
 }
 
 
-FULL = ("fp16, accumulated in fp32", "bf16, reduced in fp32")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in FULL else name for name in OTHERS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_types_in_some_layouts(pool: RankPool, name: str) -> None:
     settings, path = OTHERS[name]
     assert walks.compare(pool, settings, path) == len(path) - 1
@@ -405,6 +403,7 @@ def leak_case(immediate: bool) -> list[tuple[int, ...]] | None:
     return [(row[0] - before, *row[1:]) for row in counts] or None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("immediate", [pytest.param(False, marks=pytest.mark.full), True])
 def test_nothing_of_bf16_optimizer_stays(pool: RankPool, immediate: bool) -> None:
     counts = pool.run(leak_case, immediate=immediate)[0]
@@ -425,6 +424,7 @@ def tokens_case(dtype: str, tokens: bool) -> jobs.Record:
     return record
 
 
+@pytest.mark.full
 def test_token_weights_with_fp32_accumulation(pool: RankPool) -> None:
     """Equal counts are no weights at all."""
     plain, weighted = (

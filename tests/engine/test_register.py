@@ -23,6 +23,7 @@ from tests.engine import freezing, jobs, oracle
 from tests.engine.freezing import trained, wrong_after
 from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
+from tests.sets import one_in
 
 STEPS = 10
 FIRST = ("blocks.0", "last_norm", "scale")
@@ -146,7 +147,8 @@ def test_freeze_switch_unfreeze_switch(pool: RankPool, start: jobs.Sizes, schedu
     assert jobs.furthest(losses, jobs.global_losses([still[0][0]])) <= 2e-6
 
 
-@pytest.mark.parametrize(("start", "schedule"), [pytest.param(*WALKS[0], marks=pytest.mark.full), WALKS[1]])
+@pytest.mark.full
+@pytest.mark.parametrize(("start", "schedule"), WALKS[:2])
 def test_in_low_precision(pool: RankPool, start: jobs.Sizes, schedule: jobs.Schedule) -> None:
     wide = {"width": 160, "hidden": 200}
     found = pool.run(job_case, dtype="bf16", start=start, schedule=schedule, sizes=wide)
@@ -326,7 +328,7 @@ def _flipping(own: Callable[..., Any]) -> Callable[..., Any]:
     return attach
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_failure_leaves_the_old_engine(pool: RankPool, stage: int) -> None:
     for result in filter(None, pool.run(failing_case, stage=stage)[:2]):
         assert result[0] == []
@@ -380,7 +382,7 @@ def scheduled_case(kind: str) -> tuple[list[list[float]], str]:
     return rates, "".join(said)
 
 
-@pytest.mark.parametrize("kind", ["WarmupLR", "LambdaLR", pytest.param("CosineAnnealingLR", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", one_in(3, ["WarmupLR", "LambdaLR", "CosineAnnealingLR"]))
 def test_schedules_go_on(pool: RankPool, kind: str) -> None:
     for result in filter(None, pool.run(scheduled_case, kind=kind)):
         rates = result[0]
@@ -473,6 +475,7 @@ def restoring_case(folder: Path) -> tuple[oracle.State, set[str]]:
         return oracle.gather(engine), trained(engine.module)
 
 
+@pytest.mark.full
 def test_a_job_goes_on_from_its_own_checkpoints(pool: RankPool, tmp_path: Path) -> None:
     """The script builds its model as at the start; groups and what is trained are those of the checkpoint."""
     first, again = pool.run(resuming_case, folder=tmp_path), pool.run(resuming_case, folder=tmp_path)

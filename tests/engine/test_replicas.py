@@ -116,6 +116,7 @@ def test_large_drift_is_refused(pool: RankPool, case: str) -> None:
         assert before == after
 
 
+@pytest.mark.full
 def test_a_roll_back_gives_every_rank_its_own_values_back(pool: RankPool) -> None:
     found = pool.run(drifted, case="norms of tensor ranks", share=1e-6, failing=["bit flip"])
     for before, after, (outcome, _, _) in found:

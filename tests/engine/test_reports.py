@@ -47,7 +47,8 @@ def reports_case(folder: str, profile_step: int) -> jobs.Record:
     return record
 
 
-@pytest.mark.parametrize("profile_step", [3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("profile_step", [3, 4])
 def test_reports_go_on(pool: RankPool, tmp_path: Path, profile_step: int) -> None:
     """The profiled step is at stage 3 in a world of four, or at stage 1 in one of three."""
     plain = pool.run(plain_case)

@@ -20,6 +20,7 @@ from tests.engine import axis_walks, faults, jobs, oracle
 from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
 from tests.engine.ulysses import CLIPPED, Texts, adam, long_gpt, one_step, own_part, sgd
+from tests.sets import one_in
 
 
 def at(stage: int, data: int = 1, sequence: int = 1) -> Layout:
@@ -55,16 +56,19 @@ def trained(layout: Layout, tokens: bool = False) -> list[float]:
     return found
 
 
-def test_every_layout_computes_the_same(pool: RankPool) -> None:
+LAYOUTS = [at(2, 2, 2), at(3), at(0, 1, 2), at(3, 2, 2), at(1, 1, 4), at(3, 1, 2)]
+
+
+@pytest.mark.parametrize("layout", one_in(3, LAYOUTS), ids=str)
+def test_every_layout_computes_the_same(pool: RankPool, layout: Layout) -> None:
     """Also in stage 3, whose gradients DeepSpeed means over sequence ranks, where the other stages add them up."""
     expected = pool.once(trained, layout=at(0))[0]
-    for layout in (at(3), at(0, 1, 2), at(1, 1, 4), at(2, 2, 2), at(3, 1, 2), at(3, 2, 2)):
-        found = pool.run(trained, layout=layout)
-        assert all(losses in ([], found[0]) for losses in found)
-        assert jobs.furthest(found[0], expected) <= 1e-6, layout
+    found = pool.run(trained, layout=layout)
+    assert all(losses in ([], found[0]) for losses in found)
+    assert jobs.furthest(found[0], expected) <= 1e-6
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_token_counts_need_no_division(pool: RankPool, stage: int) -> None:
     expected = pool.once(trained, layout=at(0))[0]
     found = pool.run(trained, layout=at(stage, 2, 2), tokens=True)[0]
@@ -206,6 +210,7 @@ def loading(folder: str) -> oracle.State:
         return oracle.gather(made.engine)
 
 
+@pytest.mark.full
 def test_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     saved = pool.run(saving, folder=str(tmp_path))
     for found, expected in zip(pool.run(loading, folder=str(tmp_path)), saved, strict=True):
@@ -232,6 +237,7 @@ def coming_in(stage: int) -> list[oracle.State | None]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_model_of_zero_init(pool: RankPool, stage: int) -> None:
     states = pool.run(coming_in, stage=stage)[0]
@@ -256,6 +262,7 @@ def registering(stage: int) -> tuple[oracle.State, oracle.State]:
     return before, after
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.full) for each in (0, 1)), 3])
 def test_registering(pool: RankPool, stage: int) -> None:
     for before, after in pool.run(registering, stage=stage):

@@ -55,9 +55,8 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "overlap" else pytest.param(name, marks=pytest.mark.full) for name in SETS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETS)
 def test_settings_of_zero(pool: RankPool, name: str) -> None:
     dtype, zero = SETS[name]
     walks.compare(pool, walks.settings(dtype, zero_optimization=zero), PATH)

@@ -35,6 +35,7 @@ def walked(late: bool, has_sides: bool) -> tuple[jobs.Record, list[str]]:
 REFUSED = pytest.mark.not_on_device("late switches are refused on a device (docs/gpu.md)")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=REFUSED)])
 def test_nothing_is_cut_in_the_pause(pool: RankPool, late: bool) -> None:
     ahead = pool.run(walked, late=late, has_sides=True)

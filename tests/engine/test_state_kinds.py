@@ -112,7 +112,7 @@ def death_case(dtype: str, at: Layout, dead: int) -> Any:
         return test_from_copies.case(SUBJECTS["module"], dtype, at, at, dead)
 
 
-@pytest.mark.parametrize(("dtype", "at"), [("bf16", "d3z3"), ("fp32", "d4z1")])
+@pytest.mark.parametrize(("dtype", "at"), [("bf16", "d3z3"), pytest.param("fp32", "d4z1", marks=pytest.mark.full)])
 def test_survives_a_death_with_copies(pool: RankPool, dtype: str, at: str) -> None:
     ranks = pool.run(death_case, dtype=dtype, at=layout(at), dead=1, seconds=120)
     state, restored = ranks[0][0][0], [after[0] for _, after in ranks if after is not None]
@@ -146,6 +146,7 @@ def loading_case(dtype: str, at: Layout, folder: Path) -> oracle.State | None:
     return None
 
 
+@pytest.mark.full
 def test_survives_a_checkpoint_and_torchs_format_in_other_layouts(pool: RankPool, tmp_path: Path) -> None:
     state = pool.run(saving_case, dtype="bf16", at=layout("d3z3"), folder=tmp_path / "first", seconds=120)[0]
     for found in pool.run(loading_case, dtype="bf16", at=layout("d2z1"), folder=tmp_path / "first", seconds=120)[:2]:

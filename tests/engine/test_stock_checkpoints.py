@@ -191,6 +191,7 @@ def cut_anew_case(folder: Path, stage: int, block: dict[str, Any], save: bool) -
 IN_TURN = {"round_robin_gradients": True}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "saved", "loaded"),
     [
@@ -231,6 +232,7 @@ def scheduled_case(folder: Path, sizes: jobs.Sizes, save: bool) -> list[str] | N
     return None
 
 
+@pytest.mark.full
 def test_parts_in_another_world(pool: RankPool, tmp_path: Path) -> None:
     pool.run(scheduled_case, folder=tmp_path, sizes=(2, 3), save=True)
     for said in pool.run(scheduled_case, folder=tmp_path, sizes=(3, 3), save=False)[:3]:
@@ -291,7 +293,8 @@ def listening(lines: list[str]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("saved", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("saved", [1, 3])
 def test_frozen_weights_that_are_not_in_it_stay(pool: RankPool, tmp_path: Path, saved: int) -> None:
     """Four ranks of stock DeepSpeed, read on two: what is trained is as it was saved, the rest as the script has it."""
     there = pool.run(adapters_case, folder=tmp_path, stage=saved)[0]

@@ -52,6 +52,7 @@ def cut_anew() -> tuple[Layout, list[str], float]:
         return engine.layout, refusals, loss
 
 
+@pytest.mark.full
 def test_a_pipeline_is_cut_where_the_time_is(pool: RankPool) -> None:
     for layout, refusals, loss in pool.run(cut_anew):
         assert layout == Layout(pipe=2, data=2, zero_stage=1, boundaries=(0, 6, 7))
@@ -76,6 +77,7 @@ def slow(file: str) -> tuple[tuple[int, ...] | None, list[int], str]:
         return best.shares, three, str(caught.value)
 
 
+@pytest.mark.full
 def test_a_slow_member_gets_fewer_samples(pool: RankPool, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     profile_of((1.0,), (0.5, 1.0, 0.5, 1.0)).save(file)
@@ -102,6 +104,7 @@ def slow_pipeline(file: str) -> tuple[Layout, list[str], list[float], float]:
         return engine.layout, refusals, predicted, loss
 
 
+@pytest.mark.full
 def test_a_slow_pipeline_runs_fewer_micro_batches(pool: RankPool, tmp_path: Path) -> None:
     """Of five the first pipeline would run three."""
     file = tmp_path / "profile.json"

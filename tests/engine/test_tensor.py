@@ -25,6 +25,7 @@ from tests.engine.language_models import MODELS, WORDS, places
 from tests.engine.pool import RankPool
 from tests.engine.subjects import SUBJECTS, Texts, language_model, named_step
 from tests.engine.transitions import TABLE, pairs, path
+from tests.sets import one_in
 
 
 def at(data: int, tensor: int, stage: int) -> Layout:
@@ -40,9 +41,8 @@ WALKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["neox", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama tied", "qwen3", "llama"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", WALKS)
 def test_models(pool: RankPool, name: str) -> None:
     """Tied to a vocabulary in parts and a loss of its own; norms of heads; fewer heads than ranks; fused QKV."""
     axis_walks.compare(pool, partial(language_model, name), WALKS[name])
@@ -189,6 +189,7 @@ def watched(start: Layout, schedule: Mapping[int, Layout]) -> Story:
     return told("llama tied", start, schedule, 9, each)
 
 
+@pytest.mark.full
 def test_nothing_of_an_old_shape_is_left(pool: RankPool) -> None:
     schedule = {2: at(2, 2, 1), 4: at(1, 4, 1), 6: at(2, 2, 1)}
     notes = pool.run(watched, start=at(1, 4, 1), schedule=schedule)[0].notes
@@ -240,7 +241,7 @@ def torn(method: str) -> Story:
         return told("llama", at(2, 2, 1), {2: at(1, 4, 1), 4: at(1, 4, 1)}, 6, each)
 
 
-@pytest.mark.parametrize("method", ["make", "reshape", "enter"])
+@pytest.mark.parametrize("method", one_in(3, ["reshape", "make", "enter"]))
 def test_a_member_that_fails_inside_of_the_rebuild(pool: RankPool, method: str) -> None:
     expected = pool.once(told, name="llama", start=at(2, 2, 1), schedule={}, steps=6)
     found = pool.run(torn, method=method)

@@ -148,10 +148,10 @@ def round_trip(pool: RankPool, kind: str, source: str, target: str, folder: Path
     ("kind", "source", "target"),
     [
         pytest.param("module", "d2z1", "d2z1", marks=pytest.mark.full),
-        pytest.param("module", "d4z0", "d3z3", marks=pytest.mark.full),
-        ("AutoTP", "d2t2z1", "t4z3"),
+        ("module", "d4z0", "d3z3"),
+        pytest.param("AutoTP", "d2t2z1", "t4z3", marks=pytest.mark.full),
         pytest.param("PipelineModule", "p2d2z1", "d4z1", marks=pytest.mark.full),
-        ("AutoEP", "d4e2z1", "d2e2z3"),
+        pytest.param("AutoEP", "d4e2z1", "d2e2z3", marks=pytest.mark.full),
     ],
 )
 def test_round_trip(pool: RankPool, tmp_path: Path, kind: str, source: str, target: str) -> None:
@@ -355,6 +355,7 @@ def background_case(folder: Path, background: bool) -> Any:
     return None
 
 
+@pytest.mark.full
 def test_in_the_background(pool: RankPool, tmp_path: Path) -> None:
     expected = pool.run(background_case, folder=tmp_path / "front", background=False)
     assert pool.run(background_case, folder=tmp_path / "back", background=True) == expected
@@ -376,7 +377,7 @@ def fallback_case(folder: Path, background: bool, **when: float) -> Any:
     [
         pytest.param(False, {"every_steps": 3}, (3, 6, 9), marks=pytest.mark.full),
         pytest.param(False, {"every_seconds": 0.001}, (7, 8, 9, 10), marks=pytest.mark.full),
-        (True, {"every_steps": 3, "every_seconds": 0.001}, (7, 8, 9, 10)),
+        pytest.param(True, {"every_steps": 3, "every_seconds": 0.001}, (7, 8, 9, 10), marks=pytest.mark.full),
         pytest.param(True, {"every_steps": 4, "every_seconds": 1e6}, (4, 8), marks=pytest.mark.full),
     ],
 )

@@ -115,6 +115,7 @@ def unmanaged(schedule: jobs.Schedule, managed: bool) -> jobs.Record:
     return record
 
 
+@pytest.mark.full
 def test_steps_that_the_user_places(pool: RankPool) -> None:
     hands = pool.run(unmanaged, schedule=SCHEDULE, managed=False)
     engines = pool.run(unmanaged, schedule=SCHEDULE, managed=True)

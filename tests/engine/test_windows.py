@@ -144,8 +144,7 @@ def _refused(engine: Any, window: Window, reason: str, target: jobs.Sizes) -> st
     ("stage", "target"),
     [
         (0, (4, 1)),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, (3, 3)), (2, (4, 0)))),
-        (3, (4, 1)),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, (3, 3)), (2, (4, 0)), (3, (4, 1)))),
     ],
 )
 def test_an_open_window_is_named_and_stays_as_it_is(pool: RankPool, stage: int, target: jobs.Sizes) -> None:
@@ -178,6 +177,7 @@ def by_hand_case(by_hand: bool, schedule: jobs.Schedule) -> jobs.Record:
     return record
 
 
+@pytest.mark.full
 def test_boundaries_set_by_hand_follow_the_world(pool: RankPool) -> None:
     schedule = {2: (4, 3), 4: (1, 0)}
     engines = pool.run(by_hand_case, by_hand=False, schedule=schedule)

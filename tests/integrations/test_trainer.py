@@ -129,6 +129,7 @@ def test_a_stock_checkpoint_goes_on_in_another_world(four: RankPool, tmp_path: P
     assert furthest(steps_of(resumed), steps_of(whole))[1] < 2e-5
 
 
+@pytest.mark.full
 def test_ours_goes_on_in_another_world(four: RankPool, stock_log: Log, tmp_path: Path) -> None:
     """`True` finds the newest that is whole; the log goes on where it was."""
     saves = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 1}
@@ -278,6 +279,7 @@ def twice_case(folder: Path) -> dict[str, Any]:
     return {"rank": trainer.args.process_index, "logs": logs, "said": said}
 
 
+@pytest.mark.full
 def test_an_average_of_the_weights(four: RankPool, alone: RankPool, tmp_path: Path) -> None:
     """The callback on the page, at stage 3 and on ranks that come later, against one rank without shards."""
     (whole,) = alone.run(average_case, folder=tmp_path, stage=0, layout={"data": 1}, accumulation=4, schedule={})

@@ -88,11 +88,14 @@ def play(plan: SwitchPlan) -> int:
     crossed = 0
     for member, part in parts.items():
         _copy(vps, part.local, old.get(member, {}), new.get(member, {}))
-        for exchange in part.rounds:
-            answer = next(other for other in parts[exchange.peer].rounds if other.peer == member)
-            assert list(each(exchange.sends)) == list(each(answer.receives))
-            _copy(vps, exchange.sends, old.get(member, {}), new.get(exchange.peer, {}))
-            crossed += exchange.sends.nbytes
+    for phase, memories in (("rounds", old), ("relays", new)):  # relays read what the rounds have written
+        for member, part in parts.items():
+            for exchange in getattr(part, phase):
+                answer = next(other for other in getattr(parts[exchange.peer], phase) if other.peer == member)
+                assert list(each(exchange.sends)) == list(each(answer.receives))
+                held = {name: line.copy() for name, line in memories.get(member, {}).items()}
+                _copy(vps, exchange.sends, held, new.get(exchange.peer, {}))
+                crossed += exchange.sends.nbytes
     for member, part in parts.items():
         before = {name: line.copy() for name, line in new.get(member, {}).items()}
         _copy(vps, part.derived, before, new.get(member, {}))
@@ -131,8 +134,8 @@ def _part(memory: Memory, name: tuple[str, str, int], offset: int, length: int) 
 
 
 def _check_sums(plan: SwitchPlan, parts: dict[int, MemberPlan], crossed: int) -> None:
-    sent = {member: sum(exchange.sends.nbytes for exchange in part.rounds) for member, part in parts.items()}
-    received = {member: sum(exchange.receives.nbytes for exchange in part.rounds) for member, part in parts.items()}
+    sent = {member: sum(exchange.sends.nbytes for exchange in part.exchanges) for member, part in parts.items()}
+    received = {member: sum(exchange.receives.nbytes for exchange in part.exchanges) for member, part in parts.items()}
     assert crossed == bytes_sent(plan) == sum(sent.values())
     assert {member: (sent[member], received[member]) for member in parts} == traffic(plan)
 

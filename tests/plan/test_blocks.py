@@ -25,6 +25,7 @@ from ds_dynatrain.space import (
     standard_kinds,
 )
 from tests.plan.simulate import play
+from tests.sets import examples
 from tests.space.models import zero_rules
 from tools.minimum import bytes_minimum
 
@@ -116,7 +117,7 @@ def layouts(sizes: list[dict[str, int]]) -> st.SearchStrategy[Layout]:
     return st.builds(lambda stage, each: Layout(zero_stage=stage, **each), st.integers(0, 3), st.sampled_from(sizes))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     models().filter(bool), zero_rules, layouts(SIZES), layouts(SIZES), st.sampled_from([2, 4]), st.integers(0, 1 << 16)
 )

@@ -34,7 +34,7 @@ def check(nodes: list[str]) -> None:
         assert max(small) - min(small) <= 1
 
 
-@pytest.mark.parametrize("count", range(2, 7))
+@pytest.mark.parametrize("count", [*range(2, 6), pytest.param(6, marks=pytest.mark.full)])
 def test_every_way_to_put_so_many_ranks_on_nodes(count: int) -> None:
     for nodes in product("abcdef"[:count], repeat=count):
         check(list(nodes))

@@ -19,6 +19,7 @@ from ds_dynatrain.plan.placement import place_slots
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, ZeroRules
 from tests.plan.dense import fewest_bytes, received, slot_costs, table_of
 from tests.plan.simulate import lacking_bytes
+from tests.sets import examples, one_in
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
 from tools.minimum import bytes_minimum
 
@@ -32,7 +33,7 @@ RULES = ZeroRules(sub_group_size=12)
 KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(tensor_lists(), zero_rules, layouts, layouts, weight_sizes, st.sets(st.integers(0, 5), min_size=4, max_size=5))
 def test_no_assignment_moves_fewer_bytes(
     tensors: list[LogicalTensor],
@@ -86,11 +87,11 @@ def test_ties_go_to_working_members_then_to_their_nodes() -> None:
     assert assign_slots(vps, Layout(zero_stage=0, data=5), range(8), nodes).members == (4, 2, 6, 7, 0)
 
 
-def test_the_order_in_which_candidates_are_named_does_not_matter() -> None:
-    for stage in range(4):
-        vps = space(TENSORS, RULES, Layout(zero_stage=stage, data=3), (5, 1, 3))
-        target = Layout(zero_stage=stage, data=4)
-        assert len({assign_slots(vps, target, order) for order in itertools.permutations((1, 3, 5, 7, 8))}) == 1
+@pytest.mark.parametrize("stage", one_in(3, range(4)))
+def test_the_order_in_which_candidates_are_named_does_not_matter(stage: int) -> None:
+    vps = space(TENSORS, RULES, Layout(zero_stage=stage, data=3), (5, 1, 3))
+    target = Layout(zero_stage=stage, data=4)
+    assert len({assign_slots(vps, target, order) for order in itertools.permutations((1, 3, 5, 7, 8))}) == 1
 
 
 def test_rank_zero_leaves_with_its_member() -> None:
@@ -134,7 +135,7 @@ def tables(draw: st.DrawFn, *tops: int) -> KeptBytes:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(tables())
 def test_a_matching_keeps_the_most_and_its_prices_prove_it(kept: KeptBytes) -> None:
     table = table_of(kept)
@@ -147,7 +148,7 @@ def test_a_matching_keeps_the_most_and_its_prices_prove_it(kept: KeptBytes) -> N
     assert kept.nbytes_of(found.rank_of) == most == most_kept(kept, found.prices, ranks, slots)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(tables(1 << 58))
 def test_numbers_beyond_floats_still_give_a_matching_and_a_bound(kept: KeptBytes) -> None:
     ranks, slots = np.ones(len(kept.ranks.of), bool), np.ones(len(kept.slots.of), bool)
@@ -160,7 +161,7 @@ def test_numbers_beyond_floats_still_give_a_matching_and_a_bound(kept: KeptBytes
     )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(tables(), st.integers(1, 3), st.integers(0, 17))
 def test_wrong_prices_are_refused(kept: KeptBytes, less: int, at: int) -> None:
     ranks, slots = np.ones(len(kept.ranks.of), bool), np.ones(len(kept.slots.of), bool)
@@ -202,7 +203,7 @@ def test_released_members_empty_whole_nodes() -> None:
     assert assign_slots(vps, target, range(64), dict.fromkeys(nodes, "one")) == free
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.lists(st.integers(1, 8), min_size=1, max_size=9),
     st.sampled_from([(1, 1), (2, 1), (2, 4), (4, 1), (4, 8), (1, 6), (1, 12), (3, 1)]),
@@ -240,7 +241,7 @@ def test_groups_lie_on_few_nodes(
         assert all(np.isin(zone_of_node, each).sum() <= fewest for each in zone_of_slot.reshape(-1, block))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(layouts, layouts, st.lists(st.sampled_from("abc"), min_size=6, max_size=6), st.permutations(range(6)))
 def test_members_on_nodes_move_what_is_proved(
     source: Layout, target: Layout, names: list[str], order: list[int]

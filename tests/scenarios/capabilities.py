@@ -154,13 +154,15 @@ ROWS = (
             Command(("balance", "{row}/run/profile.json", "--stages", "2"), prints="proposed"),
             Run(layout(2, 1, pipe=2), "pipeline", PROFILED),
         ),
+        full=True,
     ),
     Row(
         "balance: a switch to what is suggested",
         Run(layout(1, 1, pipe=2), "pipeline", ADVISE, (Event(5, "suggest"),)),
         notes={"suggested": True},
+        full=True,
     ),
-    Row("balance: may move, and trains the same", Run(layout(2, 1, pipe=2), "pipeline", ACT), ends=None),
+    Row("balance: may move, and trains the same", Run(layout(2, 1, pipe=2), "pipeline", ACT), ends=None, full=True),
     Row("balance: without stages", Run(layout(4, 2), config=ADVISE, events=to(3, **layout(2, 1))), ends=layout(2, 1)),
     Row(
         "Trainer of Hugging Face: three worlds",

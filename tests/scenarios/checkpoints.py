@@ -52,16 +52,15 @@ def from_stock(stage: int, other: Layout) -> Row:
 ROWS = (
     loaded(layout(2, 1), layout(4, 3)),
     *full(loaded(layout(4, 3), layout(3, 0))),
-    loaded(layout(2, 2), layout(4, 1), config=BF16),
-    *full(loaded(layout(4, 1), layout(2, 3), config=FP16)),
+    *full(loaded(layout(2, 2), layout(4, 1), config=BF16), loaded(layout(4, 1), layout(2, 3), config=FP16)),
     *full(loaded(layout(2, 1, tensor=2), layout(4, 3), model="llama")),
-    loaded(layout(2, 1, pipe=2), layout(1, 1, pipe=3), model="pipeline"),
+    *full(loaded(layout(2, 1, pipe=2), layout(1, 1, pipe=3), model="pipeline")),
     *full(loaded(layout(4, 1, expert=2), layout(4, 3, expert=4), model="mixtral")),
-    resumed(layout(2, 1), layout(4, 3)),
-    *full(resumed(layout(4, 3), layout(2, 2)), resumed(layout(3, 2), layout(3, 2))),
-    to_stock(1),
+    *full(
+        resumed(layout(2, 1), layout(4, 3)), resumed(layout(4, 3), layout(2, 2)), resumed(layout(3, 2), layout(3, 2))
+    ),
     to_stock(3),
-    *full(to_stock(0), to_stock(2)),
+    *full(to_stock(0), to_stock(1), to_stock(2)),
     from_stock(3, layout(2, 1)),
     *full(from_stock(0, layout(2, 3)), from_stock(1, layout(3, 2)), from_stock(2, layout(4, 0))),
     Row(

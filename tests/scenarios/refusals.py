@@ -8,11 +8,14 @@ from typing import Any
 from tests.scenarios.row import Event, Layout, Row, Run, layout
 
 
-def refused(name: str, start: Layout, asked: Mapping[str, Mapping[str, Any]], model: str = "gpt") -> Row:
+def refused(
+    name: str, start: Layout, asked: Mapping[str, Mapping[str, Any]], model: str = "gpt", full: bool = False
+) -> Row:
     """Return switches that are refused after two steps, each with its text, and a job that goes on."""
     events = tuple(Event(2, "switch", sizes, raises=text) for text, sizes in asked.items())
     run = Run(start, model, events=events, steps=4)
-    return Row(f"refused: {name}", run, undisturbed="start", bound=0.0, alike=(("{row}/run/end", "{undisturbed}/end"),))
+    alike = (("{row}/run/end", "{undisturbed}/end"),)
+    return Row(f"refused: {name}", run, undisturbed="start", bound=0.0, alike=alike, full=full)
 
 
 def unusable(name: str, text: str, start: Layout | None = None, model: str = "gpt", **config: Any) -> Row:
@@ -32,28 +35,31 @@ ROWS = (
             "the model has no pipe axis: it is no deepspeed.PipelineModule": {"pipe": 2},
             "AutoTP cannot cut GPT": {"tensor": 2},
             "the model has no sequence axis": {"sequence": 2},
+            "the model has no expert axis": {"expert": 2},
             "give 2 shares that are 12 samples together": {"shares": (8, 8)},
             "no layout was given": {},
         },
     ),
-    refused("experts of a model without", layout(4, 1), {"the model has no expert axis": {"expert": 2}}),
     refused(
         "a pipeline at stage 2",
         layout(2, 1, pipe=2),
         {"DeepSpeed trains pipelines in ZeRO stages 0 and 1 alone": {"zero_stage": 2}},
         "pipeline",
+        full=True,
     ),
     refused(
         "experts that do not divide",
         layout(3, 1),
         {"expert=3 does not divide the 4 experts": {"expert": 3}},
         "mixtral",
+        full=True,
     ),
     refused(
         "a late change of tensor ranks",
         layout(2, 1),
         {"switch with late=False": {"tensor": 2, "late": True}},
         "llama",
+        full=True,
     ),
     Row(
         "refused: another one while one is pending",

@@ -36,7 +36,7 @@ PRECISION = (
     switched("bf16", layout(4, 3), layout(2, 0), BF16, bound=0.02, full=True),
     switched("bf16", layout(4, 0), layout(3, 2), BF16, bound=0.02, full=True),
     switched("bf16 with sums in fp32", layout(2, 1), layout(4, 2), BF16_IN_FP32, bound=0.02, full=True),
-    switched("fp16", layout(2, 1), layout(4, 3), FP16, bound=0.02),
+    switched("fp16", layout(2, 1), layout(4, 3), FP16, bound=0.02, full=True),
     switched("fp16", layout(4, 3), layout(2, 2), FP16, bound=0.02, full=True),
     switched("fp16 of one scale", layout(2, 2), layout(4, 1), STATIC_FP16, bound=0.02, full=True),
 )

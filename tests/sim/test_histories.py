@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import pytest
 
+from tests.sets import one_in
 from tests.sim.bugs import BUGS, IN_A_LAUNCH, Bug, put_in
 from tests.sim.fixed import launch
 from tests.sim.history import history
 
-HISTORIES, PARTS = 2000, 4
+HISTORIES, PARTS = 2000, 8
 LAUNCHES = 1000
 MOST_TO_FIND = 20_000
 
 
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.full) for part in range(2, PARTS))])
+@pytest.mark.parametrize("part", one_in(PARTS, range(PARTS)))
 def test_all_come_to_rest(part: int) -> None:
     for seed in range(part * HISTORIES // PARTS, (part + 1) * HISTORIES // PARTS):
         history(seed)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, PARTS))])
+@pytest.mark.parametrize("part", one_in(PARTS, range(PARTS)))
 def test_all_come_to_rest_where_hosts_lose_each_other(part: int) -> None:
     for seed in range(part * HISTORIES // PARTS, (part + 1) * HISTORIES // PARTS):
         history(seed, parts=True)
 
 
-def test_all_come_to_rest_where_the_script_asks_for_switches() -> None:
-    for seed in range(HISTORIES // PARTS):
+@pytest.mark.parametrize("part", one_in(2, range(2)))
+def test_all_come_to_rest_where_the_script_asks_for_switches(part: int) -> None:
+    for seed in range(part * HISTORIES // PARTS, (part + 1) * HISTORIES // PARTS):
         history(seed, parts=bool(seed % 2), asks=True)
 
 
-def test_all_scripts_of_a_launch_come_to_their_ends() -> None:
-    ended = [one for seed in range(LAUNCHES) for one in launch(seed).ended]
+@pytest.mark.parametrize("part", one_in(2, range(2)))
+def test_all_scripts_of_a_launch_come_to_their_ends(part: int) -> None:
+    seeds = range(part * LAUNCHES // 2, (part + 1) * LAUNCHES // 2)
+    ended = [one for seed in seeds for one in launch(seed).ended]
     assert all(any(one.late == late for one in ended) for late in (True, False)), "switches of both kinds"
 
 

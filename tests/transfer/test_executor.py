@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -9,11 +10,11 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_dynatrain.errors import MemberMissing, TransferError
-from ds_dynatrain.plan import Exchange, MemberPlan, Moves, SwitchPlan, bytes_sent, plan_switch
+from ds_dynatrain.plan import Exchange, MemberPlan, Moves, SwitchPlan, bytes_sent, plan_switch, sides
 from ds_dynatrain.space import BufferId, Kind, Layout
 from ds_dynatrain.transfer import Buffers, ReadyPlan, TransferStats, Transport, execute
 from ds_dynatrain.transfer.stream import messages
@@ -118,12 +119,39 @@ def test_blocks_arrive_bit_for_bit(source: Layout, target: Layout, weight: int, 
     check(source, members[0], target, members[1], weight, budget)
 
 
+RELAYED = [
+    (Layout(zero_stage=1, data=1), Layout(zero_stage=1, data=6)),
+    (Layout(zero_stage=3, data=2), Layout(zero_stage=0, data=5)),
+    (Layout(zero_stage=1, data=2, tensor=2), Layout(zero_stage=2, data=3, tensor=2)),
+    (Layout(zero_stage=0, tensor=3), Layout(zero_stage=0, data=4)),
+]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(RELAYED), st.lists(st.sampled_from("ab"), min_size=6, max_size=6), st.integers(0, 3))
+def test_relays_arrive_bit_for_bit(change: tuple[Layout, Layout], names: list[str], seed: int) -> None:
+    """Masters too where all ranks hold them; any nodes, parts of any size, and members in any order."""
+    source, target = change
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sides, "SMALLEST_SHARE", 2000)
+        members = tuple(random.Random(seed).sample(range(6), target.world_size))
+        budget = (SMALL_BUDGET, 1 << 30)[seed % 2]
+        nodes = dict(enumerate(names))
+        check(source, tuple(range(source.world_size)), target, members, 2 + seed // 2 * 2, budget, nodes)
+
+
 def check(
-    layout: Layout, members: tuple[int, ...], target: Layout, next_members: tuple[int, ...], weight: int, budget: int
+    layout: Layout,
+    members: tuple[int, ...],
+    target: Layout,
+    next_members: tuple[int, ...],
+    weight: int,
+    budget: int,
+    nodes: dict[int, str] | None = None,
 ) -> None:
     """Every element arrives, padding and sources stay as they are, and staging keeps to the budget."""
     vps = space(layout, members, weight)
-    state, plan = logical_state(vps), plan_switch(vps, target, next_members)
+    state, plan = logical_state(vps), plan_switch(vps, target, next_members, nodes=nodes or {})
     sources: dict[int, Buffers] = {member: {} for member in plan.members}
     targets: dict[int, Buffers] = {member: {} for member in plan.members}
     sources |= {member: buffers_of(vps, layout, rank, state) for rank, member in enumerate(members)}
@@ -135,7 +163,7 @@ def check(
         assert differences(vps, target, rank, state, targets[member]) == []
     for member, done in stats.items():
         mine = plan.for_member(member)
-        assert done.bytes_sent == sum(exchange.sends.nbytes for exchange in mine.rounds)
+        assert done.bytes_sent == sum(exchange.sends.nbytes for exchange in mine.exchanges)
         assert done.bytes_local + done.bytes_in_place == mine.local.nbytes
         assert done.staging_peak <= budget
 

@@ -133,6 +133,7 @@ def refused_case() -> list[Any]:
     return cases.at_each(partial(language_model, "llama"), "bf16", [layout("d2t2z3"), layout("d2t2z1")], refused)
 
 
+@pytest.mark.full
 def test_nothing_is_lost_by_what_cannot_be_loaded(pool: RankPool) -> None:
     for places in pool.run(refused_case, seconds=120):
         for found in places:

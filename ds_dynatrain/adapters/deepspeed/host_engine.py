@@ -41,14 +41,14 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     # ---- building ------------------------------------------------------------------------------------------------
 
-    def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
+    def _configure_expert_parallel(self, model: nn.Module, *more: Any, **named: Any) -> Any:
         """Configure experts the way DeepSpeed does; with AutoEP, only return the record of the shaper's replacements.
 
         With AutoEP, the shaper has already replaced layers with experts.
         """
         if self._host.shaper.autoep:
             return self._host.shaper.autoep.take_replaced()
-        return super()._configure_expert_parallel(model, collect_sources)
+        return super()._configure_expert_parallel(model, *more, **named)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Configure the model the way DeepSpeed does, after making layers with experts use the existing groups."""

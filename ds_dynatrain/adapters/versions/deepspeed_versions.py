@@ -1,8 +1,9 @@
 """Differences between the DeepSpeed series with which this package is tested. No other file looks at the version.
 
-A series is a minor version. Within a series, all patch versions from the tested one on are accepted: the private names
-on which the adapters rely are checked before any other adapter is imported, and the census of every switch checks where
-DeepSpeed's buffers lie. A missing name is an error that names both versions, not an AttributeError during training.
+A series is the patch versions of one minor version from the oldest tested one on, up to the next series. All of them
+are accepted: the private names on which the adapters rely are checked before any other adapter is imported, and the
+census of every switch checks where DeepSpeed's buffers lie. A missing name is an error that names both versions, not an
+AttributeError during training.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import importlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -38,9 +39,9 @@ class RefusedKey:
 
 @dataclass(frozen=True)
 class Series:
-    """One minor version of DeepSpeed, and how it differs from the others.
+    """A range of versions of DeepSpeed, and how they differ from the others.
 
-    tested: the patch version with which the tests ran; older patches are refused.
+    tested: the versions with which the tests ran, the oldest of the series first.
     names: the private names on which the adapters rely in this series alone.
     collector: the module in which ZeRO-3's constructor looks up `gc`.
     refused: a map from each dotted key of the configuration that this series refuses to the reason.
@@ -54,7 +55,7 @@ class Series:
     needs_elements: the ZeRO stages that refuse a parameter without elements.
     """
 
-    tested: str
+    tested: tuple[str, ...]
     names: Names
     collector: str
     refused: Mapping[str, RefusedKey] = field(default_factory=dict)
@@ -68,113 +69,127 @@ class Series:
     needs_elements: tuple[int, ...] = (3,)
 
 
-NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
+NEWER = "DeepSpeed before 0.19.8 lacks it or is untested with it; leave it out, or install DeepSpeed 0.19.8"
 
-UNTRIED = "tested with DeepSpeed 0.19 only; leave it out, or install that"
+UNTRIED = "tested with DeepSpeed 0.19.8 only; leave it out, or install that"
 
 _GATHERS = "_PartitionedParameterCoordinator__all_gather_params"
+_GATHERING = {"deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": _GATHERS}
 
-SERIES: Mapping[tuple[int, int], Series] = {
-    (0, 19): Series(
-        tested="0.19.8",
-        names={
-            "deepspeed.runtime.engine:DeepSpeedEngine": """
-                _configure_expert_parallel _configure_python_gc zero_parameter_alignment _apply_autotp_partitioning
-                _configure_tensor_parallel_states
-            """,
-            "deepspeed.runtime.base_optimizer:ZeROOptimizer": """
-                is_gradient_accumulation_boundary set_gradient_accumulation_boundary
-            """,
-            "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
-                _get_norm_groups overlapping_partition_gradients_reduce_epilogue
-            """,
-            "deepspeed.runtime.utils": "combine_grad_norm_groups",
-            "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": """
-                _PartitionedParameterCoordinator__all_gather_params
-            """,
-            "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
-                overlapping_partition_gradients_reduce_epilogue process_gradients scaled_global_norm
-            """,
-            "deepspeed.runtime.pipe.engine:PipelineEngine": "_configure_expert_parallel",
-            "deepspeed.runtime.tensor_parallel.config": "TPTrainingConfig",
-            "deepspeed.module_inject.auto_tp": "groups",
-            "deepspeed.module_inject.layers": """
-                TensorParallel_Layer configure_tensor_parallel_runtime is_autotp_training_mode
-            """,
-            "deepspeed.sequence.cross_entropy": "VocabParallelCausalLMLoss",
-            "deepspeed.runtime.zero.utils": "gc defragment",
-            "deepspeed.checkpoint.autoep_affine": "autoep_experts_for_rank",
-            "deepspeed.checkpoint.constants": """
-                AUTOEP_EXPERT_PLACEMENT AUTOEP_NUM_EXPERTS AUTOEP_PARAM_EP_RANK AUTOEP_PARAM_LOCAL_EXPERTS
-                AUTOEP_PLACEMENT_EXPERTS AUTOEP_PLACEMENT_RANKS DS_AUTOEP_UC_META DS_AUTOTP_UC_META
-            """,
-            "deepspeed.module_inject.auto_ep:AutoEP": "ep_parser replace_moe_layers",
-            "deepspeed.module_inject.auto_ep_config": """
-                parse_autoep_config validate_autoep_config validate_autoep_post_detection
-            """,
-            "deepspeed.module_inject.auto_ep_folding": "FoldingGroupHandles build_folding_spec local_folding_ranks",
-            "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer": "_is_autoep_layer",
-        },
-        collector="deepspeed.runtime.zero.utils",
-        gathers_by_address=True,
+_NEWEST = Series(
+    tested=("0.19.8",),
+    names={
+        "deepspeed.runtime.engine:DeepSpeedEngine": """
+            _configure_expert_parallel _configure_python_gc zero_parameter_alignment _apply_autotp_partitioning
+            _configure_tensor_parallel_states
+        """,
+        "deepspeed.runtime.base_optimizer:ZeROOptimizer": """
+            is_gradient_accumulation_boundary set_gradient_accumulation_boundary
+        """,
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
+            _get_norm_groups overlapping_partition_gradients_reduce_epilogue
+        """,
+        "deepspeed.runtime.utils": "combine_grad_norm_groups",
+        **_GATHERING,
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
+            overlapping_partition_gradients_reduce_epilogue process_gradients scaled_global_norm
+        """,
+        "deepspeed.runtime.pipe.engine:PipelineEngine": "_configure_expert_parallel",
+        "deepspeed.runtime.tensor_parallel.config": "TPTrainingConfig",
+        "deepspeed.module_inject.auto_tp": "groups",
+        "deepspeed.module_inject.layers": """
+            TensorParallel_Layer configure_tensor_parallel_runtime is_autotp_training_mode
+        """,
+        "deepspeed.sequence.cross_entropy": "VocabParallelCausalLMLoss",
+        "deepspeed.runtime.zero.utils": "gc defragment",
+        "deepspeed.checkpoint.autoep_affine": "autoep_experts_for_rank",
+        "deepspeed.checkpoint.constants": """
+            AUTOEP_EXPERT_PLACEMENT AUTOEP_NUM_EXPERTS AUTOEP_PARAM_EP_RANK AUTOEP_PARAM_LOCAL_EXPERTS
+            AUTOEP_PLACEMENT_EXPERTS AUTOEP_PLACEMENT_RANKS DS_AUTOEP_UC_META DS_AUTOTP_UC_META
+        """,
+        "deepspeed.module_inject.auto_ep:AutoEP": "ep_parser replace_moe_layers",
+        "deepspeed.module_inject.auto_ep_config": """
+            parse_autoep_config validate_autoep_config validate_autoep_post_detection
+        """,
+        "deepspeed.module_inject.auto_ep_folding": "FoldingGroupHandles build_folding_spec local_folding_ranks",
+        "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer": "_is_autoep_layer",
+    },
+    collector="deepspeed.runtime.zero.utils",
+    gathers_by_address=True,
+)
+
+_REFUSED_BEFORE_0_19_8 = {
+    "data_efficiency.enabled": RefusedKey(UNTRIED),
+    "data_types.buffer_dtype": RefusedKey(NEWER),
+    "data_types.grad_accum_dtype": RefusedKey(
+        "BF16_Optimizer of DeepSpeed before 0.19.8 leaves the last micro-batch of a window unreduced; leave it out, or "
+        "install DeepSpeed 0.19.8",
+        (None, "auto"),
     ),
-    (0, 18): Series(
-        tested="0.18.9",
-        names={
-            "deepspeed.runtime.zero.partition_parameters:Init": "_allgather_params_coalesced",
-            "deepspeed.runtime.zero.stage3": "gc",
-            "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": "defragment",
-        },
-        collector="deepspeed.runtime.zero.stage3",
-        refused={
-            "data_efficiency.enabled": RefusedKey(UNTRIED),
-            "data_types.buffer_dtype": RefusedKey(NEWER),
-            "data_types.grad_accum_dtype": RefusedKey(
-                "BF16_Optimizer of DeepSpeed 0.18 leaves the last micro-batch of a window unreduced; leave it out, or "
-                "install DeepSpeed 0.19",
-                (None, "auto"),
-            ),
-            "data_types.keep_in_fp32_modules": RefusedKey(NEWER),
-            "data_types.param_dtype": RefusedKey(NEWER),
-            "disable_python_gc": RefusedKey(NEWER),
-            "fp16.enabled": RefusedKey(
-                "its loss scale is followed with DeepSpeed 0.19 only; take bf16, or install that"
-            ),
-            "gradient_allreduce_op": RefusedKey(NEWER, (None, "mean", "auto")),
-            "managed_gradient_accumulation": RefusedKey(NEWER, (None, True, "auto")),
-            "zero_optimization.compute_grad_norm": RefusedKey(NEWER, (None, True, "auto")),
-            "zero_optimization.parameter_alignment": RefusedKey(NEWER),
-            "zero_optimization.offload_optimizer.device": RefusedKey(
-                "offload was not tried with DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19", (None, "none")
-            ),
-            "zero_optimization.offload_param.device": RefusedKey(
-                "offload was not tried with DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19", (None, "none")
-            ),
-            "zero_optimization.round_robin_gradients": RefusedKey(
-                "DeepSpeed 0.18 cannot link parameters to their masters then; leave it out, or install DeepSpeed 0.19"
-            ),
-            "zero_optimization.cpu_offload": RefusedKey(UNTRIED),
-            "zero_optimization.cpu_offload_param": RefusedKey(UNTRIED),
-            "zero_optimization.contiguous_gradients": RefusedKey(
-                "false leaves gradients unreduced on a CPU in DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19",
-                (None, True, "auto"),
-            ),
-        },
-        steps_frozen=True,
-        waits_for_last_gather=True,
-        follows_own_optimizers=False,
-        follows_axes=False,
-        has_autotp=False,
-        follows_leaves=False,
-        needs_elements=(1, 2, 3),
+    "data_types.keep_in_fp32_modules": RefusedKey(NEWER),
+    "data_types.param_dtype": RefusedKey(NEWER),
+    "disable_python_gc": RefusedKey(NEWER),
+    "expert_parallel.enabled": RefusedKey(UNTRIED),
+    "fp16.enabled": RefusedKey("its loss scale is followed with DeepSpeed 0.19.8 only; take bf16, or install that"),
+    "gradient_allreduce_op": RefusedKey(NEWER, (None, "mean", "auto")),
+    "managed_gradient_accumulation": RefusedKey(NEWER, (None, True, "auto")),
+    "zero_optimization.compute_grad_norm": RefusedKey(NEWER, (None, True, "auto")),
+    "zero_optimization.parameter_alignment": RefusedKey(NEWER),
+    "zero_optimization.offload_optimizer.device": RefusedKey(
+        "offload was not tried with DeepSpeed before 0.19.8; leave it out, or install DeepSpeed 0.19.8", (None, "none")
+    ),
+    "zero_optimization.offload_param.device": RefusedKey(
+        "offload was not tried with DeepSpeed before 0.19.8; leave it out, or install DeepSpeed 0.19.8", (None, "none")
+    ),
+    "zero_optimization.round_robin_gradients": RefusedKey(
+        "DeepSpeed before 0.19.8 cannot link parameters to their masters then; leave it out, or install 0.19.8"
+    ),
+    "zero_optimization.cpu_offload": RefusedKey(UNTRIED),
+    "zero_optimization.cpu_offload_param": RefusedKey(UNTRIED),
+    "zero_optimization.contiguous_gradients": RefusedKey(
+        "false leaves gradients unreduced on a CPU in DeepSpeed before 0.19.8; leave it out, or install 0.19.8",
+        (None, True, "auto"),
     ),
 }
-"""Supported series, keyed by (major, minor). The first is the one mainly used for development."""
+
+_SINCE_0_18_9 = Series(
+    tested=("0.18.9",),
+    names={
+        "deepspeed.runtime.zero.partition_parameters:Init": "_allgather_params_coalesced",
+        "deepspeed.runtime.zero.stage3": "gc",
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": "defragment",
+    },
+    collector="deepspeed.runtime.zero.stage3",
+    refused=_REFUSED_BEFORE_0_19_8,
+    steps_frozen=True,
+    waits_for_last_gather=True,
+    follows_own_optimizers=False,
+    follows_axes=False,
+    has_autotp=False,
+    follows_leaves=False,
+    needs_elements=(1, 2, 3),
+)
+
+_SINCE_0_19_2 = replace(
+    _SINCE_0_18_9,
+    tested=("0.19.2", "0.19.6"),
+    names={
+        "deepspeed.runtime.zero.partition_parameters:Init": "_allgather_params_coalesced",
+        "deepspeed.runtime.zero.utils": "gc defragment",
+        **_GATHERING,
+    },
+    collector="deepspeed.runtime.zero.utils",
+    gathers_by_address=True,
+)
+
+SERIES = (_NEWEST, _SINCE_0_19_2, _SINCE_0_18_9)
+"""Supported series, the newest first. The newest is the one mainly used for development."""
 
 
 def versions_tested() -> str:
     """Return the versions with which the tests ran, for messages and docs."""
-    return " and ".join(series.tested for series in SERIES.values())
+    *others, last = (version for series in SERIES for version in reversed(series.tested))
+    return f"{', '.join(others)} and {last}"
 
 
 def series_of(version: str) -> Series:
@@ -182,14 +197,15 @@ def series_of(version: str) -> Series:
 
     Raises ImportError, naming the tested versions, if the version is not supported.
     """
-    parsed = Version(version)
-    series = SERIES.get((parsed.major, parsed.minor))
-    if series is None or parsed.release < Version(series.tested).release:
-        raise ImportError(
-            f"DeepSpeed {version} is installed; ds_dynatrain is tested with {versions_tested()}. Install one of these "
-            "(or a newer patch), or a newer ds_dynatrain"
-        )
-    return series
+    parsed = Version(version).release
+    for series in SERIES:
+        oldest = Version(series.tested[0]).release
+        if oldest[:2] == parsed[:2] and oldest <= parsed:
+            return series
+    raise ImportError(
+        f"DeepSpeed {version} is installed; ds_dynatrain is tested with {versions_tested()}. Install one of these "
+        "(or a newer patch), or a newer ds_dynatrain"
+    )
 
 
 def present() -> Series:
@@ -223,7 +239,7 @@ def refuse_axes(layout: Layout, series: Series | None = None) -> None:
     if wide and not (series or present()).follows_axes:
         raise SwitchRefused(
             f"{', '.join(wide)}: {UNTRIED.partition(';')[0]}",
-            "install DeepSpeed 0.19, or leave the axis at 1",
+            "install DeepSpeed 0.19.8, or leave the axis at 1",
         )
 
 
@@ -234,8 +250,8 @@ def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | Non
     for number, group in enumerate(groups):
         if any(not held.requires_grad and held.dtype != torch.float32 for held in group):
             raise UnsupportedError(
-                f"optimizer group {number} holds frozen parameters, which ZeRO stage 0 of DeepSpeed 0.18 would decay; "
-                "give the optimizer only those with requires_grad, or install DeepSpeed 0.19"
+                f"optimizer group {number} holds frozen parameters, which ZeRO stage 0 of DeepSpeed before 0.19.8 "
+                "would decay; give the optimizer only those with requires_grad, or install DeepSpeed 0.19.8"
             )
 
 

@@ -36,7 +36,7 @@ from torch import nn
 from ds_dynatrain.adapters.groups.device import is_accelerated
 from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compiled_in_place
 from ds_dynatrain.adapters.versions.replaced import replaced
-from ds_dynatrain.balance.adapters.timing import StageTimes, Timer, now, tensors_in, with_gradients
+from ds_dynatrain.balance.adapters.timing import StageTimes, Timer, tensors_in, with_gradients
 
 Layer = Callable[[Any], Any]
 MESSAGES = (SendActivation, RecvActivation, SendGrad, RecvGrad)
@@ -62,8 +62,8 @@ class StageTimer(Timer):
         layers = [self._timed_layer(number, layer) for number, layer in enumerate(self._module.forward_funcs)]
         known = self._engine._INSTRUCTION_MAP
         passes = {
-            ForwardPass: self._timed_pass(known[ForwardPass], False, 0),
-            BackwardPass: self._timed_pass(known[BackwardPass], True, self._layers - 1),
+            ForwardPass: self._timed_run(known[ForwardPass], False, 0),
+            BackwardPass: self._timed_run(known[BackwardPass], True, self._layers - 1),
         }
         beside = {each: _adding(known[each], self._messages) for each in MESSAGES}
         beside[LoadMicroBatch] = _adding(known[LoadMicroBatch], self._loads)
@@ -89,7 +89,7 @@ class StageTimer(Timer):
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
 
-    def _timed_pass(self, run: Callable[..., None], is_backward: bool, first: int) -> Callable[..., None]:
+    def _timed_run(self, run: Callable[..., None], is_backward: bool, first: int) -> Callable[..., None]:
         """Wrap one of DeepSpeed's instructions so that the pass it runs is timed.
 
         first: the layer that is charged with the time before the first layer of the pass begins and after the last one
@@ -98,15 +98,11 @@ class StageTimer(Timer):
 
         def timed(engine: Any, buffer_id: int) -> None:
             self._is_backward = is_backward
-            self._marks = [(first, now())]
-            try:
+            with self._timed_pass(first, is_backward):
                 run(engine, buffer_id)
-                self._at(first)
-                self._passes[is_backward].append((self._marks, 1.0))
-                if not is_backward:
-                    self._hook(engine.pipe_buffers["outputs"][buffer_id], self._layers - 1)
-            finally:
-                self._marks, self._hooked = None, ()
+            if not is_backward:
+                self._hook(engine.pipe_buffers["outputs"][buffer_id], self._layers - 1)
+            self._hooked = ()
 
         return timed
 

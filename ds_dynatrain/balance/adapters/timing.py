@@ -1,7 +1,8 @@
 """The clock with which a rank's layers are timed, and the timer of a model without pipeline stages.
 
-On a CPU the clock is the CPU time of this thread, because wall time says little when cores are shared. On an
-accelerator a time is an event on the current stream, which is read once the device has reached it.
+On a CPU the clock is the CPU time of this thread, because wall time says little when cores are shared. The time for
+which the thread was ready to run while another one had its core is recorded separately: it makes a member slow, not a
+layer. On an accelerator a time is an event on the current stream, which is read once the device has reached it.
 
 A pass is recorded as a list of marks (a layer and a time): from a mark on, time is attributed to the mark's layer. In a
 model without stages, the layers are the named modules, followed by the rest of the model. In a forward pass, a module's
@@ -14,6 +15,7 @@ which an accelerator's stream waits for messages within a pass counts as well.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -44,6 +46,7 @@ class StageTimes:
     step_seconds: the optimizer's seconds for the `stepped` elements, without norms and messages.
     stepped: the number of elements that the optimizer stepped.
     output_bytes: the bytes of each layer's output for one micro-batch.
+    waits: [passes], the seconds for which another thread had the core, in the forward and in the backward passes.
     kept_bytes: the bytes that each layer's forward pass keeps for its backward pass. With activation checkpointing
         these are the inputs for recomputing the pass. 0 for a compiled layer.
     load_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
@@ -57,6 +60,7 @@ class StageTimes:
     stepped: int
     output_bytes: Sequence[int]
     kept_bytes: Sequence[int]
+    waits: tuple[npt.NDArray[np.float64], ...]
     load_seconds: float = 0.0
     message_seconds: float = 0.0
     beside_seconds: float = 0.0
@@ -79,6 +83,21 @@ def between(begin: Any, end: Any) -> float:
     return end - begin if isinstance(begin, float) else 1e-3 * float(begin.elapsed_time(end))
 
 
+def waited() -> float:
+    """Return the seconds for which this thread has waited for a core so far.
+
+    Returns 0 on an accelerator, whose events include such waits, and where the kernel does not count them.
+    """
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        return 0.0
+    try:
+        return 0.0 if is_accelerated() else 1e-9 * int(os.read(file, 100).split()[1])
+    finally:
+        os.close(file)
+
+
 class Timer:
     """Base class of the timers, which time this rank's layers in the steps of a window.
 
@@ -88,9 +107,9 @@ class Timer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: int) -> None:
         self._optimizer, self._layers = optimizer, layers
-        self._passes: tuple[list[tuple[list[Mark], float]], ...] = [], []
-        """The forward passes and the backward passes, each as (its marks, its samples as a fraction of a micro-batch).
-        """
+        self._passes: tuple[list[tuple[list[Mark], float, float]], ...] = [], []
+        """The forward passes and the backward passes, each as (its marks, its samples as a fraction of a micro-batch,
+        the seconds for which it waited for a core)."""
         self._marks: list[Mark] | None = None
         """The marks of the current pass; None between passes."""
         self._updates: list[tuple[Any, Any]] = []
@@ -117,7 +136,21 @@ class Timer:
         """Return all timings once the device has finished. Bytes are 0 for a model without stages."""
         synchronize()
         none = (0,) * self._layers
-        return StageTimes(self._seconds(False), self._seconds(True), self._update_seconds, self._stepped, none, none)
+        both = self._seconds(False), self._seconds(True)
+        waits = tuple(np.array([wait / share for _, share, wait in passes if share]) for passes in self._passes)
+        return StageTimes(*both, self._update_seconds, self._stepped, none, none, waits)
+
+    @contextmanager
+    def _timed_pass(self, layer: int, is_backward: bool, share: float = 1.0) -> Iterator[None]:
+        """Context manager that times a pass. Its first and last moments are attributed to this layer."""
+        waited_before, marks = waited(), [(layer, now())]
+        self._marks = marks
+        try:
+            yield
+            self._at(layer)
+            self._passes[is_backward].append((marks, share, waited() - waited_before))
+        finally:
+            self._marks = None
 
     def _at(self, layer: int, _: Any = None) -> None:
         """Attribute time to this layer from now on."""
@@ -126,7 +159,7 @@ class Timer:
 
     def _seconds(self, is_backward: bool) -> npt.NDArray[np.float64]:
         """Return [passes, layers], scaled to a whole micro-batch. Passes without samples of this rank are left out."""
-        counted = [(marks, share) for marks, share in self._passes[is_backward] if share]
+        counted = [(marks, share) for marks, share, _ in self._passes[is_backward] if share]
         found = np.zeros((len(counted), self._layers))
         for row, (marks, share) in zip(found, counted, strict=True):
             for (layer, begin), (_, end) in itertools.pairwise(marks):
@@ -194,14 +227,8 @@ class ModuleTimer(Timer):
     @contextmanager
     def passing(self, is_backward: bool, share: float) -> Iterator[None]:
         """Context manager that times a forward or backward pass. In a forward pass, the modules have hooks."""
-        marks = self._marks = [(self._rest, now())]
-        try:
-            with nullcontext() if is_backward else self._hooked():
-                yield
-            self._at(self._rest)
-            self._passes[is_backward].append((marks, share))
-        finally:
-            self._marks, self._given = None, []
+        with self._timed_pass(self._rest, is_backward, share), nullcontext() if is_backward else self._hooked():
+            yield
 
     def updating(self) -> AbstractContextManager[None]:
         """Return a context manager that times the optimizer's step."""
@@ -210,6 +237,7 @@ class ModuleTimer(Timer):
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.callback(self._given.clear)
             for number, module in enumerate(self._modules):
                 before = module.register_forward_pre_hook(partial(self._begin, number), with_kwargs=True)
                 after = module.register_forward_hook(partial(self._end, number))

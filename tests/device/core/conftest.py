@@ -12,7 +12,10 @@ def pool(lab_pool: RankPool) -> RankPool:
     return lab_pool
 
 
-LONG = "chain_of_20", "accumulation_is_exact", "no_trace", "all_pairs", "and_load[start1", "and_load[start2"
+LONG = (
+    *("chain_of_20", "accumulation_is_exact", "no_trace", "all_pairs", "and_load[start1", "and_load[start2"),
+    *("before_the_first_step", "dropout_goes_on", "idle_member_holds", "streams_stay", "woken_members"),
+)
 """Parts of the names of cases that `make test-device` runs, and `make test` does not: it has them on the CPU."""
 
 

@@ -22,13 +22,15 @@ def test_tensor_parallel(pool: RankPool) -> None:
     test_tensor.test_rules_in_the_configuration_hold_in_every_layout(pool)
 
 
+@pytest.mark.full
 def test_expert(pool: RankPool) -> None:
     test_moe.test_a_model_that_is_built_in_parts(pool)
 
 
 @pytest.mark.full
 def test_sequence_parallel(pool: RankPool) -> None:
-    test_sequence.test_every_layout_computes_the_same(pool)
+    for layout in test_sequence.LAYOUTS:
+        test_sequence.test_every_layout_computes_the_same(pool, layout)
 
 
 @pytest.mark.usefixtures("cpu_adam")

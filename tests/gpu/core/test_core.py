@@ -23,7 +23,8 @@ def test_pairs_of_two(pool: RankPool) -> None:
 
 def test_sequence_parallel(pool: RankPool) -> None:
     """Of the full set elsewhere, and the only one of this axis here."""
-    test_sequence.test_every_layout_computes_the_same(pool)
+    for layout in test_sequence.LAYOUTS:
+        test_sequence.test_every_layout_computes_the_same(pool, layout)
 
 
 def test_fused(pool: RankPool) -> None:

@@ -1,0 +1,64 @@
+"""The command `ds-dynatrain simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ds_dynatrain.exits import saying
+
+
+def simulate(
+    trace: Annotated[
+        Path,
+        typer.Argument(help="JSON lines, or a .csv of a spot market; with --draw: to be written.", show_default=False),
+    ],
+    profile: Annotated[Path, typer.Option(help="The profile of the model that `Profile.save` wrote.")],
+    cluster: Annotated[
+        Path, typer.Option(help="A cluster file: what `ds-dynatrain probe` wrote, or one written by hand.")
+    ],
+    layout: Annotated[
+        str | None,
+        typer.Option(help="The layout of all members, such as pipe=4,data=8. Default: data ranks only, ZeRO stage 1."),
+    ] = None,
+    least: Annotated[int, typer.Option(help="Members below which training waits.")] = 1,
+    most: Annotated[int | None, typer.Option(min=1, help="Members that train at once; more are spares.")] = None,
+    assume: Annotated[
+        str, typer.Option(help="Times that are not known, such as start_seconds=90,save_every_seconds=1800.")
+    ] = "",
+    draw: Annotated[
+        str | None,
+        typer.Option(help="Draw the trace first, such as hours=24,loss=3600,preemption=7200,slow=7200,back=600."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The seed of --draw.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw the outcome into a .svg, .png or .pdf file; needs matplotlib.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Play losses, slow-downs, joins and pre-emptions against this library's scheduler and against other rules.
+
+    Needs no job, no GPU and no torch. --draw writes a new trace from exponential distributions, whose means are in
+    seconds.
+
+    Example: ds-dynatrain simulate trace.jsonl --profile profile.json --cluster cluster.toml --picture storm.svg
+
+    Exit code: 0, or 2 if the trace, the profile, the cluster file or an option cannot be used.
+    """
+    from ds_dynatrain.simulate import outcome_table as table
+    from ds_dynatrain.simulate.draw import write_drawn
+    from ds_dynatrain.simulate.player import play
+    from ds_dynatrain.simulate.simulated_job import Assumptions, SimulatedJob
+    from ds_dynatrain.simulate.trace import read_trace, read_values
+
+    with saying("simulate"):
+        assumed = read_values(Assumptions, assume, "--assume")
+        job = SimulatedJob.read(profile, cluster, layout, assumed, least, most)
+        if draw is not None:
+            write_drawn(trace, draw, seed, job.topology)
+        found = play(job, read_trace(trace, job.topology))
+        if picture is not None:
+            table.draw_picture(found, picture)
+    table.show(found, as_json)

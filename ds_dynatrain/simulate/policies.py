@@ -1,0 +1,233 @@
+"""The rivals: how each answers an event, as one function with its rule and where the rule comes from.
+
+No rival is charged for what its source leaves open: the page docs/simulate.md lists what favours which of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ds_dynatrain.balance.deal import Deal
+from ds_dynatrain.simulate.simulated_job import SimulatedJob, SimulatedWorld
+
+Kept = Literal["all", "step", "copies", "checkpoint", "saved"]
+"""From where training continues: the present step; the last finished step; the newest complete copies of all buddies;
+the newest checkpoint; a checkpoint that leaving members save now."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Knowledge of a policy after an event.
+
+    held: the world whose members hold the newest state; None if no living member has it.
+    ready: the members that can train.
+    speeds: the speed of each member.
+    seen: the speeds as far as they have been noticed.
+    dead: the members of `held` that died since it was formed.
+    leaving: the members of `held` that have notice and hand over their state.
+    notice_seconds: the notice of those that leave.
+    detection_seconds: the time until the others have noticed all losses.
+    """
+
+    held: SimulatedWorld | None
+    ready: tuple[int, ...]
+    speeds: Mapping[int, float]
+    seen: Mapping[int, float]
+    dead: frozenset[int] = frozenset()
+    leaving: frozenset[int] = frozenset()
+    notice_seconds: float = 0.0
+    detection_seconds: float = 0.0
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """The members that a policy without notice loses."""
+        return self.dead | self.leaving
+
+
+@dataclass(frozen=True)
+class Reaction:
+    """The answer of a policy.
+
+    world: the members that train from now on; None if training waits.
+    pause_seconds: how long it takes until they train, if it is another world than before.
+    kept: from where they continue.
+    """
+
+    world: SimulatedWorld | None
+    pause_seconds: float = 0.0
+    kept: Kept = "all"
+
+
+Policy = Callable[[SimulatedJob, Standing], Reaction]
+
+
+def with_buddies(job: SimulatedJob, now: Standing) -> Reaction:
+    """This library with buddies (docs/elastic.md, docs/buddies.md).
+
+    Each change goes live to the fastest layout for the members that are there. Members with notice hand over their
+    state. After a death all go back to the newest complete set of copies; if a member and its buddy have died, to the
+    newest fallback checkpoint. A slow member gets less work once it has been noticed.
+    """
+    return _live(job, now, lambda held, gone: job.survives(held, gone))
+
+
+def our_checkpoint(job: SimulatedJob, now: Standing) -> Reaction:
+    """This library with `"buddies": "off"` and fallback checkpoints (docs/checkpoint.md).
+
+    The same live changes; but after any death the same processes go back to the newest checkpoint.
+    """
+    return _live(job, now, lambda held, gone: False)
+
+
+def _live(job: SimulatedJob, now: Standing, has_copies: Callable[[SimulatedWorld, Collection[int]], bool]) -> Reaction:
+    held = now.held
+    stay = () if held is None else tuple(member for member in held.members if member in now.ready)
+    found = job.best([*stay, *(member for member in now.ready if member not in stay)], now.seen)
+    world = None if found is None else job.timed(found, now.speeds)
+    if held is None:
+        return Reaction(world, job.assumed.change_seconds + job.storage_seconds, "checkpoint")
+    pause = now.detection_seconds + job.switch_seconds(held.layout, (world or held).layout)
+    is_left_time = now.notice_seconds >= (pause if world else job.storage_seconds)
+    gone = now.dead if is_left_time else now.gone
+    if world is None and not stay:
+        return Reaction(None, 0.0, "checkpoint" if gone else "saved")
+    if gone and not has_copies(held, gone):
+        return Reaction(world, pause + job.storage_seconds, "checkpoint")
+    if not now.gone:
+        staying = job.timed(held, now.speeds)
+        gain = 0.0 if found is None else 1 - found.step_seconds / job.timed(held, now.seen).step_seconds
+        if found is None or (gain < job.assumed.least_gain and {*found.members} <= {*stay}):
+            return Reaction(staying)
+    return Reaction(world, pause, "copies" if gone else "all")
+
+
+def drop_replica(job: SimulatedJob, now: Standing) -> Reaction:
+    """The rule of torchft: a replica that has lost a member is dropped, and gradients are averaged over the others.
+
+    Source: torchft 0.3, `torchft/manager.py` (`WorldSizeMode.DYNAMIC`, `should_commit`). A replica is one index of the
+    data axis, and holds the whole state. The step under way is discarded. Each replica keeps its part of the batch, so
+    a step with fewer replicas trains fewer samples. Members that are free form a replica once they are as many as one
+    needs, and take the state from another one while the others train.
+    """
+    layout, held = job.layout, now.held
+    size = layout.world_size // layout.data
+    units = _places(now, layout.data, size)
+    alive = [unit for unit in units if unit]
+    pace = np.ones((layout.pipe, layout.data, size // layout.pipe))
+    for index, unit in enumerate(units):
+        pace[:, index, :] = np.reshape([now.speeds[member] for member in unit] or [1.0] * size, (layout.pipe, -1))
+    kept = held is not None and any(unit and not {*unit} & now.gone for unit in held.units)
+    if len(alive) * size < job.least or not alive:
+        return Reaction(None, 0.0, "step" if kept else "checkpoint")
+    seconds, share = job.step(layout, pace.ravel().tolist()).seconds, len(alive) / layout.data
+    return _regrouped(job, now, units, seconds, share, kept)
+
+
+def peers_of_the_stage(job: SimulatedJob, now: Standing) -> Reaction:
+    """The rule of ReCycle: data-parallel peers of the same stage take over the micro-batches of a lost member.
+
+    Source: Gandhi et al., ReCycle, SOSP 2024. Members of a stage hold the same state. The step under way is repeated.
+    Work that peers take over fills the bubbles of the pipeline first, here without any loss. A member that returns goes
+    to the stage with the fewest. If a stage has lost all its members, all start again from the newest checkpoint.
+    """
+    layout, held = job.layout, now.held
+    size, data = layout.ranks_per_stage // layout.data, layout.data
+    fresh = held is not None and any(
+        all(not unit or {*unit} & now.gone for unit in held.units[stage * data : (stage + 1) * data])
+        for stage in range(layout.pipe)
+    )
+    units = _places(now, layout.pipe * data, size, groups=layout.pipe, fresh=fresh)
+    counts = [sum(map(bool, units[stage * data : (stage + 1) * data])) for stage in range(layout.pipe)]
+    if sum(counts) * size < job.least or not all(counts):
+        return Reaction(None, 0.0, "checkpoint" if fresh else "step")
+    plain = np.reshape([min([now.speeds[m] for m in unit] or [np.inf]) for unit in units], (layout.pipe, data))
+    slowest = np.broadcast_to(plain.min(axis=1)[:, None, None], (layout.pipe, data, size))
+    whole = job.step(layout, slowest.ravel().tolist())
+    fewer = job.step(layout, (slowest * (np.array(counts) / data)[:, None, None]).ravel().tolist())
+    busiest = max(fewer.busy) + whole.reduce_seconds + whole.gather_seconds + whole.beside_seconds
+    return _regrouped(job, now, units, max(whole.seconds, busiest), 1.0, held is not None and not fresh)
+
+
+def _places(now: Standing, count: int, size: int, groups: int = 1, fresh: bool = False) -> tuple[tuple[int, ...], ...]:
+    """Return the members of each place: those of before that are alive, and free members in empty places.
+
+    size: the number of members of a place; a place with fewer is empty.
+    groups: the number of groups of places; the one with the fewest members is filled first.
+    fresh: whether all members are placed anew.
+    """
+    ready, before = {*now.ready}, () if now.held is None or fresh else now.held.units
+    units = [unit if {*unit} <= ready else () for unit in before] or [()] * count
+    free = sorted(ready - {member for unit in units for member in unit})
+    width = count // groups
+    while len(free) >= size and () in units:
+        filled = [sum(map(bool, units[group * width : (group + 1) * width])) for group in range(groups)]
+        empty = [place for place, unit in enumerate(units) if not unit]
+        units[min(empty, key=lambda place: filled[place // width])] = tuple(free[:size])
+        free = free[size:]
+    return tuple(units)
+
+
+def _regrouped(
+    job: SimulatedJob, now: Standing, units: tuple[tuple[int, ...], ...], seconds: float, share: float, kept: bool
+) -> Reaction:
+    """Return the answer of a policy whose members keep their places.
+
+    kept: whether living members hold the state.
+    """
+    members = tuple(member for unit in units for member in unit)
+    world = SimulatedWorld(members, job.layout, Deal.of(job.profile, job.layout), seconds, units, share)
+    if not kept:
+        pause = now.detection_seconds + job.assumed.start_seconds + job.storage_seconds
+        return Reaction(world, pause, "checkpoint")
+    return Reaction(world, now.detection_seconds + job.assumed.regroup_seconds, "step" if now.gone else "all")
+
+
+def restart(job: SimulatedJob, now: Standing) -> Reaction:
+    """Stock torchrun and DeepSpeed: each change ends all processes, and new ones load the newest checkpoint.
+
+    Source: torch 2.13, `torch/distributed/elastic/agent/server/api.py` (a change of membership restarts all workers),
+    and DeepSpeed's `save_checkpoint`, which training waits for. The data axis becomes the largest size that divides the
+    batch; other axes keep their sizes. Members beyond that wait, and start nothing anew.
+    """
+    layout, held = job.layout, now.held
+    size = layout.world_size // layout.data
+    sizes = range(min(len(now.ready) // size, layout.data), 0, -1)
+    data = next((each for each in sizes if job.profile.train_batch_size % each == 0), 0)
+    if data * size < job.least or not data:
+        return Reaction(None, 0.0, "checkpoint")
+    shape = layout.replace(data=data)
+    stays = [] if held is None else [member for member in held.members if member in now.ready]
+    others = [member for member in now.ready if member not in stays]
+    members = tuple([*stays, *others][: data * size])
+    world = job.timed(SimulatedWorld(members, shape, Deal.of(job.profile, shape), 0.0), now.speeds)
+    if held is not None and not now.gone and world.place == held.place:
+        return Reaction(world)
+    pause = now.detection_seconds + job.assumed.start_seconds + job.storage_seconds
+    return Reaction(world, pause, "checkpoint")
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A policy and its name in tables.
+
+    joins_at_once: whether members count as ready as soon as their processes start, because all start anew.
+    saving_stops: whether training waits until a checkpoint is written.
+    """
+
+    title: str
+    policy: Policy
+    joins_at_once: bool = False
+    saving_stops: bool = False
+
+
+RIVALS = (
+    Rival("this library, buddies", with_buddies),
+    Rival("this library, checkpoints", our_checkpoint),
+    Rival("drop the replica (torchft)", drop_replica),
+    Rival("peers of the stage (ReCycle)", peers_of_the_stage),
+    Rival("restart (DeepSpeed)", restart, joins_at_once=True, saving_stops=True),
+)

@@ -1,0 +1,227 @@
+"""The job that is simulated: what a step takes in a world, and what a switch, a copy and a checkpoint take.
+
+Steps are predicted from the profile as `balance` predicts them, switches as `ds-dynatrain plan` predicts them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ds_dynatrain.balance.choose import Members, Search, choose, problem_of
+from ds_dynatrain.balance.deal import Deal, state_of
+from ds_dynatrain.balance.partition import PLENTY, partition
+from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.step_time import Link, LinkCosts, StepTime, step_time
+from ds_dynatrain.buddies.assignment import buddies_of
+from ds_dynatrain.dry_run.change import REBUILD_SECONDS, VOTE_SECONDS, answered
+from ds_dynatrain.dry_run.models import Model, ModelTensor
+from ds_dynatrain.dry_run.planned_job import PlannedJob, layout_of
+from ds_dynatrain.errors import ConfigError, LayoutError
+from ds_dynatrain.plan import LinkClass, Topology
+from ds_dynatrain.simulate.trace import Seconds
+from ds_dynatrain.space.kind import MASTER, WEIGHT
+from ds_dynatrain.space.layout import Layout
+
+
+class Assumptions(BaseModel):
+    """Times that neither a profile nor a cluster file has. The descriptions are printed with the results."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start_seconds: Seconds = Field(default=30.0, description="from the start of a process until it can train")
+    detection_seconds: Seconds = Field(
+        default=0.1, description="until the others notice a loss, unless its row says otherwise"
+    )
+    change_seconds: Seconds = Field(
+        default=VOTE_SECONDS + REBUILD_SECONDS, description="of a live switch of this library, beside its bytes"
+    )
+    regroup_seconds: Seconds = Field(
+        default=1.0, description="until torchft or ReCycle has groups without the lost members"
+    )
+    save_every_seconds: Annotated[float, Field(gt=0)] = Field(
+        default=600.0, description="from one checkpoint to the next"
+    )
+    storage_bytes_per_second: Annotated[float, Field(gt=0)] = Field(
+        default=2e9, description="at which all members together write and read a checkpoint"
+    )
+    slow_seconds: Seconds = Field(default=60.0, description="until this library's balancer knows that a member is slow")
+    least_gain: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.03, description="of a step, below which this library's balancer moves nothing"
+    )
+
+
+@dataclass(frozen=True)
+class SimulatedWorld:
+    """The members that train together.
+
+    members: the members by rank.
+    deal: the division of the samples.
+    step_seconds: the time of a step.
+    units: the members of each replica or stage place, for policies that keep them; () for an empty place.
+    share: the part of a global batch that a step trains.
+    """
+
+    members: tuple[int, ...]
+    layout: Layout
+    deal: Deal
+    step_seconds: float
+    units: tuple[tuple[int, ...], ...] = ()
+    share: float = 1.0
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Everything but the time of a step, which changes when a member becomes slow."""
+        return self.members, self.layout, self.deal, self.units
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedJob:
+    """A profiled model in a cluster.
+
+    layout: the layout in which all members train; policies with a fixed shape keep its axes.
+    least: the number of members below which training waits.
+    most: the number of members that may train at once; the others are spares.
+    """
+
+    profile: Profile
+    topology: Topology
+    layout: Layout
+    assumed: Assumptions
+    least: int
+    most: int
+    _chosen: dict[tuple[float, ...], tuple[tuple[int, ...], Layout, Deal] | None] = field(default_factory=dict)
+    _moved: dict[tuple[Layout, Layout], float] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls, profile: Path, cluster: Path, layout: str | None, assumed: Assumptions, least: int, most: int | None
+    ) -> SimulatedJob:
+        """Return the job of a profile, a cluster file and the options.
+
+        Raises DynatrainError, which names the file or the option, if they cannot be used or do not belong together.
+        """
+        measured, topology = Profile.load(profile), Topology.read(cluster)
+        most = min(most or len(topology.node_of), len(topology.node_of))
+        if not 1 <= least <= most:
+            raise ConfigError(f"--least {least} and at most {most} members: give 1 to {most}")
+        given = Layout(zero_stage=1, data=min(most, measured.train_batch_size))
+        shape = given if layout is None else layout_of(layout, stage=1)
+        if shape.world_size > most:
+            raise ConfigError(f"--layout {shape} needs {shape.world_size} members and {most} may train; give fewer")
+        try:
+            if shape.pipe > 1 and shape.boundaries is None:
+                problem = problem_of(measured, shape, Deal.of(measured, shape), Members((1.0,) * shape.world_size))
+                shape = shape.replace(boundaries=partition(problem).boundaries)
+            job = cls(measured, topology, shape, assumed, least, most)
+            job.step(job.layout, None)
+        except LayoutError as error:
+            raise ConfigError(f"{profile}: the profile is of another model: {error}") from None
+        return job
+
+    @cached_property
+    def links(self) -> LinkCosts:
+        """The links between members, for messages of a step."""
+        classes: list[LinkClass] = [self.topology.node, self.topology.network]
+        inside, between = (Link(each.bytes_per_second, each.latency_seconds) for each in classes)
+        return LinkCosts(inside, between, max(1, len(self.topology.node_of) // len(self.topology.names)))
+
+    @cached_property
+    def reference_seconds(self) -> float:
+        """The time of a step if all members train and none is slow."""
+        members = sorted(self.topology.node_of)
+        best, given = self.best(members, dict.fromkeys(members, 1.0)), self.step(self.layout, None).seconds
+        return given if best is None else min(best.step_seconds, given)
+
+    def step(
+        self, layout: Layout, speeds: Sequence[float] | None, deal: Deal | None = None, members: tuple[int, ...] = ()
+    ) -> StepTime:
+        """Return the time of a step.
+
+        speeds: the speed of each rank; None if no rank is slow.
+        members: the member at each rank; () for the first members of the cluster.
+        """
+        links = self.links.between_members(members)
+        return step_time(self.profile, layout, deal or Deal.of(self.profile, layout), speeds, links)
+
+    def best(self, ready: Sequence[int], speeds: Mapping[int, float]) -> SimulatedWorld | None:
+        """Return the world of this library's scheduler (`"layouts": "best"`): its layout with the fastest step.
+
+        None if there are too few members, or if nothing fits into their memory.
+        """
+        among = tuple(ready)[: self.most]
+        if len(among) < self.least:
+            return None
+        known = tuple(speeds[member] for member in among)
+        if known not in self._chosen:
+            self._chosen[known] = self._choose(known)
+        if (found := self._chosen[known]) is None:
+            return None
+        places, layout, deal = found
+        members = tuple(among[place] for place in places)
+        return self.timed(SimulatedWorld(members, layout, deal, 0.0), speeds)
+
+    def timed(self, world: SimulatedWorld, speeds: Mapping[int, float]) -> SimulatedWorld:
+        """Return a world with the time of its steps at these speeds."""
+        pace = [speeds[member] for member in world.members]
+        return replace(world, step_seconds=self.step(world.layout, pace, world.deal, world.members).seconds)
+
+    def _choose(self, speeds: tuple[float, ...]) -> tuple[tuple[int, ...], Layout, Deal] | None:
+        memory = self.topology.device_memory_bytes
+        members = Members(speeds, PLENTY if memory is None else int(memory), self.links, are_placed=True)
+        search = Search(zero_stages=(self.layout.zero_stage,), pipeline=self.layout.pipe > 1, count=1)
+        try:
+            found = choose(self.profile, self.layout, members, search)[0]
+        except LayoutError:
+            return None
+        return found.members, found.layout, found.deal
+
+    def switch_seconds(self, source: Layout, target: Layout) -> float:
+        """Return the pause of a live switch, whose bytes take as long as `ds-dynatrain plan` says."""
+        pair = source.replace(shares=None), target.replace(shares=None)
+        if pair not in self._moved:
+            figures = answered(self._planned, *pair, self.topology).figures if pair[0] != pair[1] else None
+            phases = {} if figures is None else figures.seconds.phases
+            self._moved[pair] = phases.get("moves", 0.0) + phases.get("certificate", 0.0)
+        return self.assumed.change_seconds + self._moved[pair]
+
+    @cached_property
+    def _planned(self) -> PlannedJob:
+        """The profile as a model of one tensor per layer, with masters and Adam's moments in fp32."""
+        weight, master = self.profile.kind_bytes(WEIGHT), self.profile.kind_bytes(MASTER)
+        item = 2 if (master > weight).any() else 4
+        shapes = [(max(1, nbytes // item),) for nbytes in weight.tolist()]
+        tensors = (ModelTensor(f"layer.{at}", shape, (at,), dim=0) for at, shape in enumerate(shapes))
+        model = Model("the profile", len(shapes), tuple(tensors))
+        return PlannedJob(model, {"bf16": {"enabled": item == 2}})
+
+    @cached_property
+    def storage_seconds(self) -> float:
+        """The time to write or read a checkpoint of the whole state."""
+        return float(self.profile.counts("total_bytes").sum()) / self.assumed.storage_bytes_per_second
+
+    def copy_seconds(self, layout: Layout) -> float:
+        """Return how long after a step the copies of buddies are complete; 0 at stage 0, whose replicas need none."""
+        if layout.zero_stage == 0:
+            return 0.0
+        cut = layout.boundaries or (0, len(self.profile.layers))
+        parts = state_of(self.profile, layout)[1]
+        most = max(int(parts[start:stop].sum()) for start, stop in itertools.pairwise(cut))
+        return most / self.topology.network.bytes_per_second
+
+    def survives(self, world: SimulatedWorld, gone: Collection[int]) -> bool:
+        """Return whether living members hold each rank's state, as its replica or as its buddy (docs/buddies.md)."""
+        members = world.members
+        if world.layout.zero_stage == 0:
+            width = world.layout.ranks_per_stage // world.layout.data
+            places = {(r // world.layout.ranks_per_stage, r % width) for r, m in enumerate(members) if m not in gone}
+            return len(places) == world.layout.pipe * width
+        keepers = buddies_of([self.topology.node_of[member] for member in members])
+        lost = [rank for rank, member in enumerate(members) if member in gone]
+        return all(keepers and any(members[each] not in gone for each in keepers[rank]) for rank in lost)

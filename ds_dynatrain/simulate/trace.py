@@ -1,0 +1,162 @@
+"""Traces: what happens to which members of a cluster, and when.
+
+A trace is a file of JSON lines, or a CSV file of a spot market with the columns `seconds,nodes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.plan import Topology
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+EXAMPLE = '{"seconds": 60, "event": "loss", "members": [3]}'
+NOTICE_SECONDS = 30.0
+"""Notice of a pre-emption unless its row gives another one; torchrun kills workers 30 s after SIGTERM."""
+
+Values = TypeVar("Values", bound=BaseModel)
+
+
+class TraceRow(BaseModel):
+    """A row of a trace.
+
+    seconds: the time since the beginning of the trace.
+    event: "join": processes are started on the members; "loss": the members die without notice; "preemption": the
+        members get notice, and are gone when it has passed; "slow": the members run at `speed` from now on; "end": the
+        trace ends.
+    members: the members to which it happens.
+    speed: the speed of slow members; 1 once they are as fast as the others again.
+    notice_seconds: the notice of a pre-emption.
+    noticed_seconds: how long it takes until the others notice a loss; None for `Assumptions.detection_seconds`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seconds: Seconds
+    event: Literal["join", "loss", "preemption", "slow", "end"]
+    members: tuple[int, ...] = ()
+    speed: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    notice_seconds: Seconds = NOTICE_SECONDS
+    noticed_seconds: Seconds | None = None
+
+
+Numbered = tuple[int, TraceRow]
+"""A row and the number of its line in the file."""
+
+
+def read_trace(file: Path, topology: Topology) -> tuple[TraceRow, ...]:
+    """Return the rows of a trace file.
+
+    Raises ConfigError, which names the file and the row, if a row cannot be used in this cluster. Raises OSError if the
+    file cannot be read.
+    """
+    lines = [(number, line.strip()) for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)]
+    given = [(number, line) for number, line in lines if line and not line.startswith("#")]
+    try:
+        rows = list(_spot_rows(given, topology) if file.suffix == ".csv" else map(_json_row, given))
+        _check(rows, set(topology.node_of))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return tuple(row for _, row in rows)
+
+
+def at_the_beginning(rows: Iterable[TraceRow], members: Iterable[int]) -> set[int]:
+    """Return the members that train from the beginning: all but those whose first row is a join."""
+    first: dict[int, str] = {}
+    for row in rows:
+        for member in row.members:
+            first.setdefault(member, row.event)
+    return {member for member in members if first.get(member) != "join"}
+
+
+def read_values(kind: type[Values], text: str, option: str) -> Values:
+    """Return the object that an option such as "hours=24,loss=3600" describes.
+
+    Raises ConfigError, which names the option and the key, for a key or a value that it cannot have.
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    try:
+        return kind.model_validate({name.strip(): value for name, _, value in pairs})
+    except ValidationError as error:
+        raise ConfigError(f"{option} {text}: {_mistake(error)}; it has {', '.join(kind.model_fields)}") from None
+
+
+def _mistake(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the row'}: {first['msg']}, got {first['input']!r}"
+
+
+def _json_row(line: tuple[int, str]) -> Numbered:
+    number, text = line
+    try:
+        return number, TraceRow.model_validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(f"row {number}: {_mistake(error)}; write rows such as {EXAMPLE}") from None
+
+
+def _spot_rows(lines: Iterable[tuple[int, str]], topology: Topology) -> Iterator[Numbered]:
+    """Yield joins and pre-emptions of whole nodes, the newest of which fall first.
+
+    The numbers of nodes are scaled so that the largest one is all nodes of the cluster.
+    """
+    counts: list[tuple[int, float, int]] = []
+    for number, line in lines:
+        if line.replace(" ", "") == "seconds,nodes":
+            continue
+        try:
+            time, _, count = line.partition(",")
+            counts.append((number, float(time), int(count)))
+        except ValueError:
+            raise ConfigError(f"row {number}: {line!r} is no time and number of nodes; write such as 900,3") from None
+    most = max((nodes for _, _, nodes in counts), default=0)
+    if most < 1:
+        return
+    names, here = topology.names, 0
+    for place, (number, seconds, nodes) in enumerate(counts):
+        size = round(nodes * len(names) / most)
+        names_changed = names[min(here, size) : max(here, size)]
+        members = tuple(member for member, name in sorted(topology.node_of.items()) if name in names_changed)
+        was, here = here, size
+        is_given = place == 0 and seconds == 0  # these are there from the beginning
+        if members and not is_given:
+            yield number, TraceRow(seconds=seconds, event="join" if size > was else "preemption", members=members)
+    yield counts[-1][0], TraceRow(seconds=counts[-1][1], event="end")
+
+
+def _check(rows: list[Numbered], members: set[int]) -> None:
+    """Raise ConfigError if the rows are no history of these members."""
+    if not rows:
+        raise ConfigError(f"row 1: the trace is empty; write rows such as {EXAMPLE}")
+    here, before = at_the_beginning((row for _, row in rows), members), rows[0][1]
+    for number, row in rows:
+
+        def wrong(what: str, number: int = number) -> ConfigError:
+            return ConfigError(f"row {number}: {what}")
+
+        if row.seconds < before.seconds:
+            raise wrong(f"{row.seconds:g} s is before the row above, {before.seconds:g} s; sort the rows by time")
+        if before.event == "end" and row is not before:
+            raise wrong(f"it comes after the end at {before.seconds:g} s; remove it, or move the end")
+        if bool(row.members) == (row.event == "end"):
+            raise wrong(f"{row.event} of {len(row.members)} members; give members to each event but end")
+        _check_members(row, members, here, wrong)
+        if row.event in ("loss", "preemption"):
+            here -= {*row.members}
+        before = row
+
+
+def _check_members(row: TraceRow, members: set[int], here: set[int], wrong: Callable[[str], ConfigError]) -> None:
+    """Raise ConfigError for members that are unknown, that join twice, or that are not there. Adds those that join."""
+    for member in row.members:
+        if member not in members:
+            raise wrong(f"member {member} is unknown; the cluster has {len(members)}, {min(members)} to {max(members)}")
+        if (row.event == "join") == (member in here):
+            what = "is there already" if member in here else "is not there"
+            raise wrong(f"{row.event} of member {member}, which {what}; correct the member, or remove the row")
+        if row.event == "join":
+            here.add(member)

@@ -1,0 +1,64 @@
+"""One worker of `bench_release.py`: a pipeline of twelve layers, of which nine are frozen while it trains.
+
+`$SETTINGS` is DeepSpeed's configuration. Lines of JSON about each step go to `$OUT/PID.jsonl`, and the profile of the
+frozen model to `$OUT/profile.json`. It ends at the step whose number stands in `$OUT/stop`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ds_dynatrain
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from dynamic.model import Dynamism, Sizes, pipeline
+from gpt import Block, Windows, texts
+
+OUT, SETTINGS = Path(os.environ["OUT"]), json.loads(os.environ["SETTINGS"])
+FREEZE_AT, FROZEN = int(os.environ["FREEZE_AT"]), 9
+DENSE = Dynamism(lambda number, count, width, heads: Block(width, heads), lambda *_: "")
+SIZES = Sizes(blocks=10, width=96)
+
+
+def freeze(engine: Any) -> None:
+    """Train the last three layers only."""
+    for name, layer in engine.module.named_children():
+        if name.isdigit() and int(name) < FROZEN:
+            layer.requires_grad_(False)
+    engine.update_param_groups()
+    engine.balancer.note("three quarters are frozen")
+
+
+def main() -> None:
+    """Train until told to stop."""
+    samples = Windows(texts()[0], 10_000, DENSE.length)
+    engine, *_ = ds_dynatrain.initialize(model=pipeline(DENSE, SIZES), config=SETTINGS, training_data=samples)
+    stop, profile = OUT / "stop", None
+    with (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1) as log:
+        while not (stop.exists() and engine.global_steps >= int(stop.read_text())):
+            if engine.global_steps == FREEZE_AT:
+                freeze(engine)
+            loss = engine.train_batch().item()
+            line = {
+                "event": "step",
+                "generation": 0,
+                "pid": os.getpid(),
+                "step": int(engine.global_steps) - 1,
+                "loss": loss,
+                "members": engine.layout.world_size,
+                "time": time.monotonic(),
+                "saved": engine.balancer.saved_member_seconds,
+            }
+            log.write(json.dumps(line) + "\n")
+            if engine.rank == 0 and engine.global_steps > FREEZE_AT and engine.balancer.profile is not profile:
+                profile = engine.balancer.profile
+                profile.save(OUT / "profile.json")
+
+
+if __name__ == "__main__":
+    main()
