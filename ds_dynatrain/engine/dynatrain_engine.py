@@ -777,6 +777,8 @@ class DynatrainEngine(HostEngine):
 
         Returns False, with a warning, if the world is aborted during the call, or was aborted in this global batch. A
         member that joined late saves with the folder and tag that the others have given.
+
+        Raises CheckpointError if the layout has a map of experts, which DeepSpeed's files cannot express.
         """
         save = partial(
             super().save_checkpoint,
@@ -805,7 +807,8 @@ class DynatrainEngine(HostEngine):
         `engine.load`, which also explains `trust_pickle`. If it cannot be loaded, CheckpointError is raised with the
         reason. DeepSpeed's own code loads a checkpoint that was written in this layout with the same options, and any
         checkpoint from which only weights are requested. With `load_module_strict=False`, frozen weights that the
-        checkpoint lacks stay unchanged.
+        checkpoint lacks stay unchanged. Raises CheckpointError for a checkpoint of DeepSpeed's if the layout has a map
+        of experts, or if this package saved it with another expert size.
 
         A member that has just joined a running job loads nothing before its first batch. In this case the call returns
         the result of the job's own call, with the parts of the client state that JSON can hold.
