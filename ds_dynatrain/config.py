@@ -83,6 +83,9 @@ class LayoutConfig(Block):
     "profile"."""
     shares: Annotated[list[Size] | None, Said("samples")] = None
     """Samples of a global batch that each data index takes; `None`: as equal as possible."""
+    experts: Annotated[list[list[list[Annotated[int, Field(ge=0)]]]] | None, Said("experts")] = None
+    """For each layer with experts, the experts of each [expert index](experts.md#which-rank-has-which-expert); `None`:
+    in order."""
 
 
 class DataConfig(Block):

@@ -121,7 +121,7 @@ def told(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join("null" if each is NoneType else told(each) for each in parts)
     if origin is list:
-        return f"list of {told(parts[0]).replace('integer', 'integers')}"
+        return f"list of {told(parts[0]).replace('integers', 'integer').replace('integer', 'integers')}"
     return "object" if origin is dict or issubclass(annotation, BaseModel) else KINDS[annotation]
 
 

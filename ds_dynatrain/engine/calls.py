@@ -69,6 +69,7 @@ class Checkpoints:
         save: DeepSpeed's call, which takes a folder and a tag.
         """
         self._refuse_late("save_checkpoint")
+        self._refuse_map("save_checkpoint", "use engine.save, which saves any layout")
         if self.engine.layout.order is not None:
             raise CheckpointError(
                 f"save_checkpoint: in {self.engine.layout} the flat buffers hold the tensors in another order than "
@@ -82,6 +83,7 @@ class Checkpoints:
 
             def call() -> Any:
                 self.engine.agree()
+                stock.note_experts(self.engine, *agreed)
                 return save(*agreed)
 
             saved = PROCESS.membership.surviving(self.engine, call, lambda: None)
@@ -116,6 +118,7 @@ class Checkpoints:
             found = self.load(folder, tag, trust_pickle, part)
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
+            self._refuse_map("load_checkpoint", "switch to a map in order first, or load a checkpoint of engine.save")
             if not engine.idle:
                 engine.begin_segment()
             result = load(folder, tag, *part)
@@ -130,6 +133,14 @@ class Checkpoints:
         """Raise CheckpointError on all members while part of the state is still moving after a late switch."""
         if self.engine.awaits_late:
             raise CheckpointError(f"{call}: {self._switcher.in_the_way()}; call it after that")
+
+    def _refuse_map(self, call: str, way_out: str) -> None:
+        """Raise CheckpointError under a map of experts, because DeepSpeed numbers the files of experts by place."""
+        if self.engine.layout.experts is not None:
+            raise CheckpointError(
+                f"{call}: the layout has a map of experts, and DeepSpeed's files would mix up experts that are not at "
+                f"the place of their number; {way_out}"
+            )
 
     def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
         """Return the agreed folder and tag; None on a member that joined late, because the others are elsewhere in

@@ -250,6 +250,7 @@ class DynatrainEngine(HostEngine):
         sequence: int | None = None,
         boundaries: Sequence[int] | None = None,
         shares: Sequence[int] | None = None,
+        experts: Sequence[Sequence[Sequence[int]]] | None = None,
         late: bool | None = None,
     ) -> PendingSwitch:
         """Request another layout. Call it on every working member, with the same arguments and at the same step.
@@ -269,7 +270,7 @@ class DynatrainEngine(HostEngine):
         changed.
         """
         self._parts.window.refuse_switch()
-        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares, experts)
         return self._parts.switcher.ask(layout, at, sizes, late)
 
     @in_turn
@@ -285,9 +286,10 @@ class DynatrainEngine(HostEngine):
         sequence: int | None = None,
         boundaries: Sequence[int] | None = None,
         shares: Sequence[int] | None = None,
+        experts: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> SwitchEstimate:
         """Return what a switch would cost, or why it would be refused. Contacts no other member and changes nothing."""
-        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares, experts)
         return self._parts.switcher.dry_run(layout, sizes)
 
     def shapes(self) -> dict[str, dict[str, Any]]:
@@ -779,6 +781,8 @@ class DynatrainEngine(HostEngine):
 
         Returns False, with a warning, if the world is aborted during the call, or was aborted in this global batch. A
         member that joined late saves with the folder and tag that the others have given.
+
+        Raises CheckpointError if the layout has a map of experts, which DeepSpeed's files cannot express.
         """
         save = partial(
             super().save_checkpoint,
@@ -807,7 +811,8 @@ class DynatrainEngine(HostEngine):
         `engine.load`, which also explains `trust_pickle`. If it cannot be loaded, CheckpointError is raised with the
         reason. DeepSpeed's own code loads a checkpoint that was written in this layout with the same options, and any
         checkpoint from which only weights are requested. With `load_module_strict=False`, frozen weights that the
-        checkpoint lacks stay unchanged.
+        checkpoint lacks stay unchanged. Raises CheckpointError for a checkpoint of DeepSpeed's if the layout has a map
+        of experts, or if this package saved it with another expert size.
 
         A member that has just joined a running job loads nothing before its first batch. In this case the call returns
         the result of the job's own call, with the parts of the client state that JSON can hold.
@@ -837,5 +842,5 @@ class DynatrainEngine(HostEngine):
 
 def _given(*sizes: object) -> dict[str, Any]:
     """Return the given layout sizes by name, without those that are None."""
-    names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries", "shares")
+    names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries", "shares", "experts")
     return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}

@@ -22,6 +22,7 @@ from ds_dynatrain.space.cut import (
     AxisCuts,
     Box,
     Cut,
+    Dealt,
     DimCut,
     Partition,
     Partitioner,
@@ -47,7 +48,7 @@ from ds_dynatrain.space.kind import (
     row_of,
     standard_kinds,
 )
-from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.layout import ExpertMap, Layout, experts_in_order
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.sharding import ABSENT, Sharding
 from ds_dynatrain.space.tensor import (
@@ -81,7 +82,9 @@ __all__ = [
     "Columns",
     "CoordinateLine",
     "Cut",
+    "Dealt",
     "DimCut",
+    "ExpertMap",
     "Kind",
     "Layout",
     "LocalSpace",
@@ -98,6 +101,7 @@ __all__ = [
     "VirtualParameterSpace",
     "ZeroRules",
     "compose",
+    "experts_in_order",
     "is_partitioned",
     "of_kind",
     "row_major",

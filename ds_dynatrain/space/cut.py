@@ -220,7 +220,42 @@ class DimCut:
         return local, tuple(pieces)
 
 
-Cut = Pick | DimCut
+@dataclass(frozen=True)
+class Dealt:
+    """A cut of dim 0 into single rows, which are dealt in any order; used for stacks of experts.
+
+    rows: the rows of each rank, in the order in which they lie there. Each row has one rank.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
+        """Return the local shape of rank `index`, and one piece for each run of neighboring rows.
+
+        Raises LayoutError if the rows are not those of the tensor, each once.
+        """
+        _check_index(self, index)
+        if sorted(itertools.chain(*self.rows)) != list(range(shape[0] if shape else 0)):
+            raise LayoutError(
+                f"rows {self.rows} are dealt of a tensor of shape {shape}; name each row of its dim 0 once"
+            )
+        mine, inner, pieces, here = self.rows[index], shape[1:], [], 0
+        local = (len(mine), *inner)
+        strides = row_major(local)
+        for _, run in itertools.groupby(enumerate(mine), lambda pair: pair[1] - pair[0]):
+            first, count = mine[here], len(list(run))
+            box = Box((first, *(0,) * len(inner)), (first + count, *inner))
+            if box.numel:
+                pieces.append(Placed(box, here * strides[0], strides))
+            here += count
+        return local, tuple(pieces)
+
+
+Cut = Pick | DimCut | Dealt
 """A rule that partitions a tensor over `count` ranks.
 
 Its method `parts` returns the local shape on a rank, and the pieces of the tensor that the rank holds."""

@@ -13,10 +13,12 @@ from ds_dynatrain.errors import LayoutError
 
 RANK_ORDER = ("pipe", "data", "sequence", "tensor")
 STAGES = (0, 1, 2, 3)
-NO_AXES = ("zero_stage", "boundaries", "shares", "order")
+OF_AXES = {"pipe": "boundaries", "data": "shares", "expert": "experts"}
+"""Axis -> the field that says what each index of the axis has."""
+NO_AXES = ("zero_stage", *OF_AXES.values(), "order")
 """Fields of a layout that are not axes."""
-OF_AXES = {"pipe": "boundaries", "data": "shares"}
-"""Axis -> the field that has a number for each index of the axis."""
+ExpertMap = tuple[tuple[tuple[int, ...], ...], ...]
+"""The experts that each index of the expert axis has, in the order in which they lie there, for each layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,9 @@ class Layout:
     order: how the flat buffers of ZeRO stages 1 and 2 order the tensors, as runs of tensor numbers, such as (4, 6, 0,
     4) for 4, 5, 0, 1, 2, 3. None is DeepSpeed's order. Switches choose it; see `dynatrain.owners`. LayoutError unless
     each number occurs once.
+    experts: for each layer with experts, the experts of each index of the expert axis, such as (((0, 2), (1, 3)),) for
+    one layer and expert=2. None, and any map that says the same, gives the first index the first experts, and so on.
+    LayoutError unless each index has as many experts as the others, and each expert has one index.
     """
 
     zero_stage: int
@@ -48,6 +53,7 @@ class Layout:
     boundaries: tuple[int, ...] | None = None
     shares: tuple[int, ...] | None = None
     order: tuple[int, ...] | None = None
+    experts: ExpertMap | None = None
 
     def __post_init__(self) -> None:
         """Raise LayoutError, with the arithmetic that fails, for sizes that make no layout."""
@@ -73,6 +79,10 @@ class Layout:
             _check_shares(self.shares, self.data)
         if self.order is not None:
             _check_order(self.order)
+        if self.experts is not None:
+            _check_experts(self.experts, self.expert)
+            if not self.moved_experts:
+                object.__setattr__(self, "experts", None)
 
     def axes(self) -> dict[str, int]:
         """Return the size of every axis, by name."""
@@ -89,6 +99,12 @@ class Layout:
         """Number of ranks of a pipeline stage, which are consecutive: data x sequence x tensor."""
         return self.data * self.sequence * self.tensor
 
+    @property
+    def moved_experts(self) -> int:
+        """Number of experts, of all layers, that are not where they are without a map."""
+        pairs = (pair for layer in self.experts or () for pair in enumerate(itertools.chain(*layer)))
+        return sum(place != expert for place, expert in pairs)
+
     def expert_place(self, rank: int) -> tuple[int, int]:
         """Return (index on the expert axis, place among the ranks of the rank's pipeline stage that have this index).
 
@@ -100,8 +116,8 @@ class Layout:
     def replace(self, **changes: Any) -> Layout:
         """Return a layout with some sizes changed; LayoutError for a name that is no axis.
 
-        Boundaries hold for one number of stages only, so another `pipe` drops them; another `data` drops the shares.
-        Every change drops the order.
+        Boundaries hold for one number of stages only, so another `pipe` drops them; another `data` drops the shares,
+        and another `expert` the map of experts. Every change drops the order.
         """
         names = tuple(field.name for field in dataclasses.fields(self))
         unknown = sorted(set(changes) - set(names))
@@ -109,7 +125,7 @@ class Layout:
             raise LayoutError(f"a layout has no {', '.join(map(repr, unknown))}; give one of {', '.join(names)}")
         was = {axis: getattr(self, axis) for axis in OF_AXES}
         dropped = {name: None for axis, name in OF_AXES.items() if changes.get(axis, was[axis]) != was[axis]}
-        lists = {name: tuple(value) for name, value in changes.items() if isinstance(value, list)}
+        lists = {name: _as_tuple(value) for name, value in changes.items() if isinstance(value, list | tuple)}
         found = dataclasses.replace(self, **{**dropped, **changes, **lists})
         return found if found == self or "order" in changes else dataclasses.replace(found, order=None)
 
@@ -140,11 +156,11 @@ class Layout:
         return rank
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all sizes, the stage, and the boundaries, shares and order if given, by name, as plain JSON."""
+        """Return all sizes, the stage, and the boundaries, shares, experts and order if given, as plain JSON."""
         found: dict[str, Any] = {**self.axes(), "zero_stage": self.zero_stage}
         for name in (*OF_AXES.values(), "order"):
             if (numbers := getattr(self, name)) is not None:
-                found[name] = list(numbers)
+                found[name] = _as_list(numbers)
         return found
 
     @classmethod
@@ -166,11 +182,13 @@ class Layout:
         for name, size in self.axes().items():
             if size != 1 or name == "data":
                 parts.append(f"{name}={size}")
-        for name in OF_AXES.values():
+        for name in ("boundaries", "shares"):
             if (numbers := getattr(self, name)) is not None:
                 parts.append(f"{name}={','.join(map(str, numbers))}")
         if self.order is not None:
             parts.append("owners=nearest")
+        if self.experts is not None:
+            parts.append(f"experts=moved:{self.moved_experts}")
         return " ".join([*parts, f"zero_stage={self.zero_stage}"])
 
 
@@ -217,6 +235,53 @@ def _check_order(order: tuple[int, ...]) -> None:
         if start != reached or stop <= start:
             raise LayoutError(f"order={order} does not have each tensor once: see the run {start} to {stop}; give None")
         reached = stop
+
+
+def experts_in_order(count: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the experts of each index of the expert axis without a map, in a layer of `count` experts."""
+    each = count // size
+    return tuple(tuple(range(index * each, (index + 1) * each)) for index in range(size))
+
+
+def _check_experts(experts: ExpertMap, size: int) -> None:
+    """Raise LayoutError, naming the layer, unless each expert of a layer has one of `size` indices, evenly."""
+    if not isinstance(experts, tuple) or not all(
+        isinstance(layer, tuple) and all(isinstance(held, tuple) and all(map(_is_whole, held)) for held in layer)
+        for layer in experts
+    ):
+        raise LayoutError(
+            f"experts={experts!r} is no map of experts; give for each layer the experts of each index of the expert "
+            "axis, such as (((0, 2), (1, 3)),)"
+        )
+    for number, layer in enumerate(experts):
+        counts, every = tuple(map(len, layer)), sorted(itertools.chain(*layer))
+        if len(layer) != size:
+            raise LayoutError(
+                f"experts of layer {number} are for {len(layer)} indices and expert is {size}: give {size} lists"
+            )
+        if len(set(counts)) != 1:
+            raise LayoutError(
+                f"experts of layer {number}: the indices have {', '.join(map(str, counts))} of {len(every)} experts; "
+                "give each equally many"
+            )
+        if every != list(range(len(every))):
+            twice = sorted({one for one, two in itertools.pairwise(every) if one == two})
+            wrong = sorted({*every} - {*range(len(every))})
+            left = sorted({*range(len(every))} - {*every})
+            raise LayoutError(
+                f"experts of layer {number}: of 0 to {len(every) - 1}, {left} have no index, {twice} have two, and "
+                f"{wrong} do not exist; name each expert once"
+            )
+    if size == 1 and any(layer[0] != tuple(range(len(layer[0]))) for layer in experts):
+        raise LayoutError("experts are given an order and expert is 1, where each rank has all of them; leave them out")
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+
+
+def _as_list(value: Any) -> Any:
+    return list(map(_as_list, value)) if isinstance(value, tuple) else value
 
 
 def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:

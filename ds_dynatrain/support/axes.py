@@ -130,6 +130,8 @@ def _smaller(layout: Layout, ranks: int, most_data: int) -> Iterator[Layout]:
 
 
 def _why(features: Features, layout: Layout) -> str | None:
+    if layout.experts is not None and NATIVE_EXPERTS in features:
+        return "deepspeed.moe pads each expert's tokens to the largest count, so a map of experts makes no layer faster"
     for axis, (needed, said) in AXES.items():
         if getattr(layout, axis) > 1 and features.isdisjoint(needed):
             return f"the model has no {axis} axis: {said}"

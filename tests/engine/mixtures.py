@@ -61,16 +61,26 @@ def with_loss(model: nn.Module) -> nn.Module:
 
 def places(engine: Any) -> dict[str, oracle.Place]:
     """Where the parameters of this rank's experts lie in those of all."""
-    size = engine.layout.expert
+    size, orders = engine.layout.expert, orders_of(engine)
     index = engine.rank % size
     found = {}
     for name, held in engine.module.named_parameters():
         numel = getattr(held, "ds_numel", held.numel())
         if name.endswith(("experts.w1", "experts.w2", "experts.w3")):
-            found[name] = oracle.Place(name, torch.arange(numel) + index * numel, size * numel)
+            mine = orders[name.rpartition(".experts.")[0]].view(size, -1)[index]
+            each = numel // len(mine)
+            found[name] = oracle.Place(name, (mine[:, None] * each + torch.arange(each)).flatten(), size * numel)
         elif models.LOCAL_EXPERT.search(name):
             found[name] = oracle.Place(models.native_name(name, size, index), torch.arange(numel), numel)
     return found
+
+
+def orders_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Per layer of AutoEP's on this rank, its experts in the order in which they lie on the ranks."""
+    layers = {name: part for name, part in engine.module.named_modules() if hasattr(part, "tokens_per_expert")}
+    if engine.layout.experts is None:
+        return {name: torch.arange(part.num_experts) for name, part in layers.items()}
+    return {name: torch.tensor(given).flatten() for name, given in zip(layers, engine.layout.experts, strict=True)}
 
 
 def folded_places(engine: Any) -> dict[str, oracle.Place]:
@@ -81,10 +91,11 @@ def folded_places(engine: Any) -> dict[str, oracle.Place]:
 def probe(engine: Any) -> Answer:
     """The loss of a fixed batch, which every rank computes whole, and per layer which experts its tokens go to."""
     chosen: list[str] = []
-    hooks = []
-    for part in engine.module.modules():
+    hooks, orders = [], orders_of(engine)
+    for name, part in engine.module.named_modules():
         if hasattr(part, "tokens_per_expert"):
-            hooks.append(part.router.register_forward_hook(lambda _, __, found: chosen.append(digest(found[1]))))
+            order = orders[name].to(engine.device)
+            hooks.append(part.router.register_forward_hook(partial(_note, chosen, order)))
         elif isinstance(part, MoE):
             hooks.append(part.register_forward_hook(lambda _, __, found: chosen.append(digest(found[2]))))
     tokens = torch.randint(0, WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(8)).to(engine.device)
@@ -96,6 +107,11 @@ def probe(engine: Any) -> Answer:
         hook.remove()
     assert chosen, "no layer has experts"
     return Answer(digest(loss.detach()), tuple(chosen))
+
+
+def _note(chosen: list[str], order: torch.Tensor, router: nn.Module, given: Any, found: Any) -> None:
+    """Note the experts that a router has chosen, by their own numbers."""
+    chosen.append(digest(order[found[1]]))
 
 
 def digest(held: torch.Tensor) -> str:

@@ -112,13 +112,18 @@ def mixture(stages: int = 1) -> PipelineModule:
 
 def stacked(engine: Any) -> dict[str, oracle.Place]:
     """Where the stacks of this rank's experts lie in those of all."""
-    size = engine.layout.expert
+    size, found = engine.layout.expert, dict[str, oracle.Place]()
     index = engine.layout.coordinate(engine.rank)["data"] % size
-    return {
-        name: oracle.Place(name, torch.arange(held.numel()) + index * held.numel(), size * held.numel())
-        for name, held in engine.module.named_parameters()
-        if name.endswith(("experts.w1", "experts.w2", "experts.w3"))
-    }
+    for name, held in engine.module.named_parameters():
+        if name.endswith(("experts.w1", "experts.w2", "experts.w3")):
+            layer = name.partition(".")[0]
+            order = torch.arange(COUNTS[layer])
+            if engine.layout.experts is not None:
+                order = torch.tensor(engine.layout.experts[list(COUNTS).index(layer)]).flatten()
+            mine, each = order.view(size, -1)[index], held.numel() * size // COUNTS[layer]
+            places = (mine[:, None] * each + torch.arange(each)).flatten()
+            found[name] = oracle.Place(name, places, size * held.numel())
+    return found
 
 
 def autoep(**block: Any) -> Subject:

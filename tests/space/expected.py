@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ds_dynatrain.space import (
     Cut,
+    Dealt,
     DimCut,
     Layout,
     LogicalTensor,
@@ -89,6 +90,8 @@ def _split(held: Ints, cut: Cut, place: int) -> Ints:
     """One rank's share of an array, block by block."""
     if isinstance(cut, Pick):
         return held if place in cut.holders else np.empty(0, np.int64)
+    if isinstance(cut, Dealt):
+        return held[list(cut.rows[place])]
     assert isinstance(cut, DimCut)
     blocks = np.split(held, np.cumsum([sum(block) for block in cut.blocks])[:-1], axis=cut.dim)
     shares = [

@@ -15,6 +15,7 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import (
     Box,
     Cut,
+    Dealt,
     DimCut,
     Pick,
     Shard,
@@ -78,6 +79,10 @@ def dim_cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> DimCut:
 @st.composite
 def any_cut(draw: st.DrawFn, shape: tuple[int, ...]) -> Cut:
     if shape and draw(st.sampled_from([True, True, False])):
+        if draw(st.booleans()):
+            ends = sorted(draw(st.lists(st.integers(0, shape[0]), max_size=2)))
+            order = draw(st.permutations(range(shape[0])))
+            return Dealt(tuple(tuple(each.tolist()) for each in np.split(np.array(order, int), ends)))
         return draw(dim_cuts(shape))
     return Pick(2, draw(st.sampled_from([(0,), (1,), (0, 1)])))
 
@@ -86,6 +91,8 @@ def deal(local: np.ndarray, cut: Cut, index: int) -> np.ndarray:
     """What a rank keeps of a local array, by numpy slices: another way than `cut.parts`."""
     if isinstance(cut, Pick):
         return local if index in cut.holders else np.full(0, PADDING)
+    if isinstance(cut, Dealt):
+        return local[list(cut.rows[index])]
     assert isinstance(cut, DimCut)
     rows = np.moveaxis(local, cut.dim, 0)
     total = sum(sum(block) for block in cut.blocks)
@@ -158,6 +165,7 @@ def test_cuts_as_models_have_them() -> None:
         (lambda: uneven(2, [3, 1]).parts((5, 2), 0), "no dim 2"),
         (lambda: DimCut(0, ((1, 2), (3,))), "one number of ranks"),
         (lambda: DimCut(0, ((1, -2),)), "negative"),
+        (lambda: Dealt(((0, 2), (1, 2))).parts((4, 2), 0), "each row of its dim 0 once"),
         (lambda: Box((1,), (0,)), "start <= stop"),
         (lambda: Box((1,), (2, 3)), "1 starts"),
         (lambda: runs_of_box((2,), Box((0,), (3,))), "not in a tensor"),

@@ -62,6 +62,39 @@ def test_impossible_shares_say_why(shares: Any, words: str) -> None:
         Layout(zero_stage=1, data=2, shares=shares)
 
 
+def test_a_map_of_experts_belongs_to_an_expert_size() -> None:
+    layout = Layout(zero_stage=1, data=2, expert=2, experts=(((0, 1), (2, 3)), ((0, 2), (1, 3))))
+    assert str(layout) == "data=2 expert=2 experts=moved:2 zero_stage=1"
+    assert "experts" not in layout.axes() and layout.to_dict()["experts"] == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    assert Layout.from_dict(layout.to_dict()) == layout == layout.replace(experts=layout.to_dict()["experts"])
+    assert layout.replace(zero_stage=2, pipe=2, data=4).experts == layout.experts
+    assert layout.replace(expert=1).experts is None
+    in_order = layout.replace(experts=[[[0, 1], [2, 3]]])
+    assert in_order == layout.replace(experts=None) and "experts" not in in_order.to_dict()
+    assert Layout(zero_stage=1, experts=(((0, 1),),)).experts is None
+
+
+@pytest.mark.parametrize(
+    ("experts", "words"),
+    [
+        (((0, 1, 2, 3),), "no map of experts"),
+        ([[[0], [1]]], "no map of experts"),
+        ((((0,), (1.5,)),), "no map of experts"),
+        ((((0, 1), (2, 3)), ((0,), (1,), (2,))), "layer 1 are for 3 indices and expert is 2"),
+        ((((0, 1, 2), (3,)),), "layer 0: the indices have 3, 1 of 4 experts"),
+        ((((0, 2), (2, 5)),), r"layer 0: of 0 to 3, \[1, 3\] have no index, \[2\] have two, and \[5\] do not exist"),
+    ],
+)
+def test_impossible_maps_of_experts_say_why(experts: Any, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        Layout(zero_stage=1, data=2, expert=2, experts=experts)
+
+
+def test_one_index_has_no_order() -> None:
+    with pytest.raises(LayoutError, match="expert is 1"):
+        Layout(zero_stage=1, experts=(((1, 0),),))
+
+
 @pytest.mark.parametrize(
     ("boundaries", "words"),
     [

@@ -5,6 +5,10 @@ and `.w3` of shape (experts, out, in), and the expert axis cuts dim 0. Every ran
 experts whole. DeepSpeed records on each stack which experts a rank holds, and this package reads these records. The
 conversion runs on modules without storage, so no full-size tensor is ever made.
 
+With a map of experts (`Layout.experts`), the numbers that a router returns are changed to *places*, the order in which
+experts lie on the ranks, because DeepSpeed sends tokens to ranks by these numbers. Everything else, such as routers'
+weights and layers' counters, goes by the experts' own numbers.
+
 With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and other layers that AutoTP knows are cut,
 but stacks and routers are not. Tensor ranks divide a layer's tokens among themselves and send them to experts the way
 data ranks do. DeepSpeed refuses expert size 1 with a tensor axis, because gradients would be counted twice.
@@ -16,7 +20,7 @@ slices of the same tensors at any size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -39,7 +43,7 @@ from ds_dynatrain.adapters.model.moe import (
 )
 from ds_dynatrain.adapters.model.shaper import Made, ModelFactory, Shaper, copied, template_of
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
-from ds_dynatrain.space import AxisCuts, Layout, uneven
+from ds_dynatrain.space import AxisCuts, Dealt, Layout, experts_in_order
 
 
 def is_on(config: Mapping[str, Any]) -> bool:
@@ -72,11 +76,48 @@ class Conversion:
         replaced, self._replaced = self._replaced, None
         return replaced
 
-    def expert_cuts(self, size: int) -> Mapping[str, AxisCuts]:
+    def expert_cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Return a map from each tensor's name to its cut by the expert axis. Raises as `AutoEPShaper.cuts` does."""
+        cuts = self._cuts_in_order(layout.expert)
+        if layout.experts is None:
+            return cuts
+        placed = {layer: AxisCuts(expert=Dealt(rows)) for layer, rows in self.rows(layout).items()}
+        return {name: placed[_layer_of(name)] if cut.expert else cut for name, cut in cuts.items()}
+
+    def rows(self, layout: Layout) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Return the experts of each index of the expert axis, keyed by layer.
+
+        Raises LayoutError if the layout's map of experts does not fit the layers.
+        """
+        cuts = self._cuts_in_order(layout.expert)
+        layers = {_layer_of(name): cut.expert.rows for name, cut in cuts.items() if isinstance(cut.expert, Dealt)}
+        if layout.experts is None:
+            return layers
+        if len(layers) != len(layout.experts):
+            raise LayoutError(
+                f"the map of experts is for {len(layout.experts)} layers, and {len(layers)} layers have experts: "
+                f"{', '.join(layers)}; give lists for each of them, in this order"
+            )
+        for (layer, rows), given in zip(layers.items(), layout.experts, strict=True):
+            told, count = (sum(map(len, each)) for each in (given, rows))
+            if told != count:
+                raise LayoutError(
+                    f"the map of experts names {told} experts of {layer!r}, which has {count}; name 0 to {count - 1}"
+                )
+        return dict(zip(layers, layout.experts, strict=True))
+
+    def _cuts_in_order(self, size: int) -> Mapping[str, AxisCuts]:
         if size not in self._expert_cuts:
             self._expert_cuts[size] = cuts_of(self.dealt(size, 0))
         return self._expert_cuts[size]
+
+    def enter_layers(self, engine: Any, layout: Layout) -> None:
+        """Give layers the current groups and this rank's experts, even if the module is unchanged."""
+        index, placed = expert_index(layout), {} if layout.experts is None else self.rows(layout)
+        for name, part in named_layers(engine.module):
+            take_place(part, placed.get(name) or experts_in_order(part.num_experts, layout.expert), index)
+        enter_layers(engine, layout.expert)
+        _fold(engine, layout)
 
     def dealt(self, size: int, index: int) -> nn.Module:
         """Return the model with the experts of one expert index, on the meta device."""
@@ -128,9 +169,8 @@ class AutoEPShaper(Conversion, Shaper):
         """Return a map from tensor name to cuts: into whole experts for the stacks, and AutoTP's cuts for other
         tensors.
 
-        Raises LayoutError if the size does not divide the experts of a layer, or if DeepSpeed refuses it. Raises
-        UnsupportedError, naming the parameter, if ranks do not hold experts in order. Otherwise raises as
-        `TensorShaper.cuts` does.
+        Raises LayoutError if the size does not divide the experts of a layer, if the map of experts does not fit the
+        layers, or if DeepSpeed refuses the layout. Otherwise raises as `TensorShaper.cuts` does.
         """
         refuse_other_axes(layout, "tensor")
         if layout.tensor > 1:
@@ -138,7 +178,7 @@ class AutoEPShaper(Conversion, Shaper):
                 validate(self._config, layout)
             except ValueError as error:
                 raise LayoutError(f"{layout}: {error}; choose another tensor or expert size") from error
-        cuts, whole = self.expert_cuts(layout.expert), self._tensor.cuts(layout.replace(expert=1))
+        cuts, whole = self.expert_cuts(layout), self._tensor.cuts(layout.replace(expert=1))
         return {name: replace(whole[name], expert=cut.expert) for name, cut in cuts.items()}
 
     def make(self, layout: Layout, rank: int) -> Made:
@@ -150,9 +190,9 @@ class AutoEPShaper(Conversion, Shaper):
         self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers the current groups and this rank's expert index, even if the module is unchanged."""
+        """Give layers the current groups and this rank's experts, even if the module is unchanged."""
         self._tensor.enter(engine, layout)
-        enter(engine, layout)
+        self.enter_layers(engine, layout)
 
     def leave(self, engine: Any) -> None:
         """Remove the world's groups from all layers."""
@@ -270,15 +310,54 @@ def _user_experts(name: str, held: nn.Module, path: str, spec: Any) -> Iterator[
         yield UserTensor(f"{name}.{own}", stacked, tuple(parts))
 
 
-def enter(engine: Any, layout: Layout) -> None:
-    """Give layers the current groups and this rank's expert index, even if the module is unchanged."""
-    index = expert_index(layout)
-    for part in layers_with_experts(engine.module):
-        part.ep_rank = index
-        for held in part.experts.parameters():
-            _place_of(held, index)
-    enter_layers(engine, layout.expert)
-    _fold(engine, layout)
+def named_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, layer) for each layer of AutoEP."""
+    return ((name, part) for name, part in module.named_modules() if getattr(part, "_is_autoep_layer", False))
+
+
+class ToPlaces:
+    """Hook of a router that changes the numbers of experts to their places.
+
+    A layer counts tokens by what its router returns; the hook corrects the count, which stays one of experts.
+    """
+
+    def __init__(self, layer: Any, experts: Sequence[int]) -> None:
+        """Take the layer, and its experts in the order of places."""
+        self._layer = layer
+        self._experts = torch.tensor(experts, device=layer.tokens_per_expert.device)
+        self._places = self._experts.argsort()
+
+    def __call__(self, router: nn.Module, given: Any, found: Any) -> Any:
+        """Return the router's answer with places."""
+        scores, chosen, counts = found
+        by_place = counts[self._experts]
+        with torch.no_grad():
+            self._layer.tokens_per_expert.add_(counts - by_place)
+        return scores, self._places[chosen], by_place
+
+
+def take_place(layer: Any, rows: tuple[tuple[int, ...], ...], index: int) -> None:
+    """Give a layer of AutoEP the experts of an index: DeepSpeed's records of them, and the order of dispatch.
+
+    rows: the experts of each index.
+    """
+    from deepspeed.checkpoint import constants as keys
+    from deepspeed.checkpoint.autoep_affine import autoep_placement_to_affine_map, make_autoep_placement_descriptor
+
+    layer.ep_rank, placement = index, make_autoep_placement_descriptor(layer.num_experts, rows)
+    layer.expert_placement_descriptor = placement
+    for held in layer.experts.parameters():
+        description = getattr(held, keys.DS_AUTOEP_UC_META)
+        if description[keys.AUTOEP_EXPERT_PLACEMENT] != placement:
+            shape = description[keys.AUTOEP_PARAM_LOGICAL_SHAPE]
+            description[keys.AFFINE_MAP] = autoep_placement_to_affine_map(placement, shape).to_dict()
+        description[keys.AUTOEP_EXPERT_PLACEMENT] = placement
+        description.update({keys.AUTOEP_PARAM_EP_RANK: index, keys.AUTOEP_PARAM_LOCAL_EXPERTS: list(rows[index])})
+    hooks, order = layer.router._forward_hooks, list(chain.from_iterable(rows))
+    for key in [key for key, hook in hooks.items() if isinstance(hook, ToPlaces)]:
+        del hooks[key]
+    if order != list(range(len(order))):
+        layer.router.register_forward_hook(ToPlaces(layer, order), prepend=True)
 
 
 def leave(engine: Any) -> None:
@@ -288,10 +367,7 @@ def leave(engine: Any) -> None:
 
 
 def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
-    """Return a map from the name of each tensor of a converted module to its cuts.
-
-    Raises UnsupportedError if ranks do not hold experts in order.
-    """
+    """Return a map from the name of each tensor of a converted module to its cuts."""
     return {name: _cut(name, held) for name, held in module.named_parameters()}
 
 
@@ -351,7 +427,7 @@ def _hold_groups(engine: Any, handles: Any) -> None:
 
 
 def _cut(name: str, held: nn.Parameter) -> AxisCuts:
-    """Return DeepSpeed's record of which rank holds which experts, as a cut into whole experts in order."""
+    """Return DeepSpeed's record of which rank holds which experts, as a cut into whole experts."""
     if getattr(held, "allreduce", True):
         return AxisCuts()
     from deepspeed.checkpoint import constants as keys
@@ -361,22 +437,13 @@ def _cut(name: str, held: nn.Parameter) -> AxisCuts:
         raise UnsupportedError(
             f"{name!r} is an expert parameter that DeepSpeed does not describe; set expert_parallel.enabled to false"
         )
-    ranks = [list(rank[keys.AUTOEP_PLACEMENT_EXPERTS]) for rank in placement[keys.AUTOEP_PLACEMENT_RANKS]]
-    if list(chain.from_iterable(ranks)) != list(range(placement[keys.AUTOEP_NUM_EXPERTS])):
-        raise UnsupportedError(
-            f"{name!r}: its experts are dealt as {ranks}, not in order; set expert_parallel.enabled to false"
-        )
-    return AxisCuts(expert=uneven(0, map(len, ranks)))
+    ranks = placement[keys.AUTOEP_PLACEMENT_RANKS]
+    return AxisCuts(expert=Dealt(tuple(tuple(rank[keys.AUTOEP_PLACEMENT_EXPERTS]) for rank in ranks)))
 
 
-def _place_of(held: nn.Parameter, index: int) -> None:
-    """Change DeepSpeed's record on a parameter to that of another expert index."""
-    from deepspeed.checkpoint import constants as keys
-    from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
-
-    description = getattr(held, keys.DS_AUTOEP_UC_META)
-    experts = autoep_experts_for_rank(description[keys.AUTOEP_EXPERT_PLACEMENT], index)
-    description.update({keys.AUTOEP_PARAM_EP_RANK: index, keys.AUTOEP_PARAM_LOCAL_EXPERTS: list(experts)})
+def _layer_of(name: str) -> str:
+    """Return the name of the layer to which a stack of experts belongs."""
+    return name.rpartition(".experts.")[0]
 
 
 def refuse_parts(model: nn.Module) -> None:

@@ -118,9 +118,7 @@ class PipelineShaper(Shaper):
         """
         if layout.tensor > 1:
             raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
-        cuts = (
-            self.autoep.expert_cuts(layout.expert) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
-        )
+        cuts = self.autoep.expert_cuts(layout) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
     def whole(self, root: nn.Module) -> nn.Module:
@@ -173,7 +171,7 @@ class PipelineShaper(Shaper):
     def enter(self, engine: Any, layout: Layout) -> None:
         """Give layers with experts their groups. `pipeline_host` sets up everything else in a stage's engine."""
         if self.autoep:
-            experts.enter(engine, layout)
+            self.autoep.enter_layers(engine, layout)
         else:
             enter_layers(engine, layout.expert)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,18 @@ from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import MASTER, VirtualParameterSpace
+
+EXPERT_SIZE = "ds_dynatrain_expert_size.json"
+"""File among DeepSpeed's with the expert size, which these do not state. DeepSpeed reads masters and optimizer states
+of experts by rank, so at another size it would give them to other experts."""
+
+
+def note_experts(engine: EngineCore, save_dir: str, tag: str | None) -> None:
+    """Write the expert size into the folder of the checkpoint that DeepSpeed is about to save."""
+    if engine.rank == 0 and any(each.expert for each in engine.vps.tensors):
+        path = Path(save_dir) / (f"global_step{engine.global_steps}" if tag is None else str(tag))
+        path.mkdir(parents=True, exist_ok=True)
+        (path / EXPERT_SIZE).write_text(json.dumps(engine.layout.expert), encoding="utf-8")
 
 
 def is_for_us(
@@ -50,6 +63,8 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointP
     except CheckpointError:
         return False  # DeepSpeed raises its own error
     is_ours = (path / RECORD).is_file()
+    if not is_ours and part.load_optimizer_states and not part.load_module_only:
+        _check_expert_size(engine, path)
     held = None if is_ours else _opened(path, trust_pickle)
     if part.is_read_here and held is not None:
         check_batch(engine, held)
@@ -62,6 +77,18 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointP
             "of it, or give initialize a model with its weights (ds-dynatrain checkpoint convert)"
         )
     return False
+
+
+def _check_expert_size(engine: EngineCore, path: Path) -> None:
+    """Raise CheckpointError if a checkpoint of DeepSpeed's says that it was saved with another expert size."""
+    said = path / EXPERT_SIZE
+    size = json.loads(said.read_text(encoding="utf-8")) if said.is_file() else engine.layout.expert
+    if size != engine.layout.expert:
+        raise CheckpointError(
+            f"load_checkpoint: {path} was saved with expert={size}, and this layout has expert={engine.layout.expert}: "
+            f"DeepSpeed would give experts each other's masters and moments; call engine.switch(expert={size}) first, "
+            "or load a checkpoint of engine.save, which loads into any layout"
+        )
 
 
 def _opened(path: Path, trust_pickle: bool) -> ZeroFolder | None:
