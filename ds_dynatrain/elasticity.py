@@ -38,9 +38,9 @@ class ElasticityBlock(BaseModel):
 def compute_elastic_config(
     ds_config: Mapping[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[int, list[int]] | tuple[int, list[int], int]:
-    """Return the batch size that most world sizes divide, and these world sizes.
+    """Return the batch size that the most world sizes divide, and these world sizes.
 
-    If a world size is given, a third value is the largest micro-batch size with which so many ranks train the batch.
+    If a world size is given, a third value is the largest micro-batch size with which that many ranks train the batch.
 
     target_deepspeed_version: ignored, because the rules are the same for all versions.
     Raises ConfigError if the block is missing, disabled, invalid or of version 0.2, or if the world size does not

@@ -62,9 +62,9 @@ class Advice:
     rivals: the layouts against which time has been lost; see `DecisionHistory`.
     slowdown: the time lost to slow members; None if none has been slow.
     at_work: the fraction of the working members that still work after a move that saves members; otherwise 1. The
-        decision counts the time of all members, so a step's seconds times this fraction.
+        decision counts the time of all members, so it multiplies the proposed step's seconds by this fraction.
     release: whether nodes without work should leave now; None if there are none, or if none may leave.
-    saved_member_seconds: the time that members have not worked so far because fewer were enough.
+    saved_member_seconds: the sum of the times for which members were free because fewer were enough.
 
     `str` returns a readable report.
     """
@@ -133,7 +133,7 @@ class Situation:
     shape: the changes that may be proposed.
     slow: the ranks that count as slow; only these keep their measured speed.
     spares: the number of idle members, which could take the place of slow ones, or work again.
-    vacant: the number of these on nodes that could leave.
+    vacant: how many of these are on nodes that could leave.
     pause_seconds: seconds for which a change of members pauses training.
     step_seconds: the measured seconds of a step; 0 if none was measured.
     pipeline: whether the model is a PipelineModule.
@@ -165,7 +165,7 @@ class Situation:
 
     @property
     def steps(self) -> int:
-        """Number of steps for which time lost is not counted yet."""
+        """Number of steps since time lost was last counted."""
         return max(0, self.step - self.history.step)
 
     def remaining(self, speeds: tuple[float, ...], without: Sequence[int]) -> tuple[float, ...]:
@@ -238,8 +238,8 @@ def _slowdown(profile: Profile, at: Situation, present_seconds: float) -> Slowdo
 def _release(at: Situation, seconds: float) -> BalanceDecision | None:
     """Decide whether nodes without work should leave now; None if there are none.
 
-    They leave once their members have been without work for as much time as the members lose in two changes of members,
-    one to leave and one to come back.
+    They leave once their members' time without work reaches what all members lose in `safety` changes of members; with
+    2, one to leave and one to come back.
     """
     if not at.vacant or at.rules.members != "release":
         return None
@@ -249,10 +249,10 @@ def _release(at: Situation, seconds: float) -> BalanceDecision | None:
 
 
 def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...] = ()) -> FittingLayout:
-    """Return the best layout without the ranks in `gone`, and of the fewest members if others may become idle.
+    """Return the best layout without the ranks in `gone`; that of the fewest members if others may become idle.
 
-    Idle members may take the places of ranks that go. The layout grows only if members may become idle: then those that
-    are idle now may work again.
+    Idle members may take the places of ranks that go. The layout grows only if members may become idle; in that case
+    idle members may work again.
 
     Raises LayoutError if nothing fits.
     """

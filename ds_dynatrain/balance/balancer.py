@@ -195,7 +195,7 @@ class Balancer:
     def advise(self) -> Advice:
         """Return the best layout of the current members, and whether a move would pay.
 
-        Communicates nothing and changes nothing. The result is the same on all working members.
+        Communicates nothing and changes nothing. The proposal is the same on all working members.
 
         Raises ProfileError before a window has ended in a world of the current sizes, and LayoutError if nothing fits
         into `memory_limit_bytes`.

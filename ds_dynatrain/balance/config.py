@@ -30,8 +30,8 @@ class BalanceConfig(Block):
     """Allowed changes. "boundaries": of stages; "any": also numbers of stages and data ranks, and samples of each
     rank."""
     members: Literal["keep", "idle", "release"] = "keep"
-    """If fewer members are enough, "keep": all go on; "idle": the others wait; "release": idle nodes leave, down to
-    MIN."""
+    """What happens if fewer members are enough. "keep": all keep working; "idle": the others wait; "release": nodes of
+    idle members leave, down to MIN."""
     at_most_slower: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share by which a step with fewer members may be slower than the fastest with all of them."""
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25

@@ -138,7 +138,7 @@ class Course:
         """Return the course with the current knowledge of changed costs and slow members.
 
         since: the step at which costs changed.
-        slow: the slow members. One that is slow no longer has been so since the last window.
+        slow: the slow members. A member that has recovered counts as having done so at the last window.
         """
         known = self.history
         begun = max(known.since, since, *slow.since.values(), 0 if slow == self.slow else known.step)
@@ -183,7 +183,7 @@ class Course:
         course = replace(course, history=history, slowdown=advice.slowdown)
         release = advice.release
         if not advice.decision.acts and release is not None and release.acts:
-            return replace(course.failed(step), releases=True, why=release.why)  # and so not again in the next window
+            return replace(course.failed(step), releases=True, why=release.why)  # so not in the next window
         if not advice.decision.acts:
             return replace(course, why=advice.decision.why)
         if measured.count < ENOUGH_STEPS:
@@ -254,7 +254,7 @@ class Course:
         return replace(self, history=history, slowdown=None, left=None, costs=None, wanted=None, freed=freed)
 
     def failed(self, step: int) -> Course:
-        """Return the course after the wanted move failed. The next one has to wait until as much time is lost again."""
+        """Return the course after the wanted move failed. Time lost counts anew, so the next move has to wait."""
         return replace(self, history=self.history.begun_anew(step), wanted=None)
 
 

@@ -32,7 +32,7 @@ CERTAIN = 4.0
 It is higher than `ERRORS`, because each layer and member is tested in every window.
 """
 REMEMBERED = 9
-"""Number of rivals that are remembered."""
+"""Most rivals that a `DecisionHistory` keeps."""
 LEAST_FACTOR = 0.1
 """Lower limit of `DecisionHistory.factor` after a move that was kept. It leaves room for a large gain after none."""
 
@@ -107,7 +107,7 @@ class PastMove:
     predicted_gain: the fraction of a step that the move was predicted to save.
     before_seconds: the measured seconds of a step before the move.
     before_error: the standard error of `before_seconds`.
-    at_work: the fraction of the members that still work after the move; `predicted_gain` is one of the time of all.
+    at_work: the fraction of the members that still work after the move; `predicted_gain` counts the time of all.
     at_most_slower: the fraction by which steps may have become slower.
     """
 
@@ -143,7 +143,7 @@ class BalanceDecision:
 
 @dataclass(frozen=True)
 class BetterLayout:
-    """A layout that was better than the present one at some time.
+    """A layout that was predicted to be better than the present one at some time.
 
     without: the ranks that it does without.
     lost_seconds: the time that the present layout has lost against it, at least 0: it falls while the present layout is
@@ -164,11 +164,11 @@ class DecisionHistory:
     """The memory of decisions. Its methods return a new memory.
 
     step: the step up to which time lost is counted.
-    since: the step since which costs and slow members are as they are, in the present layout.
+    since: the step of the last change of costs or slow members, or of the last move that was made or failed.
     factor: measured gain ÷ predicted gain of the last move if that was below a half, otherwise 1; halved by each move
         that was taken back.
     open: the move that no window has judged yet.
-    rivals: the rivals of the present layout. The layouts that were left are among them.
+    rivals: the layouts against which time lost is counted, including those that moves have left.
     """
 
     step: int = 0

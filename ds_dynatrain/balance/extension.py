@@ -256,7 +256,7 @@ class Balance(Extension):
         return nullcontext() if self.balancer is None else self.balancer.timed_update()
 
     def saved_member_seconds(self) -> float:
-        """Return the time of members that were free; see `Balancer`."""
+        """Return the sum of the times for which members were free; see `Balancer`."""
         return 0.0 if self.balancer is None else self.balancer.saved_member_seconds
 
     def after_step(self) -> None:

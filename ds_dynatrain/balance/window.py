@@ -73,7 +73,8 @@ def _median(passes: Floats) -> tuple[Floats, Floats]:
 def waiting(passes: Sequence[Floats]) -> tuple[float, float]:
     """Return the mean seconds for which a micro-batch waits for a core, and their standard error.
 
-    A few passes wait for long, so the median would say little. With a single pass, the error is as large as the value.
+    Few passes wait, but these wait long, so the median would say little. With a single pass, the error is as large as
+    the value.
 
     passes: the `waits` of `StageTimes`.
     """

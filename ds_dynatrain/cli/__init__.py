@@ -4,6 +4,7 @@
 |---|---|
 | `main` | defines the commands and their options, except those of extensions |
 | `doctor` | checks versions, names, accelerator, compiler and launch variables |
+| `trial_switch` | tries a switch between two processes, for `doctor --try` |
 | `configuration` | checks a configuration file against the support table and with DeepSpeed itself |
 | `show` | prints the doctor's report as tables or JSON |
 | `checkpoints`, `conversion` | show and check the contents of checkpoints; convert to and from other tools' formats |

@@ -146,7 +146,8 @@ class Coordinator:
     def _dismiss(self, said: Dismiss) -> Dismissed:
         """Ask the workers of a node to leave, and return them.
 
-        Raises PeerRefused if the node has no workers, with the nodes that have some, or if it has to stay.
+        Raises PeerRefused if the node has no workers (the message names the nodes that have some), or if the job asks
+        and the node has to stay.
         """
         node, least = said.node, self.membership.settings.min_nodes
         members = tuple(member for member in self._workers if node_of(member) == node)

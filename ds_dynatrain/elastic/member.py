@@ -160,7 +160,7 @@ class Member:
 
     @property
     def min_nodes(self) -> int:
-        """The fewest nodes with which the job trains, by the coordinator's word."""
+        """The fewest nodes with which the job trains, as the coordinator has told it."""
         return 1 if self._connection is None else self._connection.welcome.min_nodes
 
     def send_home(self, node: str) -> None:

@@ -155,7 +155,7 @@ class Tally(WireRecord):
     saving_seconds: Seconds = 0.0
     """The part of `held_seconds` that was spent on checkpoints."""
     saved_member_seconds: Seconds = 0.0
-    """The time that members have not worked because balance found fewer to be enough."""
+    """The sum of the times for which members were free because balance found fewer to be enough."""
     generation: Count = 0
     """The worker's generation when it left its last boundary."""
 
@@ -268,7 +268,8 @@ class Dismiss(WireRecord):
     kind: Literal["dismiss"] = "dismiss"
     node: NodeId
     is_spare: bool = False
-    """Whether the job asks because the node has no work: it must stay if it hosts the coordinator, or one of MIN."""
+    """Whether the job asks, because the node has no work. Refused if the node hosts the coordinator, or if fewer than
+    MIN nodes would stay."""
 
 
 class Dismissed(WireRecord):

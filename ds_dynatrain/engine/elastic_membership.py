@@ -250,9 +250,9 @@ class ElasticMembership(Elastic):
         return engine.members if PROCESS.is_shared else engine.candidates.members
 
     def vacant(self, engine: EngineCore) -> dict[str, tuple[int, ...]]:
-        """Return the nodes whose members are all idle and that have not refused to leave, with their members.
+        """Return the nodes whose members are all idle, with their members, without nodes that have to stay.
 
-        At least MIN nodes are left out. The nodes that joined last come first.
+        The nodes that joined last come first. So many are left out that MIN nodes would stay.
         """
         by_node: dict[str, tuple[int, ...]] = {}
         for member, node in sorted(engine.candidates.nodes.items()):

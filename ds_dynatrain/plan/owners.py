@@ -1,4 +1,4 @@
-"""Order of tensors in the flat buffers of ZeRO stages 1 and 2 by which few elements change their owner.
+"""An order of tensors in the flat buffers of ZeRO stages 1 and 2 in which few elements change their rank.
 
 DeepSpeed cuts a flat buffer into equal parts, so one rank more or less moves every border, and most elements change
 their rank. In another order each remaining rank's tensors lie inside its new part, and tensors of other ranks fill the
@@ -43,7 +43,10 @@ def nearest(
 
 
 def _by_owners(vps: VirtualParameterSpace, target: Layout, members: Collection[int]) -> tuple[int, ...] | None:
-    """Return an order in which members that stay keep their ranks' tensors, lower ranks first."""
+    """Return an order in which members that stay keep their ranks' tensors, lower ranks first.
+
+    Returns None if that is the order of the tensors' numbers.
+    """
     line, count = vps.line, vps.line.trainable_count
     begin, end = line.bases[:count], line.bases[1 : count + 1]
     row, low, high, rank = vps.sharding(vps.layout, MASTER).owners(begin, end)
@@ -65,7 +68,7 @@ def _by_owners(vps: VirtualParameterSpace, target: Layout, members: Collection[i
 
 
 def _arranged(tensors: Ints, numels: Ints, slots: Ints, width: int, ranks: int) -> list[int]:
-    """Return tensors such that those of each slot lie between the borders of its part, as far as they fit there.
+    """Return the tensors in an order in which those of each slot lie within its part, as far as they fit there.
 
     Tensors wider than a part stay at the end of the buffer to which they are nearer.
 

@@ -241,7 +241,7 @@ class _Count:
             self._add_relayed(kind, read, interval.union(*join(lacking)[1:]), nbytes)
 
     def _add_relayed(self, kind: Kind, read: Sharding, lacking: Runs, nbytes: int) -> None:
-        """Add what ranks receive of a kind that members of their nodes relay, some nodes at a time.
+        """Add what ranks receive of a kind with relays, some nodes at a time.
 
         lacking: the runs that some rank receives.
         """

@@ -37,7 +37,7 @@ TURNS = 16
 SMALLEST_SHARE = 1 << 16
 """Fewest elements of a turn, so that messages do not become small; members with less than all turns have one turn."""
 RELAYED_PARTS = 1 << 12
-"""In how many parts a node's members relay all elements, unless parts become smaller than the smallest share."""
+"""Number of parts into which all elements are cut for relays, unless a part would be below the smallest share."""
 NOWHERE, ELSEWHERE = -1, -2
 """Nodes of source and of target members whose nodes are unknown: no other member is on the node of such a member."""
 
@@ -178,7 +178,7 @@ class Sides:
     def deliveries(self, kind: Kind, rank: int, wanted: Runs) -> tuple[Rows, tuple[Ints, Ints, Ints, Ints]]:
         """Return what a target rank receives: from source ranks as `senders` does, and by relays.
 
-        The relays, also those of this rank to others, are (start, stop, relay, receiver).
+        The latter are (start, stop, relay, receiver), and include what this rank relays to others.
         """
         start, stop, sender = self.senders(kind, rank, wanted)
         far = self.source_nodes[sender] != self.target_nodes[rank]

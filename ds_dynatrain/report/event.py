@@ -21,7 +21,8 @@ class Side:
     """One side of a switch: a layout, and the members that train in it, in the order of their ranks."""
 
     layout: Mapping[str, Any]
-    """Sizes of the axes by name, and `zero_stage`; also `boundaries`, `shares` and `order` if the layout has them."""
+    """Sizes of the axes by name, and `zero_stage`; also those of `boundaries`, `shares`, `experts` and `order` that the
+    layout has."""
     members: tuple[int, ...]
 
     def describe(self) -> str:

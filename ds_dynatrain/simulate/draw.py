@@ -19,9 +19,9 @@ class Distributions(BaseModel):
     """The distributions of a drawn trace. Intervals and durations are exponential, and all nodes are alike.
 
     hours: the length of the trace.
-    loss: mean seconds between losses of a node, in a cluster whose nodes are all there (MTBF); None for no losses.
-    preemption: mean seconds between pre-emptions of a node, likewise.
-    slow: mean seconds between slow-downs of a node, likewise.
+    loss: mean seconds between two losses of nodes, in a cluster whose nodes are all there (MTBF); None for no losses.
+    preemption: the same for pre-emptions.
+    slow: the same for slow-downs.
     back: mean seconds until a node that is gone joins again.
     notice: the notice of a pre-emption, in seconds.
     slow_for: the mean duration of a slow-down, in seconds. Nothing else happens to the node in the meantime.

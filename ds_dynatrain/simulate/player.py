@@ -33,7 +33,7 @@ ASSUMED = (
 
 
 def play(job: SimulatedJob, rows: Sequence[TraceRow], rivals: Iterable[Rival] = RIVALS) -> SimulationOutcome:
-    """Return what comes of a trace under each policy. Raises DynatrainError if a switch cannot be planned."""
+    """Return the outcome of a trace under each policy. Raises DynatrainError if a switch cannot be planned."""
     there, before, empty = at_the_beginning(rows, job.topology.node_of), 0.0, 0.0
     for row in rows:
         empty, before = empty + (0.0 if there else row.seconds - before), row.seconds
@@ -85,7 +85,7 @@ class _Player:
         self.world = self.held = self._ask().world if self.ready else None
 
     def outcome(self, empty: float) -> PolicyOutcome:
-        """Play all rows, and return what came of them.
+        """Play all rows, and return the outcome.
 
         empty: the seconds without any member.
         """
@@ -195,7 +195,7 @@ class _Player:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def _go_to(self, at: float) -> None:
-        """Let time pass until `at`, in which no event comes."""
+        """Let time pass until `at`. No event comes before then."""
         while self.clock < at:
             if self.world is None:
                 is_start = self.held is None and bool(self.ready_at)
@@ -223,7 +223,7 @@ class _Player:
             self.saved, self.writing = self.writing[1], NO_SAVE
 
     def _stand(self, world: SimulatedWorld) -> None:
-        """Begin to train in a world, or to train on after a checkpoint that training waited for."""
+        """Begin to train in a world, or go on after a checkpoint for which training has waited."""
         self.changes += self.held is not None and self.held.place != world.place
         self.held, self.dead, self.leaving = world, set(), set()
         self.is_pending, self.trained, self.kept = False, 0.0, "all"

@@ -44,7 +44,7 @@ class Standing:
 
     @property
     def gone(self) -> frozenset[int]:
-        """The members that a policy without notice loses."""
+        """The members that are lost to a policy that ignores notices."""
         return self.dead | self.leaving
 
 
@@ -153,7 +153,7 @@ def peers_of_the_stage(job: SimulatedJob, now: Standing) -> Reaction:
 
 
 def _places(now: Standing, count: int, size: int, groups: int = 1, fresh: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Return the members of each place: those of before that are alive, and free members in empty places.
+    """Return the members of each place: the earlier ones if all are alive, and free members in empty places.
 
     size: the number of members of a place; a place with fewer is empty.
     groups: the number of groups of places; the one with the fewest members is filled first.

@@ -40,8 +40,8 @@ class Layout:
     4) for 4, 5, 0, 1, 2, 3. None is DeepSpeed's order. Switches choose it; see `dynatrain.owners`. LayoutError unless
     each number occurs once.
     experts: for each layer with experts, the experts of each index of the expert axis, such as (((0, 2), (1, 3)),) for
-    one layer and expert=2. None, and any map that says the same, gives the first index the first experts, and so on.
-    LayoutError unless each index has as many experts as the others, and each expert has one index.
+    one layer and expert=2. None gives the first index the first experts, and so on; a map that says the same becomes
+    None. LayoutError unless each index has as many experts as the others, and each expert has one index.
     """
 
     zero_stage: int
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def moved_experts(self) -> int:
-        """Number of experts, of all layers, that are not where they are without a map."""
+        """Number of experts, over all layers, whose place the map of experts changes."""
         pairs = (pair for layer in self.experts or () for pair in enumerate(itertools.chain(*layer)))
         return sum(place != expert for place, expert in pairs)
 
@@ -238,13 +238,13 @@ def _check_order(order: tuple[int, ...]) -> None:
 
 
 def experts_in_order(count: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the experts of each index of the expert axis without a map, in a layer of `count` experts."""
+    """Return the experts of each of `size` indices of the expert axis, in a layer of `count` experts without a map."""
     each = count // size
     return tuple(tuple(range(index * each, (index + 1) * each)) for index in range(size))
 
 
 def _check_experts(experts: ExpertMap, size: int) -> None:
-    """Raise LayoutError, naming the layer, unless each expert of a layer has one of `size` indices, evenly."""
+    """Raise LayoutError, naming the layer, unless each layer deals its experts evenly to `size` indices, each once."""
     if not isinstance(experts, tuple) or not all(
         isinstance(layer, tuple) and all(isinstance(held, tuple) and all(map(_is_whole, held)) for held in layer)
         for layer in experts

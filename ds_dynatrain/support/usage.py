@@ -292,7 +292,7 @@ USAGE = (
     ),
     _start(
         "an order of tensors by owners",
-        "the order is chosen over data and sequence ranks alone, and DeepSpeed 0.18 cannot link masters in one",
+        "the order is chosen over data and sequence ranks alone, and DeepSpeed before 0.19.8 cannot link masters",
         'leave "owners" out of the dynatrain block',
         "tests/engine/test_owners.py::test_what_is_refused",
     ),

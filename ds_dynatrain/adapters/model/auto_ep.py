@@ -318,7 +318,7 @@ def named_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 class ToPlaces:
     """Hook of a router that changes the numbers of experts to their places.
 
-    A layer counts tokens by what its router returns; the hook corrects the count, which stays one of experts.
+    A layer counts tokens by what its router returns. The hook corrects the count, so that it still goes by experts.
     """
 
     def __init__(self, layer: Any, experts: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """Differences between the DeepSpeed series with which this package is tested. No other file looks at the version.
 
-A series is the patch versions of one minor version from the oldest tested one on, up to the next series. All of them
+A series is a range of patch versions of one minor version, from its oldest tested version up to the next series. All
 are accepted: the private names on which the adapters rely are checked before any other adapter is imported, and the
 census of every switch checks where DeepSpeed's buffers lie. A missing name is an error that names both versions, not an
 AttributeError during training.
