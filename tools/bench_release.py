@@ -51,7 +51,7 @@ class Found:
 def run(folder: Path, members: str, slower: float) -> Found:
     """Train in one job."""
     balance = {
-        **{"mode": "act", "every_steps": 10, "cooldown_steps": 4, "horizon_steps": STEPS, "slow_ratio": None},
+        **{"mode": "act", "every_steps": 10, "slow_ratio": None},
         **{"least_gain": 0.1, "members": members, "at_most_slower": slower},
     }
     layouts = {str(size): {"data": 1, "pipe": size, "zero_stage": 1} for size in range(1, 5)}

@@ -102,7 +102,7 @@ class Acting:
         """Record a committed switch. If it is not the balancer's own move, the last move can no longer be judged."""
         if self._asked is None or event.generation != self._asked[1].generation:
             sizes = (len(side.members) for side in (event.target, event.source))
-            self._open, self.course = None, self.course.overtaken(*sizes)
+            self._open, self.course = None, self.course.overtaken(event.step, *sizes)
             return
         (wanted, _, left), self._asked = self._asked, None
         self.course, self._open = self.course.moved(wanted, event.step, left, 1e-3 * event.pause_ms), event
@@ -211,8 +211,8 @@ class Balancer:
                 f"balancer.advise: the profile is of {len(profile.speeds)} members, and {engine.layout.world_size} "
                 f"work now; call it after the next window, which begins at step {self._due}"
             )
-        course = self._acting.course
-        advice = self._advise(profile, self._step_seconds, course.at(self._averaged.since, course.slow))
+        course = self._acting.course.at(engine.global_steps, self._averaged.since, self._acting.course.slow)
+        advice = self._advise(profile, self._step_seconds, course)
         return replace(advice, saved_member_seconds=self.saved_member_seconds)
 
     def _advise(self, profile: Profile, step_seconds: float, course: Course) -> Advice:
@@ -385,7 +385,7 @@ class Balancer:
         slow = self._acting.course.slow
         if measured.count >= ENOUGH_STEPS:  # a window right after a move has seen too little of the members
             slow = slow.after(engine.members, window.speeds, step, settings.slow_ratio)
-        course = self._acting.course.at(averaged.since, slow)
+        course = self._acting.course.at(step, averaged.since, slow)
         if settings.acts and averaged.doubted is not None:
             course = course.in_doubt()
         elif settings.acts:

@@ -134,13 +134,15 @@ class Course:
     freed: int = 0
     why: str = ""
 
-    def at(self, since: int, slow: Slow) -> Course:
+    def at(self, step: int, since: int, slow: Slow) -> Course:
         """Return the course with the current knowledge of changed costs and slow members.
 
+        step: the current step. A load may have gone back to one before the last window.
         since: the step at which costs changed.
         slow: the slow members. A member that has recovered counts as having done so at the last window.
         """
-        known = self.history
+        history = self.history
+        known = replace(history, step=min(history.step, step), since=min(history.since, step))
         begun = max(known.since, since, *slow.since.values(), 0 if slow == self.slow else known.step)
         return replace(self, history=replace(known, since=begun, step=max(known.step, begun)), slow=slow)
 
@@ -241,16 +243,17 @@ class Course:
     def _freed(self, after: int, before: int) -> int:
         return max(0, self.freed + before - after)
 
-    def overtaken(self, after: int = 0, before: int = 0) -> Course:
+    def overtaken(self, step: int, after: int = 0, before: int = 0) -> Course:
         """Return the course after a switch that the balancer did not request. The last move is never judged.
 
         Such a switch was requested by the script, or caused by a change of members. Members that it puts to work are no
-        longer free; members that it takes from the job were not freed by balance.
+        longer free; members that it takes from the job were not freed by balance. Time lost counts from this step on.
 
         after: the number of members that work after the switch.
         before: the number of members that worked before it.
         """
-        history, freed = replace(self.history, open=None, rivals=()), self._freed(max(after, before), before)
+        freed = self._freed(max(after, before), before)
+        history = replace(self.history, open=None, rivals=(), step=step, since=step)
         return replace(self, history=history, slowdown=None, left=None, costs=None, wanted=None, freed=freed)
 
     def failed(self, step: int) -> Course:

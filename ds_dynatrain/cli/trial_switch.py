@@ -9,12 +9,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from ds_dynatrain.report.check import Check
 
 SECONDS = 300.0
 """The longest that the two processes may take. A first start compiles an operator of DeepSpeed for about a minute."""
+ENDING_SECONDS = 30.0
+"""The longest that torchrun may take to end both after that."""
 _SWITCHES_AT, _ENDS_AT = 2, 4
 _CONFIG = {
     "train_batch_size": 8,
@@ -42,6 +45,9 @@ def tried_switch() -> Check:
                 code = launched.wait(SECONDS)
             except subprocess.TimeoutExpired:
                 launched.terminate()  # torchrun then ends its workers
+                with suppress(subprocess.TimeoutExpired):
+                    launched.wait(ENDING_SECONDS)
+                launched.kill()
                 words = f"two processes did not finish in {SECONDS:.0f} s; {_last_line(logs)}"
                 return Check("a switch", "hangs", False, words)
         if code:

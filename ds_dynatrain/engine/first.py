@@ -110,7 +110,7 @@ def _refuse_owners(layout: Layout, job: Job) -> None:
         "a pipeline": PIPELINE in job.features,
         "experts": not job.features.isdisjoint((EXPERTS, NATIVE_EXPERTS)),
         "a tensor axis": layout.tensor > 1,
-        "DeepSpeed 0.18": "zero_optimization.round_robin_gradients" in present().refused,
+        "DeepSpeed before 0.19.8": "zero_optimization.round_robin_gradients" in present().refused,
     }
     for name, is_there in others.items():
         if is_there:

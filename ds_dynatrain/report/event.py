@@ -29,7 +29,8 @@ class Side:
         """Return a description of the layout without axes of size 1, such as `data=4 zero_stage=3`."""
         always = ("data", "zero_stage")
         parts = {name: f"{name}={size}" for name, size in self.layout.items() if name in always or size != 1}
-        return " ".join((parts | {"order": "owners=nearest"} if "order" in parts else parts).values())
+        brief = {"order": "owners=nearest", "experts": "experts=mapped"}  # both may have thousands of numbers
+        return " ".join(brief.get(name, part) for name, part in parts.items())
 
 
 @dataclass(frozen=True)

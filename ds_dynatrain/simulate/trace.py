@@ -5,6 +5,7 @@ A trace is a file of JSON lines, or a CSV file of a spot market with the columns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -110,9 +111,12 @@ def _spot_rows(lines: Iterable[tuple[int, str]], topology: Topology) -> Iterator
             continue
         try:
             time, _, count = line.partition(",")
-            counts.append((number, float(time), int(count)))
+            row = number, float(time), int(count)
         except ValueError:
             raise ConfigError(f"row {number}: {line!r} is no time and number of nodes; write such as 900,3") from None
+        if not (math.isfinite(row[1]) and row[1] >= 0 and row[2] >= 0):
+            raise ConfigError(f"row {number}: {line!r} has a number below 0 or none at all; write such as 900,3")
+        counts.append(row)
     most = max((nodes for _, _, nodes in counts), default=0)
     if most < 1:
         return

@@ -139,13 +139,23 @@ def test_what_fails_waits() -> None:
 
 
 def test_a_switch_of_somebody_else_leaves_nothing_to_judge() -> None:
-    course = moved().overtaken()
+    course = moved().overtaken(30)
     assert course.history.open is None and after(course, 40, Measured(500.0, 0.5, 8), FRONT).verdict is None
+
+
+def test_time_lost_counts_from_a_switch_of_somebody_else() -> None:
+    course = after(Course(), 20, STEP, EVEN).overtaken(390)
+    assert course.history.since == course.history.step == 390 and course.history.rivals == ()
+
+
+def test_a_load_goes_back_behind_the_last_window() -> None:
+    course = Course(history=DecisionHistory(step=900, since=900)).at(210, 0, Slow())
+    assert (course.history.step, course.history.since) == (210, 210)
 
 
 def test_every_digit_of_it_travels() -> None:
     for course in (Course(), after(Course(), 20, STEP, EVEN), moved()):
-        course = replace(course.at(7, Slow({3: 17})), slowdown=Slowdown(EVEN, 1 / 3, 0.1))
+        course = replace(course.at(20, 7, Slow({3: 17})), slowdown=Slowdown(EVEN, 1 / 3, 0.1))
         assert from_record(Course, json.loads(json.dumps(to_record(course)))) == course
     wanted = WantedMove(FRONT, 0.1, "why", STEP, Costs((1 / 3,), (0.1,)), (2, 3), back=True)
     assert from_record(WantedMove, json.loads(json.dumps(to_record(wanted)))) == wanted
@@ -245,7 +255,7 @@ def lost(speeds: Sequence[float], cost: float) -> tuple[float, int, Course]:
         total += loss(layout.shares or (SAMPLES // 2, SAMPLES // 2), speed)
         found = replace(profile((1.0,), batch=SAMPLES, speeds=(1.0, speed)), micro_batch_size=1)
         slow = course.slow.after((0, 1), found.speeds, step, RULES.slow_ratio)
-        course, present = course.at(0, slow), layout
+        course, present = course.at(step, 0, slow), layout
 
         def ask(course: Course, step: int = step, found: Profile = found, present: Layout = present) -> Advice:
             ranks = course.slow.counted(step, RULES.slow_seen_steps)

@@ -200,8 +200,8 @@ def test_nodes_leave_once_the_move_was_judged_and_are_asked_once() -> None:
 
 def test_who_works_again_is_not_free() -> None:
     course = packed()
-    assert course.overtaken(3, 2).freed == 1 and course.overtaken(9, 2).freed == 0
-    assert course.overtaken(1, 2).freed == 2 and course.overtaken().freed == 2
+    assert course.overtaken(22, 3, 2).freed == 1 and course.overtaken(22, 9, 2).freed == 0
+    assert course.overtaken(22, 1, 2).freed == 2 and course.overtaken(22).freed == 2
     back = after(course, 40, Measured(110.0, 0.1, 16), TWO)
     assert back.wanted is not None and back.moved(back.wanted, 41, TWO, 0.5).freed == 0
 
@@ -216,7 +216,7 @@ def test_costs_that_go_up_and_down_send_no_node_away() -> None:
         found = profile(seconds, batch=64)
         now = step_time(found, present, Deal.of(found, present, 64, True)).seconds
         idle = 4 - present.world_size
-        course = course.at(changes[-1], Slow())
+        course = course.at(step, changes[-1], Slow())
         more = {"seconds": seconds, "spares": idle, "vacant": idle, "pause_seconds": 50 * now}
         course = after(course, step, Measured(now, 0.01, 16), present, **more)
         if course.releases:

@@ -181,7 +181,7 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
     def wrapped(self: Transaction, plan: ReadyPlan, transport: Transport, *link: Any) -> Any:
         name = by_generation.get(self.proposal.generation)
         if name == "dropped piece":
-            how = self.engine.settings.memory_budget_bytes, plan.on_host, plan.sharing, plan.batching
+            how = self.engine.settings.memory_budget_bytes, plan.on_host, plan.sharing, self.preparation.ways.batching
             return own(self, ReadyPlan.of(without_a_piece(self, plan.plan), *how), transport, *link)
         if name == "stale moment" and self.control.member == WHERE:
             moved = {key: held for key, held in stale.items() if key not in self.preparation.kept}

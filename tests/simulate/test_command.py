@@ -119,6 +119,9 @@ def test_wrong_options_and_files(folder: Path) -> None:
     (folder / "trace.jsonl").write_text(f"{LOSS}\n{END}\n")
     (folder / "odd.csv").write_text("0,1\n5,many\n")
     assert "odd.csv: row 2: '5,many' is no time and number of nodes" in refused(folder, trace="odd.csv")
+    for row in ("nan,3", "-5,3", "5,-3"):
+        (folder / "odd.csv").write_text(f"0,1\n{row}\n")
+        assert f"odd.csv: row 2: '{row}' has a number below 0" in refused(folder, trace="odd.csv")
     assert "--assume start=3: start: " in refused(folder, "--assume", "start=3")
     assert "--draw loss=9: hours: " in refused(folder, "--draw", "loss=9", trace="new.jsonl")
     assert "needs 16 members and 8 may train" in refused(folder, "--layout", "data=16")

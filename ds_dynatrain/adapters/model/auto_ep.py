@@ -115,7 +115,7 @@ class Conversion:
         """Give layers the current groups and this rank's experts, even if the module is unchanged."""
         index, placed = expert_index(layout), {} if layout.experts is None else self.rows(layout)
         for name, part in named_layers(engine.module):
-            take_place(part, placed.get(name) or experts_in_order(part.num_experts, layout.expert), index)
+            take_place(part, placed[name] if placed else experts_in_order(part.num_experts, layout.expert), index)
         enter_layers(engine, layout.expert)
         _fold(engine, layout)
 

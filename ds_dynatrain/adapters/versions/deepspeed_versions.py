@@ -102,10 +102,11 @@ _NEWEST = Series(
         """,
         "deepspeed.sequence.cross_entropy": "VocabParallelCausalLMLoss",
         "deepspeed.runtime.zero.utils": "gc defragment",
-        "deepspeed.checkpoint.autoep_affine": "autoep_experts_for_rank",
+        "deepspeed.checkpoint.autoep_affine": "autoep_placement_to_affine_map make_autoep_placement_descriptor",
         "deepspeed.checkpoint.constants": """
-            AUTOEP_EXPERT_PLACEMENT AUTOEP_NUM_EXPERTS AUTOEP_PARAM_EP_RANK AUTOEP_PARAM_LOCAL_EXPERTS
-            AUTOEP_PLACEMENT_EXPERTS AUTOEP_PLACEMENT_RANKS DS_AUTOEP_UC_META DS_AUTOTP_UC_META
+            AFFINE_MAP AUTOEP_PARAM_LOGICAL_SHAPE AUTOEP_EXPERT_PLACEMENT AUTOEP_PARAM_EP_RANK
+            AUTOEP_PARAM_LOCAL_EXPERTS AUTOEP_PLACEMENT_EXPERTS AUTOEP_PLACEMENT_RANKS DS_AUTOEP_UC_META
+            DS_AUTOTP_UC_META
         """,
         "deepspeed.module_inject.auto_ep:AutoEP": "ep_parser replace_moe_layers",
         "deepspeed.module_inject.auto_ep_config": """
