@@ -92,7 +92,7 @@ def built() -> tuple[torch.nn.Module, Any]:
         with torch.device("meta"):
             model = Large()
         return model, list(model.parameters())
-    model = pipeline("tied") if KIND == "pipeline" else small_gpt(width=WIDTH)
+    model = pipeline(os.environ.get("PIPELINE", "tied")) if KIND == "pipeline" else small_gpt(width=WIDTH)
     for name, held in model.named_parameters():
         held.requires_grad_(held.requires_grad and not (FROZEN and name.startswith(FROZEN)))
     return model, decay_groups(model)
