@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose, fewest
+from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.decision import (
@@ -224,7 +224,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
 
 
 def _slowdown(profile: Profile, at: Situation, present_seconds: float) -> Slowdown | None:
-    """Return the time lost to slow members; None if none has been slow."""
+    """Return the training time lost to slow members so far; None if no member has been slow."""
     before = at.slowdown or (Slowdown(at.present) if at.slow else None)
     if before is None:
         return None
@@ -281,10 +281,9 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...
         pipeline=at.pipeline,
         slack=SLACK,
         count=2,
+        at_most_slower=rules.at_most_slower if packs else None,
     )
     start = present.replace(shares=None) if gone else present
-    if packs:
-        return fewest(profile, start, members, rules.at_most_slower, search, refused)
     return choose(profile, start, members, search, refused)[0]
 
 

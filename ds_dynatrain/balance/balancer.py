@@ -73,7 +73,9 @@ class Acting:
 
     def _move(self, wanted: WantedMove, present: Layout) -> None:
         engine = self._engine
-        reason = Reason(CAUSE, wanted.predicted_gain, tuple(engine.members[rank] for rank in wanted.without))
+        let_go = () if wanted.back else self.course.let_go
+        without = (*let_go, *(engine.members[rank] for rank in wanted.without))
+        reason = Reason(CAUSE, wanted.predicted_gain, without)
         try:
             pending = engine.switcher.ask(wanted.layout, None, {}, late=False, reason=reason)
         except SwitchRefused as refusal:  # for example, the script has a switch pending, or members change
@@ -105,7 +107,9 @@ class Acting:
             self._open, self.course = None, self.course.overtaken(event.step, *sizes)
             return
         (wanted, _, left), self._asked = self._asked, None
-        self.course, self._open = self.course.moved(wanted, event.step, left, 1e-3 * event.pause_ms), event
+        let_go = (*self.course.let_go, *(event.source.members[rank] for rank in wanted.without))
+        course = self.course.moved(wanted, event.step, left, 1e-3 * event.pause_ms)
+        self.course, self._open = replace(course, let_go=() if wanted.back else let_go), event
 
 
 SETTLING = 2
@@ -227,7 +231,7 @@ class Balancer:
             memory_bytes=settings.memory_limit_bytes or PLENTY,
             shape=settings.shape,
             slow=frozenset(rank for rank, member in enumerate(engine.members) if member in counted),
-            spares=sum(member not in engine.members for member in PROCESS.membership.able(engine)),
+            spares=len({*PROCESS.membership.able(engine)} - {*engine.members, *course.let_go}),
             vacant=sum(map(len, PROCESS.membership.vacant(engine).values())),
             pause_seconds=self._pause.fixed_seconds,
             step_seconds=step_seconds,
@@ -238,7 +242,8 @@ class Balancer:
 
     def _move_to(self, layout: Layout, without: tuple[int, ...]) -> MoveCost | None:
         """Return the cost of moving to a layout without some ranks; None if a switch would be refused."""
-        estimate = self._engine.switcher.dry_run(layout, {}, tuple(self._engine.members[rank] for rank in without))
+        members = (*self._acting.course.let_go, *(self._engine.members[rank] for rank in without))
+        estimate = self._engine.switcher.dry_run(layout, {}, members)
         return None if estimate.refusal else MoveCost(estimate.bytes_sent, self._pause.seconds(estimate.bytes_sent))
 
     @property

@@ -194,6 +194,7 @@ class Search:
     count: the number of layouts to return.
     accumulation: a function from a layout to the number of micro-batches that a job makes in it. If given, only that
         number is tried.
+    at_most_slower: the fraction by which a step may be slower with fewer members; None to use all members.
     """
 
     pipes: tuple[int, ...] | None = None
@@ -205,6 +206,7 @@ class Search:
     horizon_steps: float | None = None
     count: int = 10
     accumulation: Callable[[Layout], int] | None = None
+    at_most_slower: float | None = None
 
     def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
         """Yield a layout's possible deals (divisions of the samples), one for each number of micro-batches."""
@@ -268,7 +270,7 @@ def choose(
     refused: Refuses = lambda layout, deal: False,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
 ) -> tuple[FittingLayout, ...]:
-    """Return the best layouts, best first.
+    """Return the best layouts, best first; with `search.at_most_slower`, that of the fewest members before them.
 
     present: the layout before the switch. Its axes other than pipe and data are kept.
     refused: function that returns whether a switch would refuse a layout for reasons not covered by `is_possible`.
@@ -276,36 +278,34 @@ def choose(
 
     Raises LayoutError if nothing fits, with the reason for the largest layout tried.
     """
-    return _Choosing(profile, present, members, search or Search(), refused, switch_seconds).best()
+    search = search or Search()
+
+    def best(count: int) -> tuple[FittingLayout, ...]:
+        return _Choosing(profile, present, members.first(count), search, refused, switch_seconds).best()
+
+    found = best(len(members.speeds))
+    if search.at_most_slower is None:
+        return found
+    return _with_fewest(found[0], search.at_most_slower, best), *found
 
 
-def fewest(
-    profile: Profile,
-    present: Layout,
-    members: Members,
-    at_most_slower: float,
-    search: Search | None = None,
-    refused: Refuses = lambda layout, deal: False,
-    switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
+def _with_fewest(
+    best: FittingLayout, at_most_slower: float, best_of: Callable[[int], tuple[FittingLayout, ...]]
 ) -> FittingLayout:
     """Return the best layout of the fewest members with which a step is at most this fraction slower than the best.
 
-    The other arguments are those of `choose`, and so is the error. More members are never slower, because some of them
-    may be idle, so the number of members is found by bisection.
+    More members are never slower, because some of them may be idle, so the number of members is found by bisection.
+
+    best_of: function from a number of members to the best layouts; it raises LayoutError if nothing fits.
     """
-
-    def best_of(count: int) -> FittingLayout | None:
-        try:
-            return choose(profile, present, members.first(count), search, refused, switch_seconds)[0]
-        except LayoutError:
-            return None
-
-    best = choose(profile, present, members, search, refused, switch_seconds)[0]
     most, found = _rounded((1 + at_most_slower) * best.seconds), {best.layout.world_size: best}
 
     def is_enough(count: int) -> bool:
-        fitting = best_of(count)
-        if fitting is None or _rounded(fitting.seconds) > most:
+        try:
+            fitting = best_of(count)[0]
+        except LayoutError:
+            return False
+        if _rounded(fitting.seconds) > most:
             return False
         found[fitting.layout.world_size] = fitting
         return True

@@ -33,7 +33,8 @@ class BalanceConfig(Block):
     """What happens if fewer members are enough. "keep": all keep working; "idle": the others wait; "release": nodes of
     idle members leave, down to MIN."""
     at_most_slower: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share by which a step with fewer members may be slower than the fastest with all of them."""
+    """Share by which a step with fewer members may be slower than the fastest with all of them; only with `members`
+    "idle" or "release"."""
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25
     """A member counts as slow if it takes this many times as long as the median member of its stage; `None`: no member
     does."""

@@ -118,6 +118,7 @@ class Course:
     needs_steps: whether a move would be made if enough steps had been measured before it.
     releases: whether nodes without work leave now.
     freed: the number of members that moves have made idle and that have not worked since.
+    let_go: the members that moves have made idle because they were slow. No move gives them work again.
     why: a description of the decision.
     """
 
@@ -132,6 +133,7 @@ class Course:
     needs_steps: bool = False
     releases: bool = False
     freed: int = 0
+    let_go: tuple[int, ...] = ()
     why: str = ""
 
     def at(self, step: int, since: int, slow: Slow) -> Course:
@@ -254,7 +256,7 @@ class Course:
         """
         freed = self._freed(max(after, before), before)
         history = replace(self.history, open=None, rivals=(), step=step, since=step)
-        return replace(self, history=history, slowdown=None, left=None, costs=None, wanted=None, freed=freed)
+        return replace(self, history=history, slowdown=None, left=None, costs=None, wanted=None, freed=freed, let_go=())
 
     def failed(self, step: int) -> Course:
         """Return the course after the wanted move failed. Time lost counts anew, so the next move has to wait."""

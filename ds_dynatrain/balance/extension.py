@@ -12,7 +12,7 @@ from ds_dynatrain.adapters.groups.device import is_accelerated, total_bytes
 from ds_dynatrain.adapters.model.pipeline_layers import PROFILE, Cut
 from ds_dynatrain.adapters.model.stage_module import PipelineShaper
 from ds_dynatrain.balance.balancer import Balancer
-from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose, fewest
+from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
@@ -83,7 +83,7 @@ def fastest(
     memory_bytes: the memory of each member, in bytes.
     horizon_steps: the number of steps over which the cost of a switch is spread; None to ignore that cost.
     switch_seconds: function from a layout to the seconds of a switch to it.
-    at_most_slower: if given, the first layout is that of the fewest members; see `fewest`.
+    at_most_slower: see `Search`.
 
     The profile's speeds count if the members are the current ones and the profile has a speed for each of them.
     Otherwise all members are assumed equally fast. Ranks follow the order of the members, as in a switch. The ZeRO
@@ -94,6 +94,7 @@ def fastest(
         pipeline=engine.job.has_stages,
         horizon_steps=horizon_steps,
         accumulation=lambda layout: engine.batch_for(layout).accumulation,
+        at_most_slower=at_most_slower,
     )
 
     def refused(layout: Layout, deal: Deal) -> bool:
@@ -105,10 +106,7 @@ def fastest(
 
     is_known = len(profile.speeds) == len(engine.members) == members
     among = Members(profile.speeds if is_known else (1.0,) * members, memory_bytes, are_placed=True)
-    found = choose(profile, engine.layout, among, search, refused, switch_seconds)
-    if at_most_slower is None:
-        return found
-    return fewest(profile, engine.layout, among, at_most_slower, search, refused, switch_seconds), *found
+    return choose(profile, engine.layout, among, search, refused, switch_seconds)
 
 
 def _limit_of(engine: EngineCore) -> int | None:
@@ -190,7 +188,7 @@ class Balance(Extension):
             self.balancer = Balancer(parts, self._settings)
 
     def check_launch(self, is_elastic: bool) -> None:
-        """Raise ConfigError if nodes are to leave a launch of fixed size."""
+        """Raise ConfigError if `members` is "release" in a launch of fixed size, which no node can leave."""
         if self._settings.members == "release" and not is_elastic:
             raise ConfigError(
                 'dynatrain.balance.members is "release", and no node can leave a launch of fixed size; start torchrun '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from ds_dynatrain.balance.advice import Advice, MoveCost, Situation, advise
-from ds_dynatrain.balance.choose import Members, Search, choose, fewest
+from ds_dynatrain.balance.choose import Members, Search, choose
 from ds_dynatrain.balance.config import BalanceConfig as Rules
 from ds_dynatrain.balance.course import Course
 from ds_dynatrain.balance.deal import Deal
@@ -37,9 +38,9 @@ def longest(batch: int) -> Callable[[Layout], int]:
 
 def enough(seconds: tuple[float, ...], members: int, slower: float, batch: int = 64) -> Layout:
     found = profile(seconds, batch=batch)
-    search = Search(zero_stages=(1,), count=2, accumulation=longest(batch))
+    search = Search(zero_stages=(1,), count=2, accumulation=longest(batch), at_most_slower=slower)
     start = Layout(zero_stage=1)
-    return fewest(found, start, Members((1.0,) * members, are_placed=True), slower, search, of_one_pipeline).layout
+    return choose(found, start, Members((1.0,) * members, are_placed=True), search, of_one_pipeline)[0].layout
 
 
 def of_one_pipeline(layout: Layout, deal: object) -> bool:
@@ -63,7 +64,7 @@ def test_of_equal_ones_that_with_fewer_members() -> None:
 
 def test_nothing_fits() -> None:
     with pytest.raises(LayoutError):
-        fewest(profile(), Layout(zero_stage=1), Members((1.0,), memory_bytes=1), 0.5)
+        choose(profile(), Layout(zero_stage=1), Members((1.0,), memory_bytes=1), Search(at_most_slower=0.5))
 
 
 def test_memory_may_need_more_members() -> None:
@@ -73,7 +74,8 @@ def test_memory_may_need_more_members() -> None:
         for room in range(1000, 100_000, 1000)
         if not _raises(lambda room=room: choose(found, start, Members((1.0,) * 2, room), search))  # type: ignore[misc]
     )
-    assert fewest(found, start, Members((1.0,) * 4, least), 1.0, search).layout.world_size == 2
+    search = Search(zero_stages=(1,), at_most_slower=1.0)
+    assert choose(found, start, Members((1.0,) * 4, least), search)[0].layout.world_size == 2
 
 
 def _raises(call: Callable[[], object]) -> bool:
@@ -204,6 +206,12 @@ def test_who_works_again_is_not_free() -> None:
     assert course.overtaken(22, 1, 2).freed == 2 and course.overtaken(22).freed == 2
     back = after(course, 40, Measured(110.0, 0.1, 16), TWO)
     assert back.wanted is not None and back.moved(back.wanted, 41, TWO, 0.5).freed == 0
+
+
+def test_another_switch_may_use_who_was_let_go() -> None:
+    course = dataclasses.replace(packed(), let_go=(3,))
+    assert after(course, 40, Measured(104.0, 0.1, 16), TWO).let_go == (3,)
+    assert course.overtaken(22).let_go == ()
 
 
 def test_costs_that_go_up_and_down_send_no_node_away() -> None:
