@@ -242,7 +242,7 @@ class Extension:
         return 0
 
     def saved_member_seconds(self) -> float:
-        """Return the time, over all members, for which the extension has made members idle or sent them home."""
+        """Return the member-seconds saved so far, in which this extension left members without work."""
         return 0.0
 
     def protects(self) -> Literal["", "no", "yes"]:

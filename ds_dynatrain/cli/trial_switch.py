@@ -17,7 +17,7 @@ from ds_dynatrain.report.check import Check
 SECONDS = 300.0
 """The longest that the two processes may take. A first start compiles an operator of DeepSpeed for about a minute."""
 ENDING_SECONDS = 30.0
-"""The longest that torchrun may take to end both after that."""
+"""The longest that torchrun may take to end the two processes after a time-out."""
 _SWITCHES_AT, _ENDS_AT = 2, 4
 _CONFIG = {
     "train_batch_size": 8,

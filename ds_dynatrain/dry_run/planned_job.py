@@ -1,4 +1,4 @@
-"""Job of a dry run: a model and a DeepSpeed configuration, without an engine."""
+"""The model and the DeepSpeed configuration for which `ds-dynatrain plan` computes a change, without an engine."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ class Counts:
     """Number of pauses in each bucket of `PAUSE_BUCKETS`; the last entry counts pauses longer than all buckets."""
     pause_seconds: float = 0.0
     saved_member_seconds: float = 0.0
-    """See `Tally`; as rank 0 last reported it."""
+    """The value that rank 0 reported last; see `Tally`."""
     phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 

@@ -101,7 +101,7 @@ class CoordinatorHost:
         self._is_up.wait()
 
     def belong_to(self, node: str) -> None:
-        """Record the node whose agent runs this coordinator: it is never sent home. Called after `start`."""
+        """Tell the coordinator on which node it runs, so that it never sends that node home. Called after `start`."""
         if self._coordinator is not None:
             self._coordinator.host_node = node
 

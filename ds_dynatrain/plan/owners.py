@@ -29,17 +29,14 @@ def nearest(
     that cannot have ours, and where pipe, expert or tensor axes cut the model.
     """
     members, plain = sorted(candidates), target.replace(order=None)
-    orders: list[tuple[int, ...] | None] = [None]
+    is_cut = vps.mesh(vps.layout) is not None or vps.mesh(plain) is not None
+    orders: set[tuple[int, ...] | None] = {None}
     if plain == vps.layout.replace(order=None):
-        orders = [vps.layout.order]
-    elif (
-        vps.line.trainable_count
-        and plain.zero_stage in vps.rules.ordered_stages
-        and vps.mesh(vps.layout) is None is vps.mesh(plain)
-    ):
-        orders.append(_by_owners(vps, plain, members))
+        orders = {vps.layout.order}
+    elif vps.line.trainable_count and plain.zero_stage in vps.rules.ordered_stages and not is_cut:
+        orders.add(_by_owners(vps, plain, members))
     found = [(each, assign_slots(vps, each, members, node_of)) for each in (plain.replace(order=o) for o in orders)]
-    return min(found, key=lambda pair: pair[1].bytes_moved)
+    return min(found, key=lambda pair: (pair[1].bytes_moved, pair[0].order is not None))
 
 
 def _by_owners(vps: VirtualParameterSpace, target: Layout, members: Collection[int]) -> tuple[int, ...] | None:

@@ -100,7 +100,7 @@ def held_bytes(vps: VirtualParameterSpace, layout: Layout, kinds: Collection[str
 
 
 def _numel(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int | None) -> Ints | int:
-    """Return how many elements of a kind each rank holds, or one rank."""
+    """Return the number of elements of a state kind on each rank, or on one rank if it is given."""
     cut = vps.sharding(layout, kind)
     if rank is not None:
         return cut.holding(rank).numel

@@ -37,7 +37,8 @@ TURNS = 16
 SMALLEST_SHARE = 1 << 16
 """Fewest elements of a turn, so that messages do not become small; members with less than all turns have one turn."""
 RELAYED_PARTS = 1 << 12
-"""Number of parts into which all elements are cut for relays, unless a part would be below the smallest share."""
+"""Number of parts into which relayed elements are divided among a node's members. There are fewer parts if a part would
+be smaller than `SMALLEST_SHARE`."""
 NOWHERE, ELSEWHERE = -1, -2
 """Nodes of source and of target members whose nodes are unknown: no other member is on the node of such a member."""
 

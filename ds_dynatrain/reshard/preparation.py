@@ -318,7 +318,7 @@ class Preparation:
 
     @property
     def _device_kinds(self) -> frozenset[str]:
-        """The state kinds whose next buffers are on accelerators."""
+        """Return the state kinds whose buffers will lie on an accelerator after the switch."""
         return frozenset(kind for kind, held in self.memory.items() if held.place.device != HOST)
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.exits import saying
 
 
@@ -32,7 +33,7 @@ def simulate(
         str | None,
         typer.Option(help="Draw the trace first, such as hours=24,loss=3600,preemption=7200,slow=7200,back=600."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of --draw.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="The seed of --draw. Default: 0.")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Also draw the outcome into a .svg, .png or .pdf file; needs matplotlib.")
     ] = None,
@@ -57,7 +58,9 @@ def simulate(
         assumed = read_values(Assumptions, assume, "--assume")
         job = SimulatedJob.read(profile, cluster, layout, assumed, least, most)
         if draw is not None:
-            write_drawn(trace, draw, seed, job.topology)
+            write_drawn(trace, draw, seed or 0, job.topology)
+        elif seed is not None:
+            raise ConfigError(f"--seed {seed}: nothing is drawn from it without --draw; give both, or neither")
         found = play(job, read_trace(trace, job.topology))
         if picture is not None:
             table.draw_picture(found, picture)

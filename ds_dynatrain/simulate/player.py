@@ -52,7 +52,7 @@ def play(job: SimulatedJob, rows: Sequence[TraceRow], rivals: Iterable[Rival] = 
 
 
 class _Player:
-    """One trace under one policy.
+    """The run of one trace under one policy.
 
     held: the last world that trained; None if no living member has its state.
     world: the world that trains, or that will from `stands_at` on; None while too few members are ready.
@@ -117,14 +117,14 @@ class _Player:
         )
 
     def _ask(self) -> Reaction:
-        """Return the answer of the policy to what it knows now."""
+        """Return the policy's reaction to the present situation."""
         gone, ready = (frozenset(self.dead), frozenset(self.leaving)), tuple(sorted(self.ready))
         detection = max(0.0, self.noticed_at - self.clock)
         standing = Standing(self.held, ready, self.speeds, self.seen, *gone, self.notice, detection)
         return self.rival.policy(self.job, standing)
 
     def _happens(self, event: str, row: TraceRow) -> None:
-        """Note what an event changes, and do as the policy answers."""
+        """Record what an event changes, and carry out the policy's reaction."""
         members = {*row.members}
         theirs, trains = (members & set(() if each is None else each.members) for each in (self.held, self.world))
         if event in ("loss", "preemption"):
@@ -165,7 +165,7 @@ class _Player:
             self.held, self.dead, self.leaving = None, set(), set()
 
     def _go_back(self, kept: Kept) -> None:
-        """Forget the steps after the state from which training continues."""
+        """Drop the steps made after the state from which training continues."""
         held = self.held
         if kept == "saved":
             self.saved = self.steps
@@ -180,7 +180,7 @@ class _Player:
             self.trained, self.writing = 0.0, NO_SAVE
 
     def _forget(self, steps: float) -> None:
-        """Move the newest steps, and their seconds, from useful to lost."""
+        """Count the newest steps as lost, and the seconds that they took as lost time instead of useful time."""
         self.steps, self.lost_steps = self.steps - steps, self.lost_steps + steps
         while steps > 0 and self.stretches:
             seconds, rate = self.stretches.pop()
@@ -195,7 +195,7 @@ class _Player:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def _go_to(self, at: float) -> None:
-        """Let time pass until `at`. No event comes before then."""
+        """Train, pause or wait until the clock reads `at` seconds. No event may come before that time."""
         while self.clock < at:
             if self.world is None:
                 is_start = self.held is None and bool(self.ready_at)
@@ -229,7 +229,7 @@ class _Player:
         self.is_pending, self.trained, self.kept = False, 0.0, "all"
 
     def _save(self) -> None:
-        """Begin a checkpoint. If one is still being written, wait until it is complete."""
+        """Start writing a checkpoint, after waiting for the previous one if it is still being written."""
         if self.writing != NO_SAVE:
             self.save_at = self.writing[0]
             return

@@ -1,4 +1,4 @@
-"""The rivals: how each answers an event, as one function with its rule and where the rule comes from.
+"""The policies that are compared: one function for each, with the policy's rule and the source of the rule.
 
 No rival is charged for what its source leaves open: the page docs/simulate.md lists what favours which of them.
 """
@@ -72,7 +72,7 @@ def with_buddies(job: SimulatedJob, now: Standing) -> Reaction:
     state. After a death all go back to the newest complete set of copies; if a member and its buddy have died, to the
     newest fallback checkpoint. A slow member gets less work once it has been noticed.
     """
-    return _live(job, now, lambda held, gone: job.survives(held, gone))
+    return _live(job, now, job.survives)
 
 
 def our_checkpoint(job: SimulatedJob, now: Standing) -> Reaction:

@@ -77,7 +77,7 @@ class SimulatedWorld:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Everything but the time of a step, which changes when a member becomes slow."""
+        """The world without the time of a step, to tell whether two worlds differ in more than that."""
         return self.members, self.layout, self.deal, self.units
 
 

@@ -47,7 +47,7 @@ class TraceRow(BaseModel):
 
 
 Numbered = tuple[int, TraceRow]
-"""A row and the number of its line in the file."""
+"""A line number of the trace file, and the row on that line."""
 
 
 def read_trace(file: Path, topology: Topology) -> tuple[TraceRow, ...]:
@@ -133,7 +133,7 @@ def _spot_rows(lines: Iterable[tuple[int, str]], topology: Topology) -> Iterator
 
 
 def _check(rows: list[Numbered], members: set[int]) -> None:
-    """Raise ConfigError if the rows are no history of these members."""
+    """Raise ConfigError if the rows contradict each other, or name members that the cluster does not have."""
     if not rows:
         raise ConfigError(f"row 1: the trace is empty; write rows such as {EXAMPLE}")
     here, before = at_the_beginning((row for _, row in rows), members), rows[0][1]

@@ -14,7 +14,7 @@ from ds_dynatrain.errors import LayoutError
 RANK_ORDER = ("pipe", "data", "sequence", "tensor")
 STAGES = (0, 1, 2, 3)
 OF_AXES = {"pipe": "boundaries", "data": "shares", "expert": "experts"}
-"""Axis -> the field that says what each index of the axis has."""
+"""Map from an axis to the field of a layout that assigns something to each index of the axis."""
 NO_AXES = ("zero_stage", *OF_AXES.values(), "order")
 """Fields of a layout that are not axes."""
 ExpertMap = tuple[tuple[tuple[int, ...], ...], ...]
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def moved_experts(self) -> int:
-        """Number of experts, over all layers, whose place the map of experts changes."""
+        """The number of experts in all layers that are not at the place that they would have without a map."""
         pairs = (pair for layer in self.experts or () for pair in enumerate(itertools.chain(*layer)))
         return sum(place != expert for place, expert in pairs)
 

@@ -132,7 +132,10 @@ class _Running:
     def of(
         ready: ReadyPlan, phase: Phase, source: Buffers, target: Buffers, transport: Transport, link: DeviceLink | None
     ) -> _Running:
-        """Return the phase, to be started. source: the buffers that it reads."""
+        """Return the transfers of one phase, which have not been started yet.
+
+        source: the buffers that the phase reads.
+        """
         streams, others, lent, into = list[tuple[Stream, Stream]](), list[Pulling | BatchedMoves](), [], []
         for peer, sends, receives in phase.exchanges:
             lent.append(sends.places.among(source))

@@ -119,6 +119,7 @@ def test_wrong_options_and_files(folder: Path) -> None:
     (folder / "trace.jsonl").write_text(f"{LOSS}\n{END}\n")
     (folder / "odd.csv").write_text("0,1\n5,many\n")
     assert "odd.csv: row 2: '5,many' is no time and number of nodes" in refused(folder, trace="odd.csv")
+    assert "--seed 3: nothing is drawn from it without --draw" in refused(folder, "--seed", "3")
     for row in ("nan,3", "-5,3", "5,-3"):
         (folder / "odd.csv").write_text(f"0,1\n{row}\n")
         assert f"odd.csv: row 2: '{row}' has a number below 0" in refused(folder, trace="odd.csv")

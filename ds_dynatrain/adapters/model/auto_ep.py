@@ -322,13 +322,13 @@ class ToPlaces:
     """
 
     def __init__(self, layer: Any, experts: Sequence[int]) -> None:
-        """Take the layer, and its experts in the order of places."""
+        """Create the hook of a layer whose experts are given in the order of their places."""
         self._layer = layer
         self._experts = torch.tensor(experts, device=layer.tokens_per_expert.device)
         self._places = self._experts.argsort()
 
     def __call__(self, router: nn.Module, given: Any, found: Any) -> Any:
-        """Return the router's answer with places."""
+        """Return the router's output with each chosen expert's number replaced by its place in the expert stack."""
         scores, chosen, counts = found
         by_place = counts[self._experts]
         with torch.no_grad():
