@@ -299,7 +299,7 @@ class _Count:
         is_apart, count = (out_of != into) * len(self._node), len(self._node)
         self.sent += np.bincount(is_apart + giver, size, 2 * count).reshape(2, -1)
         self.received += np.bincount(is_apart + taker, size, 2 * count).reshape(2, -1)
-        self.by_node += np.bincount(out_of * self._nodes + into, size, self._nodes**2).reshape(self.by_node.shape)
+        np.add.at(self.by_node.reshape(-1), out_of * self._nodes + into, size)  # few pairs, and many pairs of nodes
 
     def _add_copies(self, part: _Classes, rows: Rows, apart: Rows, read: Sharding, kind: Kind, nbytes: int) -> None:
         """Add what every rank receives of what all ranks of a shard group hold, which these send in turn."""
