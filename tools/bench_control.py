@@ -191,7 +191,7 @@ def prepare(mine: Control, proposal: Proposal) -> None:
     key, node = f"machine/{proposal.generation}/{mine.member // PER_NODE}", f"near/{proposal.generation}"
     mine.add_to_list(key, mine.member)
     session = Session(mine, f"prepare/{proposal.generation}", proposal.union, "bench", longest=POLL_SECONDS)
-    said = {"errors": [], "own_groups": [[mine.member, 0]], "groups": {}}
+    said = {"errors": [], "own_groups": [[mine.member, 0]]}
     session.reduce("building", said, joined_readiness, judged_readiness)
     near = mine.read_list(key)
     for step in ("cards", "readable"):

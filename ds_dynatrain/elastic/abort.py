@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,66 +33,41 @@ class WorldSockets:
     def __init__(self) -> None:
         self._built: dict[int, int] = {}
         self._before: dict[int, int] | None = None
-        self._groups: dict[str, dict[int, int]] = {}
-
-    @property
-    def groups(self) -> frozenset[str]:
-        """Names of the groups whose own sockets are known."""
-        return frozenset(self._groups)
 
     @contextmanager
-    def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[Callable[[str], None]]:
+    def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """Context manager that adds every socket that gloo opens inside the block to this world, as soon as it is
         opened.
 
-        Sockets of stores to which this thread connects inside the block are added as well (`count_store`). Yields a
-        function to call with a group's name once that group is built: all sockets opened since the previous call belong
-        to the group.
+        Sockets of stores to which this thread connects inside the block are added as well (`count_store`).
 
         is_wanted: called as soon as `abort` has an effect. If it returns False, WorldChanged is raised; this covers an
         abort that was requested just before.
         """
-        self._before = before = seen = gloo_sockets()
+        self._before = before = gloo_sockets()
         outer, _here.building = getattr(_here, "building", None), self
-
-        def note(name: str) -> None:
-            nonlocal seen
-            known, seen = seen, gloo_sockets()
-            self._groups = {**self._groups, name: new_sockets(known, seen)}
-
         try:
             if not is_wanted():
                 raise WorldChanged("another generation was published before this one was built")
-            yield note
+            yield
         finally:
             self._built = {**self._built, **new_sockets(before, gloo_sockets())}
             self._before, _here.building = None, outer
 
-    def abort(self, resting: Collection[str] = ()) -> int:
+    def abort(self) -> int:
         """Shut down all sockets of the world, and return how many were open.
 
         Blocked collectives raise RuntimeError; a group under construction raises DistError.
-
-        resting: names of groups whose sockets are left alone.
         """
         mine = dict(self._built)
         before = self._before
         if before is not None:
             mine |= new_sockets(before, gloo_sockets())
-        groups = self._groups
-        rest = {each for name in resting if name in groups for each in groups[name].items()}
-        return sum(_shut(*each) for each in mine.items() if each not in rest)
-
-    def take_over(self, previous: WorldSockets) -> None:
-        """Add the previous world's open sockets to this world, because this world keeps some of the previous groups."""
-        there = open_sockets().items()
-        self._built = {fd: inode for fd, inode in previous._built.items() if (fd, inode) in there} | self._built
-        still = {name: sockets for name, sockets in previous._groups.items() if sockets.items() & there}
-        self._groups = {**still, **self._groups}
+        return sum(_shut(*each) for each in mine.items())
 
     def forget(self) -> None:
         """Forget all sockets. Called after the groups were destroyed, which closes their sockets."""
-        self._built, self._groups = {}, {}
+        self._built = {}
 
 
 _here = threading.local()

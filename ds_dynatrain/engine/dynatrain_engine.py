@@ -413,9 +413,9 @@ class DynatrainEngine(HostEngine):
         kind = parts.own_groups.add(ranks)
         if parts.world is not None:
             wanted = parts.own_groups.kinds(parts.layout, parts.members, parts.candidates.nodes, parts.control.member)
-            with PROCESS.membership.building_more(parts.job.number) as note:
+            with PROCESS.membership.building_more(parts.job.number):
                 store, seconds = parts.context.background.store, parts.settings.timeout_seconds
-                add_groups(store, parts.world, {kind: wanted.get(kind, ())}, seconds, note)
+                add_groups(store, parts.world, {kind: wanted.get(kind, ())}, seconds)
         return OwnGroup(lambda: parts.world, kind)
 
     # ---- data --------------------------------------------------------------------------------------------------------

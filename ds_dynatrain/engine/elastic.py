@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as td
 
 from ds_dynatrain.adapters.groups.communicators import unfinished
-from ds_dynatrain.adapters.groups.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import WorkerPlace, job_token
@@ -173,18 +172,16 @@ class Elastic(Membership):
             self.member.breach()
 
     def _lose_present(self, newest: Generation | None) -> None:
-        """Give up the current world: shut down its groups, except reusable ones in which no thread waits.
+        """Give up the current world: shut down its groups.
 
-        newest: the generation that reports the loss and lists the remaining members; None if nothing can be trusted.
+        newest: the generation that reports the loss; None if nothing can be trusted.
         """
-        self.is_aborted, present = True, list(self._present.values())
-        there = set() if newest is None else {*newest.members, *newest.leaving}
+        self.is_aborted = True
         if newest is not None:
             self._aborted_at = newest.generation
-        known = {name for sockets in present for name in sockets.groups}
-        resting = self.lose(known, {number for one, number in self.registry.numbers.items() if one in there})
-        for sockets in present:
-            sockets.abort(resting)
+        self.lose()
+        for sockets in list(self._present.values()):
+            sockets.abort()
 
     def breach(self) -> None:
         """Report a failed collective to the coordinator, so that all members learn of it. Does nothing if the world is
@@ -234,15 +231,8 @@ class Elastic(Membership):
 
     # ---- process groups ------------------------------------------------------------------------------------------
 
-    def lose(self, known: Collection[str], there: Collection[int]) -> Collection[str]:
-        """Forbid new collectives in the worlds of this process, and return the names of groups that may stay.
-
-        known: names of the groups that could be left alone.
-        there: numbers of the members that remain.
-
-        See `adapters.World.lose`. This class has no engines, so no group may stay.
-        """
-        return ()
+    def lose(self) -> None:
+        """Forbid new collectives in the worlds of this process. Does nothing in this class, which has no engines."""
 
     def abandon(self) -> None:
         """End all operations in the world of an engine that is still being made. Does nothing in this class."""
@@ -252,39 +242,30 @@ class Elastic(Membership):
         return "", 0.0
 
     @contextmanager
-    def building(self, generation: int, engine: int = 1) -> Iterator[Note]:
-        """Context manager for building an engine's world. A failure published after this generation aborts the
-        building.
+    def building_first(self, generation: int, engine: int) -> Iterator[None]:
+        """Context manager like `building` for an engine's first world, which becomes the current world afterwards."""
+        with self.building(generation, engine):
+            yield
+        self.settle(engine)
 
-        Yields a function to call for each group that was built.
+    def building(self, generation: int, engine: int = 1) -> AbstractContextManager[None]:
+        """Return a context manager for building an engine's world. A failure published after this generation aborts
+        the building.
 
         engine: the engine's number.
         """
-        with self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation)) as note:
-            yield note
+        return self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation))
 
-    @contextmanager
-    def building_first(self, generation: int, engine: int) -> Iterator[Note]:
-        """Context manager like `building` for an engine's first world, which becomes the current world afterwards."""
-        with self.building(generation, engine) as note:
-            yield note
-        self.settle(engine)
-
-    @contextmanager
-    def building_more(self, engine: int = 1) -> Iterator[Note]:
-        """Context manager like `building` for further groups of the current world."""
-        with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted) as note:
-            yield note
+    def building_more(self, engine: int = 1) -> AbstractContextManager[None]:
+        """Return a context manager like `building` for further groups of the current world."""
+        return self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted)
 
     def settle(self, engine: int = 1) -> None:
         """Make the world last built for this engine its current world, and close the window of a late switch."""
         with self._lock:
             self._is_in_window = False
             if engine in self._coming:
-                coming = self._coming.pop(engine)
-                if engine in self._present:
-                    coming.take_over(self._present[engine])
-                self._present[engine] = coming
+                self._present[engine] = self._coming.pop(engine)
 
     def let_go(self, engine: int = 1) -> None:
         """Forget the world that was last built for an engine, and end the window of a late switch."""

@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as td
@@ -130,19 +130,16 @@ class ElasticMembership(Elastic):
 
     # ---- a loss, in any thread ---------------------------------------------------------------------------------------
 
-    def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """Abort an accelerator's communicators, and return the names of groups that may stay; see `Elastic.lose`.
-
-        No group may stay while a switch is prepared or carried out, because this thread cannot know which world owns
-        it. With several engines none may stay either, because their groups may have been built at the same time.
-        """
+    def lose(self) -> None:
+        """Abort an accelerator's communicators, and forbid new collectives."""
         engines = PROCESS.engines
-        is_clear = len(engines) == 1 and not engines[0].is_switching
         worlds = [engine.world for engine in engines if engine.world is not None]
         late = [world for engine in engines for world in engine.late_worlds]
         every = {id(world): world.status for world in (*worlds, *late)}
         self._tear([status for status in every.values() if status is not None])
-        return frozenset[str]().union(*(world.lose(known if is_clear else (), there) for world in worlds))
+        for world in worlds:
+            if world.status is not None:
+                world.status.is_lost = True
 
     def abandon(self) -> None:
         """End all operations in worlds in which engines are still being made."""

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from ds_dynatrain.adapters.groups.device import warm
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
 from ds_dynatrain.adapters.groups.process_groups import serve_host
-from ds_dynatrain.adapters.groups.worlds import LaunchWorld, Note, launch_store
+from ds_dynatrain.adapters.groups.worlds import LaunchWorld, launch_store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.connection import ask_status
 from ds_dynatrain.elastic.environment import WorkerPlace, job_token
@@ -87,7 +87,7 @@ class Entry:
         nodes = {member: str(record["node"]) for member, record in records.items()}
         return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
-    def building(self) -> AbstractContextManager[Note]:
+    def building(self) -> AbstractContextManager[None]:
         """Return the context manager for building an engine's first world."""
         return self.membership.building_first(self._generation, self.number)
 

@@ -413,12 +413,12 @@ def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any
     """
     job, layout, members = given["job"], given["layout"], given["members"]
     seconds = job.settings.timeout_seconds
-    with entry.building() as note:
+    with entry.building():
         status = entry.membership.new_status()
         of_all = OwnGroups(each.group for each in job.extensions if each.group)
         own = of_all.kinds(layout, members, {}, entry.mine)
         spec = WorldSpec(1, entry.mine, members, members, layout, ties, own, job.number, job.has_sequence)
-        world = build_world(entry.background.store, spec, seconds, status, note=note)
+        world = build_world(entry.background.store, spec, seconds, status)
     try:
         world.connect(seconds, stop=entry.stop)
         install(world)

@@ -140,11 +140,11 @@ class StateRecovery:
         self.boards.adopt(engine, place, self.elastic.candidates(world, self.registry))
         number, mine = engine.job.number, engine.control.member
         layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
-        with self.elastic.building(world.generation, number) as note:
+        with self.elastic.building(world.generation, number):
             own = engine.own_groups.kinds(layout, members, engine.candidates.nodes, mine)
             sides = mine, members, (*members, *holders), layout, engine.vps.ties(layout)
             spec = WorldSpec(proposal.generation, *sides, own, number, engine.job.has_sequence)
-            made = build_world(engine.context.background.store, spec, seconds, GroupStatus(), note=note)
+            made = build_world(engine.context.background.store, spec, seconds, GroupStatus())
             made.connect(seconds)
             return made
 

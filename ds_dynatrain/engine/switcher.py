@@ -308,7 +308,6 @@ class Switcher:
             present=engine.world,
             own=partial(groups.kinds, proposal.layout, proposal.members, known, front.member),
             own_count=len(groups.rules),
-            apart=groups.of_all,
             number=engine.job.number,
             has_sequence=engine.job.has_sequence,
             nodes=known,

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
-from ds_dynatrain.adapters.groups.worlds import Note, ignore
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.membership.control import Control
@@ -64,19 +63,17 @@ class Membership:
         """Return an object that records failures of groups in an engine's first world; None if it is not needed."""
         return None
 
-    def building_first(self, generation: int, engine: int) -> AbstractContextManager[Note]:
+    def building_first(self, generation: int, engine: int) -> AbstractContextManager[None]:
         """Return a context manager for building an engine's first groups.
-
-        Its value is a function to call for each group that was built.
 
         generation: the generation of the membership.
         engine: the number of the engine.
         """
-        return nullcontext(ignore)
+        return nullcontext()
 
-    def building_more(self, engine: int) -> AbstractContextManager[Note]:
+    def building_more(self, engine: int) -> AbstractContextManager[None]:
         """Return a context manager for building further groups in the current world; see `building_first`."""
-        return nullcontext(ignore)
+        return nullcontext()
 
     def stop_if_over(self, generation: int) -> None:
         """Raise WorldChanged if a failure ended the generation that is being built. Cheap; call it in polling loops."""

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,8 @@ import torch.distributed as td
 from ds_dynatrain.adapters.groups.communicators import Connections
 from ds_dynatrain.adapters.groups.device import HOST, is_accelerated, start_thread
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
-from ds_dynatrain.adapters.groups.traffic import joined, unfit
 from ds_dynatrain.adapters.groups.world import World
-from ds_dynatrain.adapters.groups.worlds import Note, WorldSpec, build_world, drop, ignore
+from ds_dynatrain.adapters.groups.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.adapters.model.shaper import Made
 from ds_dynatrain.adapters.zero.buffers import is_one_memory, provide, reusable, zeros
 from ds_dynatrain.adapters.zero.state import Buffers
@@ -89,15 +88,13 @@ class Preparation:
     on_device: frozenset[str] = frozenset()
     is_lean: bool = False
     check: Callable[[], None] = nothing
-    building: Callable[[], AbstractContextManager[Note]] | None = None
+    building: Callable[[], AbstractContextManager[None]] = nullcontext
     stop: Callable[[], None] = nothing
     committed: Callable[[], None] = nothing
     status: GroupStatus | None = None
     present: World | None = None
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     own_count: int = 0
-    apart: tuple[str, ...] = ()
-    """Kinds of groups that are rebuilt in every world."""
     made: Made | None = None
     world: World | None = None
     connections: Connections | None = None
@@ -142,7 +139,7 @@ class Preparation:
 
         At its end the thread posts `prepared`, with the error if there was one.
         """
-        if self.proposal.late or (self.status is not None and is_accelerated()):
+        if self.proposal.late or self.status is not None:
             self.present = None  # see `_build`
         self._thread = start_thread(self._run, f"dynatrain-prepare-{self.proposal.generation}")
 
@@ -175,10 +172,9 @@ class Preparation:
             if not self.is_lean:
                 self._make_target()
                 self.ways.announce()
-            wrong, anew = self._say_ready(None)
-            if wrong:
+            if wrong := self._say_ready(None):
                 raise SwitchFailed(wrong)
-            self._build(own, anew)
+            self._build(own)
             if self._stop.is_set() and self.world is not None:
                 self.ways.end()
                 self.control.track_teardown(drop(self.world))
@@ -227,29 +223,27 @@ class Preparation:
         prefault(tensor, stop=self._stop)
         return tensor
 
-    def _say_ready(self, error: str | None) -> tuple[str, list[str]]:
+    def _say_ready(self, error: str | None) -> str:
         """Report, once, that this member is ready to build groups, or that it failed and others need not wait for it.
 
-        Return (why no groups are to be built, or ""; the groups that the next world does not inherit). The result is
-        the same on all members. They wait for each other here because building groups cannot be interrupted, and a
-        thread that is still building when Python exits aborts the process. Raises MemberMissing if members are not
-        ready in time, and SwitchFailed if the switch is given up during the wait.
+        Return why no groups are to be built, or "". The result is the same on all members. They wait for each other
+        here because building groups cannot be interrupted, and a thread that is still building when Python exits aborts
+        the process. Raises MemberMissing if members are not ready in time, and SwitchFailed if the switch is given up
+        during the wait.
         """
         self._has_said = True
-        mine, present = self.control.member, self.present
+        mine = self.control.member
         errors = [] if error is None else [f"member {mine}: {error}"]
-        groups = {} if present is None else present.says(apart=self.apart)
-        said = {"errors": errors, "own_groups": [[mine, self.own_count]], "groups": groups}
+        said = {"errors": errors, "own_groups": [[mine, self.own_count]]}
         doing = "building the next world's groups"
-        wrong, anew = self._session.reduce("building", said, joined_readiness, judged_readiness, doing)
-        return wrong, anew
+        return self._session.reduce("building", said, joined_readiness, judged_readiness, doing)
 
-    def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str]) -> None:
+    def _build(self, own: Mapping[str, tuple[int, ...]]) -> None:
         """Build the next world, which may inherit groups of the current one, and compute the moves between members.
 
         A late switch inherits no groups: a batch abandoned in the new world leaves messages in its groups, and the old
-        world must be able to continue. An elastic job on accelerators inherits none either, because it keeps no
-        communicators.
+        world must be able to continue. An elastic job inherits none either: nothing that was under way in a world that
+        has lost a member can reach another one.
         """
         board, proposal = self.control, self.proposal
         spec = WorldSpec(
@@ -264,9 +258,8 @@ class Preparation:
             self.has_sequence,
             moves_apart=proposal.late,
         )
-        with nullcontext(ignore) if self.building is None else self.building() as note:
-            given = self.status, self.present, anew, note
-            self.world = build_world(board.store, spec, board.timeout_seconds, *given)
+        with self.building():
+            self.world = build_world(board.store, spec, board.timeout_seconds, self.status, self.present)
         if self.is_lean:
             return
         self.ways.meet()
@@ -380,16 +373,14 @@ class Preparation:
 def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Merge the reports of two groups of members that are ready.
 
-    The result has the first few errors, up to two members that asked for different numbers of groups, and the merged
-    reports on the current world's groups.
+    The result has the first few errors, and up to two members that asked for different numbers of groups.
     """
     errors = [*one["errors"], *other["errors"]]
-    own_groups = first_and_other(one["own_groups"], other["own_groups"])
-    return {"errors": errors[:MOST_ERRORS], "own_groups": own_groups, "groups": joined(one["groups"], other["groups"])}
+    return {"errors": errors[:MOST_ERRORS], "own_groups": first_and_other(one["own_groups"], other["own_groups"])}
 
 
-def judged_readiness(found: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return (why no groups are to be built, or ""; the groups of the current world that are not inherited)."""
+def judged_readiness(found: dict[str, Any]) -> str:
+    """Return why no groups are to be built, or ""."""
     wrong = "; ".join(found["errors"])
     if not wrong and len(found["own_groups"]) > 1:
         (one, first), (other, second) = found["own_groups"]
@@ -397,4 +388,4 @@ def judged_readiness(found: dict[str, Any]) -> tuple[str, list[str]]:
             f"member {one} has called engine.new_group {first} times and member {other} {second} times: call it on "
             "every process, before the first batch"
         )
-    return wrong, unfit(found["groups"])
+    return wrong

@@ -170,7 +170,7 @@ def test_a_device_that_takes_nothing_any_more_ends_the_process(
 def test_a_world_that_is_lost_is_aborted_where_it_is_dropped(log: Log) -> None:
     """A collective with its members, which a shutdown is, would wait for the dead one."""
     worlds = Job(status=GroupStatus).start(Layout(data=2, zero_stage=1))
-    worlds[0].lose((), ())
+    worlds[0].status.is_lost = True  # type: ignore[union-attr]
     torn([worlds[1].status.gate])  # type: ignore[union-attr]
     for world in worlds:
         drop(world).join()
@@ -204,8 +204,7 @@ def test_a_loss_aborts_the_worlds_of_all_engines_at_once(accelerator: None, monk
     for number in range(3):
         status = GroupStatus()
         status.gate.take_in(communicator(Grouped(rows, str(number))))
-        lose = lambda known, there: (rows.append("lose"), frozenset())[1]  # noqa: E731
-        worlds.append(SimpleNamespace(status=status, lose=lose))
+        worlds.append(SimpleNamespace(status=status))
     engines = [
         SimpleNamespace(world=worlds[0], late_worlds=(), is_switching=True),
         SimpleNamespace(world=worlds[1], late_worlds=(worlds[1], worlds[2]), is_switching=False),
@@ -213,10 +212,11 @@ def test_a_loss_aborts_the_worlds_of_all_engines_at_once(accelerator: None, monk
     monkeypatch.setattr(elastic_membership, "PROCESS", SimpleNamespace(engines=engines))
     made: Any = member()
     with worlds[0].status.gate.agreeing:
-        assert made.lose((), ()) == frozenset()
-        assert all(world.status.gate.is_torn for world in worlds) and rows == ["lose"] * 2
+        made.lose()
+        assert all(world.status.gate.is_torn for world in worlds) and not rows
+        assert [world.status.is_lost for world in worlds] == [True, True, False]
     made._abort.join(SECONDS)
-    assert rows[2:] == ["begin", "abort 2", "abort 1", "abort 0", "end"]
+    assert rows == ["begin", "abort 2", "abort 1", "abort 0", "end"]
 
 
 def test_a_failure_aborts_a_world_in_which_an_engine_is_being_made(accelerator: None) -> None:

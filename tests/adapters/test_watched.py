@@ -13,7 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, ManagedProcessGroup, ManagedWork
 from ds_dynatrain.adapters.groups.process_groups import make_fake_group, make_group, register, unregister
-from ds_dynatrain.adapters.groups.traffic import Traffic
 from ds_dynatrain.adapters.versions.torch_versions import COLLECTIVES
 from ds_dynatrain.errors import WorldChanged
 
@@ -181,13 +180,12 @@ class Deaf(td.Work):
 
 
 def test_nobody_waits_for_a_collective_that_has_not_heard_that_its_world_is_lost() -> None:
-    status, traffic = GroupStatus(), Traffic(0)
-    work = ManagedWork(Deaf(), status, traffic, "allreduce")
-    traffic.begin("allreduce", ())
-    assert not traffic.close()
+    status = GroupStatus()
+    work = ManagedWork(Deaf(), status, "allreduce")
+    status.is_lost = True
     with pytest.raises(WorldChanged, match="gloo has not heard of it"):
         work.wait()
-    assert isinstance(status.failure, td.DistError) and traffic.has_failed
+    assert isinstance(status.failure, td.DistError)
 
 
 class Late(td.Work):
@@ -208,15 +206,14 @@ class Late(td.Work):
 
 
 def test_a_collective_that_ends_right_after_a_look_has_not_failed() -> None:
-    status, traffic = GroupStatus(), Traffic(0)
-    traffic.begin("allreduce", ())
-    assert ManagedWork(Late(), status, traffic, "allreduce").wait()
-    assert status.failure is None and not traffic.has_failed
+    status = GroupStatus()
+    assert ManagedWork(Late(), status, "allreduce").wait()
+    assert status.failure is None
 
 
 def test_a_message_is_waited_for_in_one_piece() -> None:
     """A look that ends in vain would end its connection, too."""
-    traffic = Traffic(0)
-    traffic.close()
+    status = GroupStatus()
+    status.is_lost = True
     with pytest.raises(RuntimeError, match="timed out"):
-        ManagedWork(Deaf(), GroupStatus(), traffic, "recv").wait()
+        ManagedWork(Deaf(), status, "recv").wait()

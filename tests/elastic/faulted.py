@@ -26,8 +26,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from ds_dynatrain.adapters.deepspeed.pipeline_host import PipelineHostEngine
-from ds_dynatrain.adapters.groups.managed_process_group import ManagedWork
-from ds_dynatrain.adapters.groups.traffic import MESSAGES
+from ds_dynatrain.adapters.groups.managed_process_group import MESSAGES, ManagedWork
 from ds_dynatrain.buddies.extension import Buddies
 from ds_dynatrain.buddies.shipping import Round
 from ds_dynatrain.engine import driver, initialize

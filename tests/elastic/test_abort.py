@@ -93,24 +93,18 @@ def test_other_sockets_are_left_alone() -> None:
             has_opened.release()
 
     thread = threading.Thread(target=run)
-    with sockets.building() as note:
+    with sockets.building():
         thread.start()
         ranks = groups(3)
-        note("first")
-        more = groups(2)
-        note("second")
         assert all(has_opened.acquire(timeout=20) for _ in range(2))
         has_built.set()
         thread.join()
         listener = socket.create_server(("127.0.0.1", 0))
     waiting = blocked(ranks[0].allreduce([torch.ones(4)]).wait)
-    resting = blocked(more[0].allreduce([torch.ones(4)]).wait)
-    ended = sockets.abort(resting=["second"])
+    ended = sockets.abort()
     assert 3 <= ended <= 6, "both ends of three pairs, but those that gloo has closed as the other one was shut"
     with pytest.raises(RuntimeError):
         waiting.result(5)
-    more[1].allreduce([torch.ones(4)]).wait()
-    resting.result(5)
     for here, there in opened:
         here.send(b"x")
         assert there.recv(1) == b"x"

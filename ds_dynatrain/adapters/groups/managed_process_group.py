@@ -18,7 +18,6 @@ from torch.distributed.distributed_c10d import GroupName
 
 from ds_dynatrain.adapters.groups.device import HOST
 from ds_dynatrain.adapters.groups.gate import TORN, Gate
-from ds_dynatrain.adapters.groups.traffic import MESSAGES, Traffic
 from ds_dynatrain.adapters.versions.torch_versions import COLLECTIVES
 from ds_dynatrain.errors import WorldChanged
 
@@ -29,6 +28,8 @@ LOOK = timedelta(seconds=0.25)
 
 The checks do not delay collectives of a live world.
 """
+MESSAGES = ("send", "recv", "recv_anysource")
+"""Methods that involve only two ranks."""
 NO_LIMIT = timedelta(0)
 """Value that torch passes to `wait` if the caller has given no time-out."""
 
@@ -121,13 +122,12 @@ class ManagedProcessGroup(PythonGroup):
 
     status: status of the world that the group serves, if members may join and leave. Failures are recorded in the
         status and raise WorldChanged.
-    traffic: counts of the group's calls.
     """
 
     def __init__(self, group: td.ProcessGroup, status: GroupStatus | None = None) -> None:
         super().__init__(group.rank(), group.size(), Kind.GLOO)
         self._group, self._name = group, group.group_name
-        self._status, self.traffic = status or GroupStatus(is_fixed=True), Traffic(group.rank())
+        self._status = status or GroupStatus(is_fixed=True)
         for device in group._device_types:
             super()._register_backend(device, Kind.GLOO, group._get_backend(device))
         self._set_group_name(GroupName(self._name))
@@ -136,10 +136,6 @@ class ManagedProcessGroup(PythonGroup):
     def group_name(self) -> GroupName:
         """The group's own name, whatever the current names of its back-ends are."""
         return GroupName(self._name)
-
-    def serve(self, status: GroupStatus) -> None:
-        """Attach the group to the world with this status: either the next world or, again, the previous one."""
-        self._status, self.traffic.is_closed = status, status.is_lost
 
     def renew(self, store: Store, device: torch.device, kind: Kind, backend: Any) -> None:
         """Replace the back-end that serves a device.
@@ -157,27 +153,20 @@ class ManagedProcessGroup(PythonGroup):
         self._group = behind
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Pass a collective on to torch's group. If the world may lose members, also count and watch the collective."""
+        """Pass a collective on to torch's group. If the world may lose members, also watch the collective."""
         if self._status.is_fixed and name not in MESSAGES:
             return getattr(self._group, name)(*arguments, **named)
         return self._status.call(self._begin, name, arguments, named)
 
     def _begin(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if not self.traffic.begin(name, arguments):
+        if self._status.is_lost:
             raise td.DistError("a member of the world is gone, or a collective of it has failed")
         on_device = is_on_device((*arguments, *named.values()))
         if on_device:
             self._status.gate.begin()
-        try:
-            with self._status.gate.waiting(name):
-                work = getattr(self._group, name)(*arguments, **named)
-        except BaseException:
-            self.traffic.fail()
-            raise
-        if isinstance(work, Work):
-            return ManagedWork(work, self._status, self.traffic, name, on_device)
-        self.traffic.end()
-        return work
+        with self._status.gate.waiting(name):
+            work = getattr(self._group, name)(*arguments, **named)
+        return ManagedWork(work, self._status, name, on_device) if isinstance(work, Work) else work
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._group._get_backend(device)
@@ -196,21 +185,16 @@ class ManagedWork(Work):
     on_device: whether an accelerator runs the collective, so that a stream waits for it rather than the host.
     """
 
-    def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, name: str, on_device: bool = False) -> None:
+    def __init__(self, work: Work, status: GroupStatus, name: str, on_device: bool = False) -> None:
         super().__init__()
-        self._work, self._status, self._traffic, self._name = work, status, traffic, name
-        self._on_device, self._has_ended = on_device, False
+        self._work, self._status, self._name, self._on_device = work, status, name, on_device
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until the collective is done.
 
         Raises WorldChanged if a peer is gone, and RuntimeError after the time-out.
         """
-        done = self._watched(self._wait, timeout)
-        if not self._has_ended:
-            self._has_ended = True
-            self._traffic.end()
-        return done
+        return self._watched(self._wait, timeout)
 
     def synchronize(self) -> None:
         """Make the device's current stream wait for the collective."""
@@ -245,14 +229,10 @@ class ManagedWork(Work):
         return found
 
     def _noted(self, call: Callable[..., T], *arguments: Any) -> T:
-        try:
-            with self._status.gate.waiting(self._name):
-                found = call(*arguments)
-            if self._on_device and self._status.gate.is_torn:
-                raise td.DistError(TORN)
-        except BaseException:
-            self._traffic.fail()
-            raise
+        with self._status.gate.waiting(self._name):
+            found = call(*arguments)
+        if self._on_device and self._status.gate.is_torn:
+            raise td.DistError(TORN)
         return found
 
     def _wait(self, timeout: timedelta) -> bool:
@@ -271,7 +251,7 @@ class ManagedWork(Work):
         runs of a loop of small collectives). Gloo's thread then waits until its time-out.
         """
         while True:
-            is_lost = self._traffic.is_closed
+            is_lost = self._status.is_lost
             try:
                 return self._work.wait(LOOK)
             except RuntimeError:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as td
@@ -30,9 +29,8 @@ from ds_dynatrain.adapters.groups.communicators import (
     make_communicator,
 )
 from ds_dynatrain.adapters.groups.device import is_accelerated
-from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, ManagedProcessGroup
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
 from ds_dynatrain.adapters.groups.process_groups import OURS, register, tear_down
-from ds_dynatrain.adapters.groups.traffic import Said
 from ds_dynatrain.space import Layout
 from ds_dynatrain.space.layout import RANK_ORDER
 
@@ -124,50 +122,16 @@ KIND_OF_NAME: Mapping[str, str] = {
 """A map from DeepSpeed's name for an axis, used in the methods of an `mpu`, to a kind of group."""
 
 
-class ForwardedStore(Store):
-    """A key-value store that forwards to another store, which can be replaced. It is not a process group.
-
-    A group keeps the store over which it was made as long as it lives. A group that is handed on from world to world
-    would thus keep the first world's connection open, in this process and in the coordinator. With this store, such a
-    group uses the next world's store instead.
-    """
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
-
-    def go_over(self, store: Store) -> None:
-        """Use another store from now on. Keys written so far are not copied."""
-        self._store = store
-
-
-def _asked(name: str) -> Callable[..., Any]:
-    def call(self: ForwardedStore, *arguments: Any, **named: Any) -> Any:
-        return getattr(self._store, name)(*arguments, **named)
-
-    call.__name__ = name
-    return call
-
-
-for _name in (
-    *("set", "get", "add", "check", "wait", "append", "compare_set", "delete_key", "num_keys", "multi_get"),
-    *("multi_set", "has_extended_api", "set_timeout", "clone"),
-):
-    setattr(ForwardedStore, _name, _asked(_name))
-
-
 @dataclass(eq=False)
 class HeldGroup:
     """A group, and the store over which it was made.
 
-    over: the replaceable store behind `store`, if the group can move on to the next world's store.
     users: the number of worlds that hold the group: two while the next world is taking it over. The group then keeps
         its connections, and only the ranks of its members may change.
     """
 
     group: td.ProcessGroup
     store: Store
-    over: ForwardedStore | None = None
     users: int = 0
 
 
@@ -281,12 +245,10 @@ class World:
         return SimpleNamespace(**{**answers, "get_data_parallel_group": partial(self.group, "data")})
 
     def register(self) -> None:
-        """Make all groups except `transfer` known to `torch.distributed`, and give all groups this world's status."""
+        """Make all groups except `transfer` known to `torch.distributed`."""
         for kind, held in self._held.items():
             if kind != "transfer":
                 register(held.group, held.store, self._ranks[kind])
-            if self.status is not None and isinstance(held.group, ManagedProcessGroup):
-                held.group.serve(self.status)
 
     def give_up(self, kinds: Iterable[str]) -> list[td.ProcessGroup]:
         """Release the groups of some kinds. Return the released groups that no other world holds."""
@@ -306,62 +268,12 @@ class World:
 
     # ---- groups that the next world may reuse
 
-    def hands_on(self, kind: str, members: tuple[int, ...], unfit: Collection[str] = ()) -> HeldGroup | None:
+    def hands_on(self, kind: str, members: tuple[int, ...]) -> HeldGroup | None:
         """Return the group of a kind if the next world can reuse it for these members, in this order; otherwise None.
-
-        unfit: names of the groups that must be rebuilt, equal on all members.
 
         The result is the same on all members.
         """
-        is_there = kind in self._held and self.between(kind)[1] == members
-        return self._held[kind] if is_there and str(self.group(kind).group_name) not in unfit else None
-
-    def says(self, apart: Collection[str] = ()) -> Said:
-        """Return this member's report on each of its groups, keyed by the group's name; see `traffic`.
-
-        The reports of all members show which groups can be reused. The report is empty in a job of fixed size, where
-        all groups can be reused.
-
-        apart: kinds whose groups are rebuilt in any case.
-        """
-        if self.status is None:
-            return {}
-        found = {}
-        for kind, group, ranks in self._watched():
-            said = group.traffic.said(len(ranks), self.status.is_lost)
-            found[str(group.group_name)] = {**said, "has_failed": said["has_failed"] or kind in apart}
-        return found
-
-    def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """Forbid new calls in this world, because a member is gone or a collective has failed.
-
-        Any thread may call this.
-
-        known: names of the groups that may be kept at all.
-        there: the members that are not gone.
-
-        Returns the names of the groups that may be reused. No call is in progress in them on this member, so no thread
-        waits in them, and they need not be shut down.
-        """
-        if self.status is None:
-            return frozenset()
-        self.status.is_lost, stay = True, set()
-        for _, group, ranks in self._watched():
-            rests, members = group.traffic.close(), {self.members[rank] for rank in ranks}
-            if rests and str(group.group_name) in known and members <= {*there}:
-                stay.add(str(group.group_name))
-            else:
-                group.traffic.fail()
-        return frozenset(stay)
-
-    def _watched(self) -> list[tuple[str, ManagedProcessGroup, tuple[int, ...]]]:
-        """Return (one of its kinds, group, ranks) for each group that counts its calls."""
-        found: dict[int, tuple[str, ManagedProcessGroup, tuple[int, ...]]] = {}
-        for kind, ranks in list(self._ranks.items()):
-            held = self._held.get(kind)  # another thread may release it meanwhile
-            if held is not None and isinstance(held.group, ManagedProcessGroup):
-                found.setdefault(id(held), (kind, held.group, ranks))
-        return list(found.values())
+        return self._held[kind] if kind in self._held and self.between(kind)[1] == members else None
 
     # ---- communicators on the accelerator
 

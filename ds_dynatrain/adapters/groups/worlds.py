@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,11 +32,9 @@ from ds_dynatrain.adapters.groups.process_groups import (
     tear_down,
     unregister,
 )
-from ds_dynatrain.adapters.groups.world import KINDS, SAME_AS, ForwardedStore, HeldGroup, World, peers, tied_peers
+from ds_dynatrain.adapters.groups.world import KINDS, SAME_AS, HeldGroup, World, peers, tied_peers
 from ds_dynatrain.space import Layout
 
-Note = Callable[[str], None]
-"""Function that is called with the name of each group as soon as the group is made."""
 Make = Callable[[str, tuple[int, ...], int], HeldGroup]
 """Function (kind of group, ranks of the world in the group, this rank) -> the group."""
 GROUP_COUNT = 1000
@@ -44,10 +42,6 @@ GROUP_COUNT = 1000
 
 Members that were in different worlds thus agree on it.
 """
-
-
-def ignore(name: str) -> None:
-    """Do nothing. This is the default `note`."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +88,6 @@ def build_world(
     seconds: float,
     status: GroupStatus | None = None,
     present: World | None = None,
-    unfit: Collection[str] = (),
-    note: Note = ignore,
 ) -> World:
     """Build the groups of a world for one member.
 
@@ -105,17 +97,13 @@ def build_world(
 
     present: the world of `previous`, on a member that trains in it. Groups whose members stay in the same order are
         then reused. Either all members give it or none.
-    unfit: names of groups not to reuse, equal on all members.
-    note: function that is called with the name of each new group.
     """
     union, world = spec.union, spec.world(status)
-    made = partial(_made, store, world, seconds, note)
+    made = partial(_made, store, world, seconds)
 
     def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
         members = tuple(world.members[each] for each in ranks)
-        stays = None if present is None else present.hands_on(kind, members, unfit)
-        if stays is not None and stays.over is not None:
-            stays.over.go_over(store)
+        stays = None if present is None else present.hands_on(kind, members)
         return stays or made(kind, ranks, rank)
 
     try:
@@ -134,32 +122,23 @@ def build_world(
     return world
 
 
-def add_groups(
-    store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float, note: Note = ignore
-) -> None:
-    """Add the user's own groups to an installed world. All members of the world must call this.
-
-    note: see `build_world`.
-    """
-    _hold_own(world, own, partial(_made, store, world, seconds, note))
+def add_groups(store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float) -> None:
+    """Add the user's own groups to an installed world. All members of the world must call this."""
+    _hold_own(world, own, partial(_made, store, world, seconds))
     world.connect(seconds)
     world.register()
 
 
-def _made(
-    store: Store, world: World, seconds: float, note: Note, kind: str, ranks: tuple[int, ...], rank: int
-) -> HeldGroup:
+def _made(store: Store, world: World, seconds: float, kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
     """Make a group in which this process is `rank`. `ranks` are ranks or, for the moves of a switch, members."""
     name = f"{world.name}_{kind}_{min(ranks)}"
     if len(ranks) == 1 and (kind != "default" or is_accelerated()):
         return HeldGroup(*make_fake_group(name, 0, 1))
-    over = None if world.status is None or kind == "transfer" else ForwardedStore(store)
-    group, made_over = make_group(over or store, name, ranks.index(rank), len(ranks), seconds)
-    note(name)
+    group, made_over = make_group(store, name, ranks.index(rank), len(ranks), seconds)
     is_bare = world.status is None and kind in KINDS and not is_accelerated()
     if kind != "transfer" and not is_bare:  # pipeline stages send messages in `default` and in the groups of ties
         group = ManagedProcessGroup(group, world.status)
-    return HeldGroup(group, made_over, over)
+    return HeldGroup(group, made_over)
 
 
 def _hold_own(world: World, own: Mapping[str, tuple[int, ...]], make: Make) -> None:
