@@ -31,7 +31,7 @@ Every event has a method that takes the time as an argument; `advance` returns t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ds_dynatrain.elastic.generation import LONGEST_TEXT, NO_WORLD, Generation, member_id, node_of, nodes_of
@@ -182,21 +182,14 @@ class MembershipStateMachine:
         self._gone.pop(member, None)
         self.roster.restore(missed.entry, now)
         if missed.world.generation and not self._takes_part(member):
-            if self._held_state_in(missed.world, member):
+            world, last = missed.world, missed.world.survivors
+            # all members hold the state once one has entered; before that survivors and leaving members hold it
+            if world.generation <= self._entered or world.ranks.get(member, last) < last or member in world.leavers:
                 self._back[member] = missed
                 self._breach = f"{member} was heard of again"
             else:
                 self._owed.append(Publish(self._world, (member,)))  # its generation is over: send it the newest one
         self._note(now)
-
-    def _held_state_in(self, world: Generation, member: str) -> bool:
-        """Return whether a member of a generation held the job's state.
-
-        All members hold the state once one of them has entered the generation. Before that only survivors and leaving
-        members hold it.
-        """
-        is_survivor = world.ranks.get(member, world.survivors) < world.survivors
-        return world.generation <= self._entered or is_survivor or member in world.leavers
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
         """Return whether the other members no longer need a silent member.
@@ -221,15 +214,15 @@ class MembershipStateMachine:
                 "join as a new process"
             )
         self._has_begun = self._has_begun or said.step > 0
-        if self._recovery is not None:
-            self._recovery.report(member)
+        if self._recovery is not None and member in self._recovery.told:
+            self._recovery.reported.add(member)
         before = self.roster[member].report
         if self._takes_part(member) and (said.step, said.entered) != (before.step, before.entered):
             self.links.move(now)
         if self.roster.update(member, said, now):
             if _answered(said) >= newest:
                 self._mute.pop(member, None)
-            if self._recovery is None or not self._recovery.heard_of(member):  # otherwise the world is another job's
+            if self._recovery is None or member not in self._recovery.told:  # otherwise the world is another job's
                 self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._break(member, said)
@@ -252,30 +245,25 @@ class MembershipStateMachine:
 
     def bye(self, member: str, said: Bye, now: float) -> None:
         """Process the good-bye message of a worker whose script has ended."""
-        if member in self._missed:
-            self._hear_again(member, now)
-        entry = self._remove(member)
+        self._hear_again(member, now)
+        entry, world = self._remove(member), self._world
         if entry is None:
             return
-        if member in self._world.leavers and not self._is_handed_over:
-            if said.newest < self._world.generation:
-                self._is_gone(member, "ended before it heard that the others may ask for its state", now)
-                return
-            if not said.has_left:
-                self._is_gone(member, "its script ended by itself", now)
-                return
-        came_back = self._recovery is not None and self._recovery.heard_of(member)
-        if not self._works(member) and not came_back:
-            if self._may_be_the_last_holder(member):
-                self._breach = f"{member} went, and nobody has said that it has the state"
-            self._note(now)
-        elif said.has_left and said.newest < self._world.generation:
+        is_behind = said.newest < world.generation
+        works = self._works(member) or (self._recovery is not None and member in self._recovery.told)
+        if member in world.leavers and not self._is_handed_over and is_behind:
+            self._is_gone(member, "ended before it heard that the others may ask for its state", now)
+        elif member in world.leavers and not self._is_handed_over and not said.has_left:
+            self._is_gone(member, "its script ended by itself", now)
+        elif works and said.has_left and is_behind:
             self._is_gone(member, f"left after generation {said.newest}, which went on without it", now)
-        elif entry.report.leaving:  # the others still rely on it
+        elif works and entry.report.leaving:  # the others still rely on it
             self._is_gone(member, "ended before the others could let it go", now)
-        else:
+        elif works:
             self._done.add(member)
-            self._note(now)
+        elif member in world.leavers and world.members and not world.survivors and not self._is_entered:
+            self._breach = f"{member} went, and nobody has said that it has the state"
+        self._note(now)
 
     def failed(self, node: str, now: float) -> None:
         """Count a node's workers as lost, because its agent reports that one of them ended with an error or a nonzero
@@ -283,12 +271,11 @@ class MembershipStateMachine:
 
         A process does not know its exit code when it says good-bye, so it may have reported a regular end before.
         """
-        ended = [member for member in self._done if node_of(member) == node]
-        ended += [entry.member for entry in self.roster.on(node)]
-        for member in [] if self.is_finished else ended:
-            self._done.discard(member)
-            self._remove(member)
-            self._is_gone(member, "its node's workers have failed", now)
+        for member in () if self.is_finished else (*self._done, *self.roster.members):
+            if node_of(member) == node:
+                self._done.discard(member)
+                self._remove(member)
+                self._is_gone(member, "its node's workers have failed", now)
 
     def lost(self, member: str, why: str, now: float) -> None:
         """Count a worker as dead.
@@ -336,12 +323,11 @@ class MembershipStateMachine:
         if self._recovery is not None:
             if now < self._recovery.until and not self._recovery.is_complete:
                 return effects
-            effects += self._recall(now)
+            effects += self._recall(self._recovery, now)
         effects += self._give_up_unreached(now)
         if not self.is_finished:
             effects += self.links.probes(self.roster, self._present(self._world.everyone), now)
-        is_left_behind = self._may_rejoin and any(self._was_left_behind(one) for one in self.roster.members)
-        if self._is_overdue(now) or is_left_behind:
+        if self._is_overdue(now) or (self._may_rejoin and any(map(self._was_left_behind, self.roster.members))):
             self._note(now)
         if self._decide_at is not None and now >= self._decide_at and not self.is_finished:
             self._decide_at = None
@@ -362,12 +348,11 @@ class MembershipStateMachine:
         self._advanced = now
         if self._is_cut_off(now):
             self._held_at = now
+        most = self.settings.silent_seconds
         for entry in list(self.roster):
             silence = now - entry.heard
-            if min(silence, now - self._held_at) > self.settings.silent_seconds or silence > ORPHAN_SECONDS:
-                reason = f"no heartbeat for {min(silence, self.settings.silent_seconds):g} s"
-                if silence > ORPHAN_SECONDS:
-                    reason = f"no heartbeat for {ORPHAN_SECONDS:g} s"
+            if min(silence, now - self._held_at) > most or silence > ORPHAN_SECONDS:
+                reason = f"no heartbeat for {ORPHAN_SECONDS if silence > ORPHAN_SECONDS else most:g} s"
                 self.lost(entry.member, reason, now)
                 world = self._world if self._takes_part(entry.member) else NO_WORLD
                 self._missed[entry.member] = Missed(entry, reason, world)
@@ -387,15 +372,10 @@ class MembershipStateMachine:
 
         None of them may come back after this call.
         """
-        effects = [
-            GiveUpMember(member, missed.entry.pid, missed.reason)
-            for member, missed in self._missed.items()
-            if self._goes_on_without(member, missed)
-        ]
-        for effect in effects:
-            del self._missed[effect.member]
+        over = [member for member, missed in self._missed.items() if self._goes_on_without(member, missed)]
+        effects = [GiveUpMember(one, self._missed[one].entry.pid, self._missed.pop(one).reason) for one in over]
         if self._is_entered:  # a member entered the generation before it could be replaced
-            effects += [self._give_up(member, now) for member in list(self._back)]
+            effects += self._give_up(dict.fromkeys(self._back, self._goes_on), now)
         return effects
 
     def _give_up_stuck(self, now: float) -> list[GiveUpMember]:
@@ -403,74 +383,61 @@ class MembershipStateMachine:
 
         No member is given up if more than half of the world is stuck.
         """
-        there = [entry for entry in self.roster if self._takes_part(entry.member)]
-        stuck = self._hung(there) or self._mute_for_long(there, now)
-        if 2 * len(stuck) > len(there):
+        most, failed = self.settings.stuck_seconds, self._mute
+        if not most:
             return []
-        for entry, reason in stuck:
-            self.lost(entry.member, reason, now)
-        if stuck:
-            self._mute.clear()  # the others may have waited for these alone
-        return [GiveUpMember(entry.member, entry.pid, reason) for entry, reason in stuck]
+        there = [entry for entry in self.roster if self._takes_part(entry.member)]
+        # a member that has taken no step yet counts as stuck only while all others wait for it
+        is_needed = self._world.change == "failure" and not self._is_entered
+        hung = [one.member for one in there if one.report.blocked_seconds >= most and (one.report.step or is_needed)]
+        stuck = dict.fromkeys(hung, f"its main thread has not moved for {most:g} s")
+        if not stuck:
+            mute = [one.member for one in there if len(failed.get(one.member, ())) > 1]
+            stuck = {
+                one: f"it has said nothing of {len(failed[one])} generations that failed in {most:g} s"
+                for one in mute
+                if now - failed[one][0] >= most
+            }
+        if not stuck or 2 * len(stuck) > len(there):
+            return []
+        failed.clear()  # the others may have waited for these alone
+        return self._give_up(stuck, now)
 
-    def _hung(self, there: list[RosterEntry]) -> list[tuple[RosterEntry, str]]:
-        """Return the members whose main thread has been blocked for `stuck_seconds` or longer, each with the reason.
+    def _give_up(self, reasons: Mapping[str, str], now: float) -> list[GiveUpMember]:
+        """Give up members.
 
-        Members that have not taken a step yet are included only while all others wait for them.
+        reasons: the reason for each member.
         """
-        most = self.settings.stuck_seconds
-        reason = f"its main thread has not moved for {most:g} s"
-        hung = [one for one in there if 0 < most <= one.report.blocked_seconds]
-        return [(one, reason) for one in hung if one.report.step or self._is_needed]
+        effects = [GiveUpMember(member, self.roster[member].pid, reason) for member, reason in reasons.items()]
+        for effect in effects:
+            self.lost(effect.member, effect.reason, now)
+        return effects
 
-    def _mute_for_long(self, there: list[RosterEntry], now: float) -> list[tuple[RosterEntry, str]]:
-        """Return the members that have not reported on several failed generations, each with the reason."""
-        most = self.settings.stuck_seconds
-        failed = [(one, self._mute.get(one.member, [])) for one in there]
-        mute = [(one, times) for one, times in failed if len(times) > 1 and 0 < most <= now - times[0]]
-        return [
-            (one, f"it has said nothing of {len(times)} generations that failed in {most:g} s") for one, times in mute
-        ]
+    @property
+    def _goes_on(self) -> str:
+        """Reason for which members are given up that the newest generation does not list."""
+        return f"generation {self._newest} goes on without it"
 
     def _give_up_unreached(self, now: float) -> list[GiveUpMember]:
         """Give up nodes of a world at a standstill, so that all remaining nodes reach each other.
 
         No node is given up if fewer than MIN nodes would remain (waiting nodes included), or while giving it up may
-        lose state that would be available again after a repair of the network.
+        lose state that would be available again after a repair of the network. Copies of the state survive the loss of
+        one node, but two nodes given up together may have kept each other's copies.
         """
         world, links = self._world, self.links
         if not links.stands_still(now) or not links.parted:
             return []
         outside = links.outside(self.roster, self._present(world.everyone))
-        parted = [self.roster[one] for one in outside]
+        reports = [self.roster[one].report for one in outside]
         stay = tuple(one for one in self._present(world.members) if one not in outside)
         has_enough = len(nodes_of((*stay, *self._newcomers(stay)))) >= self.settings.min_nodes
-        if not parted or not has_enough or not self._may_part_with(parted, now):
+        loses_state = len(nodes_of(outside)) > 1 or any(said.protected != "yes" and said.step for said in reports)
+        if not has_enough or (loses_state and not 0 < self.settings.stuck_seconds <= links.still_for(now)):
             return []
-        for entry in parted:
-            self.lost(entry.member, clipped(outside[entry.member], LONGEST_TEXT // 2), now)
-        links.move(now)
-        return [GiveUpMember(entry.member, entry.pid, self._gone[entry.member]) for entry in parted]
-
-    def _may_part_with(self, parted: list[RosterEntry], now: float) -> bool:
-        """Return whether giving up these members loses no state, or the standstill has lasted `stuck_seconds`.
-
-        Copies of the state survive the loss of one node, but two nodes given up together may have kept each other's
-        copies.
-        """
-        is_one = len(nodes_of(entry.member for entry in parted)) == 1
-        if is_one and all(entry.report.protected == "yes" or not entry.report.step for entry in parted):
-            return True
-        return 0 < self.settings.stuck_seconds <= self.links.still_for(now)
-
-    def _see_who_is_mute(self, failed: Generation, now: float) -> None:
-        """Record which members have not reported the failure of a generation. All members of that generation should
-        report it."""
-        for member in failed.members:
-            if member in self.roster and _answered(self.roster[member].report) < failed.generation:
-                self._mute.setdefault(member, []).append(now)
-            else:
-                self._mute.pop(member, None)
+        if outside:
+            links.move(now)
+        return self._give_up({one: clipped(why, LONGEST_TEXT // 2) for one, why in outside.items()}, now)
 
     # -- after a restart ---------------------------------------------------------------------------------------------
 
@@ -489,17 +456,17 @@ class MembershipStateMachine:
             return True
         return self._is_starter and world.term != self.term and now < self._orphaned_at
 
-    def _recall(self, now: float) -> list[Effect]:
+    def _recall(self, recovery: Recovery, now: float) -> list[Effect]:
         """End the recovery: take over the newest world, and give up members that this world does not list or that have
         not returned."""
-        recovery, self._recovery = self._recovery, None
+        self._recovery, world, told = None, recovery.choose(), recovery.told
         started = dict.fromkeys(self._world.everyone)
-        if started and recovery is not None and not self._may_hold_state(recovery):
-            outside = [one for one in self.roster.members if recovery.heard_of(one) and one not in started]
-            return [self._give_up(one, now) for one in outside]
-        world = None if recovery is None else recovery.choose()
-        if world is None or recovery is None:
+        if world is None:
             return []
+        back = [entry for entry in self.roster if entry.member in told]
+        if started and not any(entry.report.entered or entry.member not in recovery.reported for entry in back):
+            outside = [one.member for one in back if one.member not in started]
+            return [*self._give_up(dict.fromkeys(outside, self._goes_on), now)]
         self._world = world
         begun_here = [member for member, missed in self._missed.items() if missed.world.generation]
         self._is_starter, self._newest = False, max(self._newest, world.generation)
@@ -512,52 +479,29 @@ class MembershipStateMachine:
         for member, report in said:
             if report.broken == world.generation:
                 self._break(member, report)
-        told = *self._let_go(recovery), *self._passed_over(recovery, started)
-        present = dict.fromkeys(self._present((*world.everyone, *told)))
-        strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
-        over = [one for one in strangers if one not in present or one in started]
-        effects: list[Effect] = [self._give_up(one, now) for one in over]
+        stay = [entry.member for entry in back if entry.member not in started and self._may_stay(entry, recovery)]
+        present = self._present(dict.fromkeys((*world.everyone, *stay)))
+        over = [one for one in self.roster.members if one in started or (one in told and one not in present)]
+        effects: list[Effect] = [*self._give_up(dict.fromkeys(over, self._goes_on), now)]
         effects += [GiveUpMember(one, self._missed.pop(one).entry.pid, self._gone[one]) for one in begun_here]
         effects += self._miss(now)
         self.changes.append((world, now))
         self._published = Publish(world, self._present(present))
         return [*effects, self._published]
 
-    def _may_hold_state(self, recovery: Recovery) -> bool:
-        """Return whether any member that has come back may hold state: it has entered a generation, or has not reported
-        yet."""
-        back = [entry for entry in self.roster if recovery.heard_of(entry.member)]
-        return any(entry.report.entered or not recovery.has_reported(entry.member) for entry in back)
+    def _may_stay(self, entry: RosterEntry, recovery: Recovery) -> bool:
+        """Return whether a member that has come back, and that the world does not list, may go on.
 
-    def _let_go(self, recovery: Recovery) -> list[str]:
-        """Return the leaving members that have come back and have not received the generation in which the others
-        continue without them."""
-        leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
-        return [member for member in leaving if (recovery.told(member) or NO_WORLD).generation < self._world.generation]
-
-    def _passed_over(self, recovery: Recovery, started: Container[str]) -> list[str]:
-        """Return the members that have come back and may still join: they hold no state, and the world does not list
-        them.
-
-        They know only an older world, or they received this one, which the others formed without them.
+        A leaving member may until it has received the generation in which the others continue without it. Another
+        member may still join if it holds no state, and knows only an older world or one that the others formed without
+        it.
         """
-        world, found = self._world, list[str]()
-        for entry in self.roster:
-            told = recovery.told(entry.member)
-            if told is None or self._works(entry.member) or entry.member in started:
-                continue
-            if entry.report.entered or not recovery.has_reported(entry.member):  # it holds state, or may hold some
-                continue
-            if told.generation < world.generation or told.term == world.term:
-                found.append(entry.member)
-        return found
-
-    def _give_up(self, member: str, now: float) -> GiveUpMember:
-        """Give up a member that the world does not list: it belongs to an older world or to a job started by
-        mistake."""
-        entry, reason = self.roster[member], f"generation {self._newest} goes on without it"
-        self.lost(member, reason, now)
-        return GiveUpMember(member, entry.pid, reason)
+        world, told = self._world, recovery.told[entry.member]
+        is_older = told.generation < world.generation
+        if entry.report.leaving and is_older:
+            return True
+        holds_none = entry.member in recovery.reported and not entry.report.entered
+        return holds_none and not self._works(entry.member) and (is_older or told.term == world.term)
 
     def _miss(self, now: float) -> list[GiveUpMember]:
         """Give up the members of the world just taken over that have not come back."""
@@ -584,7 +528,8 @@ class MembershipStateMachine:
         if not is_failure and not self._is_settled:
             return None
         stay = tuple(one for one in self._in_order(members) if one in self.roster and not self._is_leaving(one))
-        leaving, late = self._leaving(old), frozenset(self._left_out(now) if is_failure else ())
+        is_late = is_failure and (self._can_go_alone or self._have_others_waited(now))
+        leaving, late = self._leaving(old), frozenset(self._late if is_late else ())
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
         needs_who_leaves = bool(leaving) and not stay  # newcomers wait for the state that these save
         joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
@@ -593,6 +538,7 @@ class MembershipStateMachine:
             return None
         if not old.generation and not joined:
             return None
+        has_ended = bool(old.generation) and not members and old.change == "planned"  # all have left, and saved
         holding = {*self._back, *(members if self._is_entered else self._survivors)}
         return Generation(
             term=self.term,
@@ -604,7 +550,7 @@ class MembershipStateMachine:
             lost=dead,
             broken=old.generation if self._breach else old.broken,
             hangs=self._hangs if self._is_hang else 0,
-            begun=self._has_begun and (is_failure or not self._have_all_left),
+            begun=self._has_begun and (is_failure or not has_ended),
             paused=len(nodes_of(stay + joined)) < self.settings.min_nodes,
             reason=self._reason(joined, set(members) & set(leaving), dead, late),
         )
@@ -694,11 +640,6 @@ class MembershipStateMachine:
         coming = [one for one in self._present(world.members[world.survivors :]) if not self._is_leaving(one)]
         return not set(coming) <= set(late) or bool(self._newcomers(world.members))
 
-    def _left_out(self, now: float) -> tuple[str, ...]:
-        """Return the late members to leave out after a failure: those that the others can train without, or have waited
-        for too long."""
-        return self._late if self._can_go_alone or self._have_others_waited(now) else ()
-
     def _is_overdue(self, now: float) -> bool:
         """Return whether members must not wait any longer for the current generation to be entered."""
         world = self._world
@@ -712,11 +653,6 @@ class MembershipStateMachine:
         if is_leaver_late and self._late and self._can_go_alone:
             return True
         return self._have_others_waited(now)
-
-    @property
-    def _is_needed(self) -> bool:
-        """Whether all members of the current generation are stopped until each of them has entered it."""
-        return self._world.change == "failure" and not self._is_entered
 
     @property
     def _is_settled(self) -> bool:
@@ -739,18 +675,6 @@ class MembershipStateMachine:
         return 0 < self._world.generation <= self._entered
 
     @property
-    def _have_all_left(self) -> bool:
-        """Whether the members of the current generation have ended the job: all were asked to leave, and could save
-        their state."""
-        return self.world is not None and not self.world.members and self.world.change == "planned"
-
-    def _may_be_the_last_holder(self, member: str) -> bool:
-        """Return whether a leaving member may be the only holder of the state for which the members of the current
-        generation wait."""
-        world = self._world
-        return member in world.leavers and bool(world.members) and not world.survivors and not self._is_entered
-
-    @property
     def _survivors(self) -> tuple[str, ...]:
         return self._world.members[: self._world.survivors]
 
@@ -764,8 +688,11 @@ class MembershipStateMachine:
 
     def _publish(self, world: Generation, now: float) -> Publish:
         passed_over = self._present(self._world.members)
-        if self._breach:
-            self._see_who_is_mute(self._world, now)
+        for member in self._world.members if self._breach else ():  # each of them should have reported the failure
+            if member in self.roster and _answered(self.roster[member].report) < self._world.generation:
+                self._mute.setdefault(member, []).append(now)
+            else:
+                self._mute.pop(member, None)
         if self.world is None:
             self._is_starter = True
             self.links.move(now)
@@ -780,12 +707,9 @@ class MembershipStateMachine:
 
     def _finish(self) -> list[Finish]:
         """End the job when some scripts have ended and none of the remaining workers has ever been in a world."""
-        if self.is_finished or not self._done:
-            return []
-        if any(node_of(member) in self.watched for member in self._done):
-            return []  # their agent may still say that they have failed
-        there = [entry for entry in self.roster if self._works(entry.member) and not entry.report.leaving]
-        if any(entry.report.entered for entry in there):
+        is_watched = any(node_of(member) in self.watched for member in self._done)  # an agent may say that they failed
+        there = [entry.report for entry in self.roster if self._works(entry.member) and not entry.report.leaving]
+        if self.is_finished or not self._done or is_watched or any(report.entered for report in there):
             return []
         self.is_finished = True
         return [Finish(tuple(entry.member for entry in self.roster))]

@@ -207,26 +207,25 @@ class Recovery:
     """
 
     def __init__(self, until: float, seconds: float) -> None:
-        self._until = until
+        self._until = self._patience = until
         self._seconds = seconds
-        self._patience = until
-        self._told: dict[str, Generation] = {}
+        self.told: dict[str, Generation] = {}
+        """The newest world that each returning member knew when it returned."""
+        self.reported = set[str]()
+        """Returning members that have reported their state."""
         self._worlds: dict[tuple[int, bool, str], Generation] = {}
         self._votes: Counter[tuple[int, bool, str]] = Counter()
-        self._reported: set[str] = set()
 
     @property
     def until(self) -> float:
         """The latest time at which the recovery ends, on the caller's clock."""
-        return self._until if self._told else max(self._until, self._patience)
+        return self._until if self.told else max(self._until, self._patience)
 
     @property
     def is_complete(self) -> bool:
         """Whether all members of the newest world have returned and reported."""
         world = self.choose()
-        if world is None or len(self._reported) < len(world.everyone):
-            return False
-        return self._reported.issuperset(world.everyone)
+        return world is not None and self.reported.issuperset(world.everyone)
 
     def expect(self, patience: float) -> None:
         """Record that there was an earlier job whose members may still return.
@@ -242,19 +241,10 @@ class Recovery:
     def hear(self, member: str, world: Generation, now: float) -> None:
         """Record the newest world that a returning member knows."""
         self._until = max(self._until, now + self._seconds)
-        self._told[member] = world
+        self.told[member] = world
         name = world.generation, world.begun, world.term
         self._worlds.setdefault(name, world)
         self._votes[name] += 1
-
-    def report(self, member: str) -> None:
-        """Record that a returning member has reported its state."""
-        if member in self._told:
-            self._reported.add(member)
-
-    def has_reported(self, member: str) -> bool:
-        """Return whether a returning member has reported its state."""
-        return member in self._reported
 
     def choose(self) -> Generation | None:
         """Return the newest world that any returning member knows; None if there is none.
@@ -265,11 +255,3 @@ class Recovery:
         if not self._worlds:
             return None
         return self._worlds[max(self._worlds, key=lambda name: (name[0], name[1], self._votes[name], name[2]))]
-
-    def told(self, member: str) -> Generation | None:
-        """Return the newest world that a member knew when it returned; None if it knew none."""
-        return self._told.get(member)
-
-    def heard_of(self, member: str) -> bool:
-        """Return whether a member has returned and knew a world."""
-        return member in self._told

@@ -55,7 +55,7 @@ def _content_bye(self: MembershipStateMachine, member: str, said: Bye, now: floa
 
 
 def _oldest(self: Recovery) -> Generation | None:
-    return min(self._told.values(), key=lambda world: world.generation, default=None)
+    return min(self.told.values(), key=lambda world: world.generation, default=None)
 
 
 def _no_breach(self: MembershipStateMachine, member: str, why: str, now: float) -> None:
