@@ -45,19 +45,15 @@ def memory_of_copies(
     copies: the number of other ranks that keep each copy.
     everything: see `is_copied`.
     """
-    buddies = buddies_of(nodes, copies)
-    own = [_bytes(vps, layout, rank, everything) for rank in range(len(nodes))]
+    buddies, own = buddies_of(nodes, copies), list[int]()
+    for rank in range(len(nodes)):
+        sizes = vps.local(layout, rank).sizes()
+        kept = {key: numel for key, numel in sizes.items() if is_copied(vps, layout, *key, everything)}
+        own.append(sum(numel * vps.kind(kind).itemsize for (kind, _), numel in kept.items()))
     return tuple(
         MOMENTS * (each + sum(own[ward] for ward in wards_of(buddies, rank))) if buddies else 0
         for rank, each in enumerate(own)
     )
-
-
-def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, everything: bool) -> int:
-    """Return the size in bytes of the buffers in a rank's copy."""
-    sizes = vps.local(layout, rank).sizes()
-    kept = {key: numel for key, numel in sizes.items() if is_copied(vps, layout, *key, everything)}
-    return sum(numel * vps.kind(kind).itemsize for (kind, _), numel in kept.items())
 
 
 def buddies_of(nodes: Sequence[str], copies: int = 1) -> tuple[tuple[int, ...], ...]:
@@ -78,11 +74,13 @@ def buddies_of(nodes: Sequence[str], copies: int = 1) -> tuple[tuple[int, ...], 
 
 def _first(names: Sequence[str]) -> list[int]:
     """Return the first buddy of each rank."""
-    found: dict[int, int] = {}
-    pairs, group = _grouped(_by_size(names))
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks.setdefault(name, []).append(rank)
+    pairs, group = _grouped(sorted(map(tuple, ranks.values()), key=len, reverse=True))
+    found = _around(group)
     for one, other in pairs:
         found.update(zip(one + other, other + one, strict=True))
-    found.update(_around(group))
     return [found[rank] for rank in range(len(names))]
 
 
@@ -119,16 +117,11 @@ def wards_of(buddies: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
     return tuple(ward for ward, keepers in enumerate(buddies) if rank in keepers)
 
 
-def _by_size(names: Sequence[str]) -> list[Node]:
-    """Return the ranks of each node, largest node first."""
-    ranks: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
-        ranks.setdefault(name, []).append(rank)
-    return sorted(map(tuple, ranks.values()), key=len, reverse=True)
-
-
 def _grouped(nodes: list[Node]) -> tuple[list[tuple[Node, Node]], list[Node]]:
-    """Return the pairs of nodes of equal size, and all other nodes, largest first."""
+    """Return the pairs of nodes of equal size, and all other nodes, largest first.
+
+    nodes: the nodes, largest first.
+    """
     pairs: list[tuple[Node, Node]] = []
     rest: list[Node] = []
     for node in nodes:

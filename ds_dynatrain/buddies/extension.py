@@ -10,6 +10,7 @@ batch. All engines take copies together, with the same buddies, and either all o
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,26 +20,29 @@ from typing import Any, Literal
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.groups.managed_process_group import is_lost_peer
+from ds_dynatrain.adapters.groups.device import start_thread
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, is_lost_peer
 from ds_dynatrain.adapters.groups.world import World
-from ds_dynatrain.buddies.assignment import buddies_of, memory_of_copies
+from ds_dynatrain.buddies.assignment import buddies_of, memory_of_copies, wards_of
 from ds_dynatrain.buddies.config import BuddiesConfig
 from ds_dynatrain.buddies.rows import IN_A_FIXED_LAUNCH
-from ds_dynatrain.buddies.shipping import GROUP, Keeper, Round
-from ds_dynatrain.buddies.taking import mark_of
+from ds_dynatrain.buddies.shipping import Round, Ward
+from ds_dynatrain.buddies.taking import UndigestedCopy, mark_of, take
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.copies.copy import lacks_frozen
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.parts import EngineParts, open_engines
-from ds_dynatrain.errors import ConfigError, WorldChanged
+from ds_dynatrain.errors import ConfigError, DynatrainError, WorldChanged
 from ds_dynatrain.extension import BACKUP_KEY, Extension, backups_of
 from ds_dynatrain.membership.session import Session
+from ds_dynatrain.membership.whole import Mark
 from ds_dynatrain.plan import has_single_holders, needs_copies, outlives_a_node
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.feasible import available_bytes
 from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.space import Layout
+from ds_dynatrain.transfer import GroupTransport
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class Protection:
     skipped: int
 
 
+GROUP = "buddies"
+"""Kind of the process group of all ranks over which a thread sends copies during training."""
 MILLIONTHS = 1_000_000
 NEW_WORLD = "no copy of this world is whole yet"
 MOST_BY_DEFAULT = 0.5
@@ -82,7 +88,6 @@ class Buddies(Extension):
 
     name = "buddies"
     group = GROUP
-    keeper: Keeper
     _engine: EngineParts
 
     def __init__(self, settings: DynatrainConfig) -> None:
@@ -110,13 +115,19 @@ class Buddies(Extension):
         self._left_at, self._share = 0.0, 0.0
         self._taken = self._skipped = 0
         self._last_error = ""
+        self.world: World | None = None
+        """The world in which copies of this engine are taken."""
+        self.buddies: tuple[tuple[int, ...], ...] = ()
+        """The buddies of each rank of that world; () if nothing is copied."""
+        self.take_seconds, self.ship_seconds, self.sent_bytes = 0.0, 0.0, 0
+        self._thread: threading.Thread | None = None
+        self._last_failure = ""
 
     def attach(self, engine: Any) -> None:
         """Attach to the engine, and give it access to the copies that this process keeps."""
         super().attach(engine)
         self._engine = engine._parts
         self._engine.kept = self.kept
-        self.keeper = Keeper(self._engine, self.kept)
 
     @property
     def _all(self) -> Sequence[Buddies]:
@@ -131,8 +142,9 @@ class Buddies(Extension):
         return self._all[0]
 
     @property
-    def _keepers(self) -> list[Keeper]:
-        return [one.keeper for one in self._all]
+    def _is_alone(self) -> bool:
+        """Whether some elements are held by one member only, so that the death of this member would lose them."""
+        return has_single_holders(self._engine.vps, self._engine.layout)
 
     def check_launch(self, is_elastic: bool) -> None:
         """Raise UnsupportedError in a launch of fixed size, whose members never change."""
@@ -177,12 +189,12 @@ class Buddies(Extension):
 
         nodes: the node of each rank.
         """
-        engines = [*(one._engine for one in self._all if one is not self), self._engine]
-        alone, copies = [has_single_holders(one.vps, one.layout) for one in engines], self._settings.copies
+        every = [*(one for one in self._all if one is not self), self]
+        engines, copies = [one._engine for one in every], self._settings.copies
         is_needed = any(needs_copies(one.vps, one.layout, nodes) for one in engines)
         needs = [
-            memory_of_copies(one.vps, one.layout, nodes, copies, everything=is_needed and not has_alone)
-            for one, has_alone in zip(engines, alone, strict=True)
+            memory_of_copies(one._engine.vps, one._engine.layout, nodes, copies, is_needed and not one._is_alone)
+            for one in every
         ]
         return [sum(of_rank) for of_rank in zip(*needs, strict=True)]
 
@@ -199,7 +211,7 @@ class Buddies(Extension):
         if len(set(where)) == 1:
             return f"all members that train are on node {where[0]!r}; start another node, and copies begin"
         has = torch.zeros(2, len(where), dtype=torch.int64)
-        held = sum(keeper.kept.nbytes for keeper in self._keepers)
+        held = sum(one.kept.nbytes for one in self._all)
         has[:, engine.rank] = torch.tensor([held, available_bytes()])
         td.all_reduce(has, group=world.default)
         needs = self._needs(where)
@@ -221,16 +233,16 @@ class Buddies(Extension):
         This is the last call at a boundary, so that no switch waits for a copy taken just before it. The loss of a
         member raises nothing here, because the next collective of training detects it, too.
         """
-        engine, keepers = self._engine, self._keepers
+        engine, every = self._engine, self._all
         now = engine.segment, engine.global_steps
         if now in ((self._seen[0], self._seen[2]), engine.formed_at):
             return
-        begin, registered = time.perf_counter(), tuple(len(each.engine.registered) for each in keepers)
+        begin, registered = time.perf_counter(), tuple(len(each._engine.registered) for each in every)
         if (now[0], registered) != self._seen[:2]:
             self._next = None
         if registered != self._seen[1]:
             self.forget()  # the copies belong to another registration of parameters
-        waited = sum(each.take_seconds for each in keepers)
+        waited = sum(each.take_seconds for each in every)
         self._seen, self._share = (now[0], registered, now[1]), waited / max(begin - self._left_at, 1e-6)
         try:
             self._look()
@@ -242,7 +254,7 @@ class Buddies(Extension):
 
     def before_leaving_world(self) -> None:
         """Wait, at most for the usual time-out, until no copy is under way in the world."""
-        self.keeper.settle()
+        self.settle()
 
     def before_load(self) -> None:
         """Void all copies, because they would bring back the state that the load replaces. This is a collective of the
@@ -272,24 +284,28 @@ class Buddies(Extension):
     def replace(self) -> None:
         """Void the copies of all engines. Called after all working members have loaded a state into one of the
         engines."""
-        for keeper in self._keepers:
-            keeper.kept.void_before(self.stretch)
+        for one in self._all:
+            one.kept.void_before(self.stretch)
         self.forget()
 
     def forget(self) -> None:
         """Forget all copies of this process, for every engine, and void the rounds under way."""
-        self._first._forget()
-
-    def _forget(self) -> None:
-        for keeper in self._keepers:
-            keeper.settle()
-            keeper.kept.forget()
-        for each in self._rounds:
+        first = self._first
+        for one in self._all:
+            one.settle()
+            one.kept.forget()
+        for each in first._rounds:
             each.is_void = True
-        self._is_protected, self._why = False, "another state was loaded: no copy of it is whole yet"
+        first._is_protected, first._why = False, "another state was loaded: no copy of it is whole yet"
+
+    def settle(self) -> None:
+        """Wait, at most for the usual time-out, until no round is under way in the world's group."""
+        if self._thread is not None:
+            self._thread.join(self._engine.settings.timeout_seconds)
+            self._thread = None
 
     def _look(self) -> None:
-        worlds = [keeper.engine.world for keeper in self._keepers]
+        worlds = [one._engine.world for one in self._all]
         if len(worlds) != len(self._worlds) or any(a is not b for a, b in zip(worlds, self._worlds, strict=True)):
             self._enter()
         if self._rounds:
@@ -304,26 +320,30 @@ class Buddies(Extension):
 
     def _enter(self) -> None:
         """Assign buddies in an engine's new world, and determine whether they protect its state."""
-        keepers, self._rounds, self._next = self._keepers, (), None
-        self._worlds = [keeper.engine.world for keeper in keepers]
+        every, self._rounds, self._next = self._all, (), None
+        self._worlds = [one._engine.world for one in every]
         self._cannot = self._why_not()
         engine, here = self._engine, {*self._engine.candidates.members}
         nodes = [engine.candidates.nodes[member] for member in engine.members]
-        is_needed = any(needs_copies(keeper.engine.vps, keeper.engine.layout, nodes) for keeper in keepers)
+        is_needed = any(needs_copies(one._engine.vps, one._engine.layout, nodes) for one in every)
         self._by_member = self._dealt(nodes) if is_needed and not self._cannot else {}
-        self._lacks = next((lack for keeper in keepers if (lack := _lack(keeper.engine, nodes))), "")
-        for keeper in keepers:
-            keeper.enter(self._by_member)
-        kept, was_protected = [{member, *buddies} for member, buddies in self._whole_of.items()], self._is_protected
-        self._is_protected = was_protected and all(len(here & holders) > 1 for holders in kept)
-        self._why = "" if self._is_protected else NEW_WORLD
+        self._lacks = next((lack for one in every if (lack := _lack(one._engine, nodes))), "")
+        for one in every:
+            one.settle()
+            one.world, members = one._engine.world, one._engine.members
+            one.buddies = tuple(tuple(map(members.index, self._by_member[each])) for each in members if self._by_member)
+        was_protected = self._is_protected
         if self._cannot or self._lacks:
             self._is_protected, self._why = False, self._cannot or self._lacks
         elif not is_needed:
-            layouts = " and ".join(dict.fromkeys(str(keeper.engine.layout) for keeper in keepers))
+            layouts = " and ".join(dict.fromkeys(str(one._engine.layout) for one in every))
             self._is_protected, self._why = True, f"in {layouts} every element has several holders: nothing is copied"
         elif len(engine.members) == 1:
             self._is_protected, self._why = False, "one member alone works: nobody could keep its copy"
+        else:
+            kept = [{member, *buddies} for member, buddies in self._whole_of.items()]
+            self._is_protected = was_protected and all(len(here & holders) > 1 for holders in kept)
+            self._why = "" if self._is_protected else NEW_WORLD
         if self._cannot or self._lacks or (was_protected and not self._is_protected):
             self._warn()
         elif engine.rank == 0 and not self._by_member:
@@ -362,15 +382,49 @@ class Buddies(Extension):
 
     def _begin(self) -> None:
         """Take copies of all engines, and begin a round for each. Either all engines have a world, or none does."""
-        for keeper in self._keepers:
-            keeper.engine.agree()
+        for one in self._all:
+            one._engine.agree()
         first = mark_of(self._engine)
         self._rounds = [
-            keeper.begin(first if keeper is self.keeper else mark_of(keeper.engine, first), keeper.engine.world)
-            for keeper in self._keepers
-            if keeper.engine.world is not None
+            one._ship(first if one is self else mark_of(one._engine, first), one._engine.world)
+            for one in self._all
+            if one._engine.world is not None
         ]
         self._taken += 1
+
+    def _ship(self, mark: Mark, world: World) -> Round:
+        """Take a copy of this engine, and send it while training continues.
+
+        mark: the boundary at which the copy is taken.
+
+        If no state of this engine is held by one member alone, all of its state is copied, because all engines of a
+        process are restored together.
+        """
+        self.settle()
+        engine, begin = self._engine, time.perf_counter()
+        rank, members, wards = engine.rank, engine.members, wards_of(self.buddies, engine.rank)
+        own, rooms = self.kept.begin(mark, len(wards))
+        taken: UndigestedCopy | None = None
+        failure = ""
+        try:
+            with PROCESS.turn(engine):
+                taken = take(engine, own, mark, everything=not self._is_alone)
+            self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
+        except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # RuntimeError: torch lacks memory
+            failure = str(error)
+        if failure and failure != self._last_failure:
+            logger.error(
+                "buddies: member %d has no copy of step %d (%s); a death costs what follows the last whole copies",
+                *(members[rank], mark.step, failure),
+            )
+        self._last_failure = failure
+        kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
+        stop = None if world.status is None else partial(_stop_if_lost, world.status)
+        way, buddies = GroupTransport(world.group(GROUP), members, stop), [members[each] for each in self.buddies[rank]]
+        found = Round(mark, taken, buddies, kept_here, way, self.kept)
+        self._thread = start_thread(found.run, "dynatrain-buddies")
+        self.take_seconds = time.perf_counter() - begin
+        return found
 
     def _see(self, found: Sequence[Round]) -> None:
         """Record the results of the last rounds if these have ended on all members. This is a collective over the
@@ -385,8 +439,10 @@ class Buddies(Extension):
             return
         is_whole &= not any(each.is_void for each in found)
         self._rounds = ()
-        for keeper, each in zip(self._keepers, found, strict=True):
-            keeper.see(each, is_whole)
+        for one, each in zip(self._all, found, strict=True):
+            one.sent_bytes, one.ship_seconds = each.sent_bytes, each.seconds
+            if is_whole:
+                one.kept.is_whole(each.mark)
         if is_whole:
             self._whole_of = self._by_member
         self._tell(found, is_whole)
@@ -440,17 +496,17 @@ class Buddies(Extension):
     def protection(self) -> Protection:
         """The protection of the state against a death, as far as this member knows. This is the value of
         `engine.buddies`."""
-        first, keeper, whole = self._first, self.keeper, self.kept.whole
-        is_known = keeper.world is self._engine.world
+        first, whole = self._first, self.kept.whole
+        is_known = self.world is self._engine.world
         return Protection(
             buddies=dict(first._by_member) if is_known else {},
             step=None if whole is None else whole.step,
             is_protected=is_known and first._is_protected,
             why=first._why if is_known else NEW_WORLD,
             memory_bytes=self.kept.nbytes,
-            sent_bytes=keeper.sent_bytes,
-            take_ms=1e3 * keeper.take_seconds,
-            ship_ms=1e3 * keeper.ship_seconds,
+            sent_bytes=self.sent_bytes,
+            take_ms=1e3 * self.take_seconds,
+            ship_ms=1e3 * self.ship_seconds,
             taken=first._taken,
             skipped=first._skipped,
         )
@@ -466,3 +522,8 @@ def _lack(engine: EngineCore, nodes: Sequence[str]) -> str:
     if not lacks_frozen(engine.vps, layout) or outlives_a_node(layout.replace(zero_stage=0), nodes):
         return ""
     return f"in {layout} the frozen weights of one place are all on one node, and no copy has them"
+
+
+def _stop_if_lost(status: GroupStatus) -> None:
+    if status.is_lost:
+        raise WorldChanged("a member of this world is gone, or a collective of it has failed")

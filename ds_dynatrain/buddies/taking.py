@@ -5,10 +5,9 @@ All tensors lie end to end, and a JSON header describes them.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import rest_carry, shared_carry
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.encoding import announced, encode
+from ds_dynatrain.reshard.encoding import announced, decode, encode
 from ds_dynatrain.space import BufferId, VirtualParameterSpace
 
 ALIGN = 64
@@ -32,71 +31,51 @@ ALIGN = 64
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
-Rows = Mapping[tuple[str, BufferId], Shape]
-"""Map from (state kind, buffer) to the element type and shape of the buffer."""
+def nbytes_of(shapes: Iterable[Shape]) -> int:
+    """Return the size in bytes of the memory that `spread` divides into tensors of these types and shapes."""
+    return sum(map(_padded, shapes))
 
 
-def rows_of(buffers: Buffers) -> Rows:
-    """Return the element type and shape of each buffer, in the order of the buffers."""
-    return {key: (held.dtype, (held.numel(),)) for key, held in buffers.items()}
-
-
-def nbytes_of(rows: Rows, tensors: Iterable[Shape]) -> int:
-    """Return the size in bytes of the memory that `spread` divides into these buffers and tensors."""
-    return sum(map(_padded, [*rows.values(), *tensors]))
-
-
-def spread(memory: torch.Tensor, rows: Rows, tensors: Sequence[Shape]) -> tuple[Buffers, list[torch.Tensor]]:
-    """Return buffers and further tensors as views of `memory`, a flat uint8 tensor.
+def spread(memory: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    """Return tensors as views of `memory`, a flat uint8 tensor.
 
     Raises TransferError if the size of the memory is not their total size.
     """
-    if nbytes_of(rows, tensors) != memory.numel():
-        raise TransferError(f"a copy of {nbytes_of(rows, tensors)} bytes was announced, and {memory.numel()} came")
+    if nbytes_of(shapes) != memory.numel():
+        raise TransferError(f"a copy of {nbytes_of(shapes)} bytes was announced, and {memory.numel()} came")
     views, at = [], 0
-    for dtype, shape in [*rows.values(), *tensors]:
+    for dtype, shape in shapes:
         nbytes = math.prod(shape) * dtype.itemsize
         views.append(memory[at : at + nbytes].view(dtype).view(shape))
         at += _padded((dtype, shape))
-    return dict(zip(rows, views, strict=False)), views[len(rows) :]
+    return views
 
 
 def header_of(copy: Copy) -> bytes:
     """Return the header of a copy: JSON with everything except the bytes of its tensors."""
-    rows = [
-        [kind, name.place, name.index, str(held.dtype).partition(".")[2], held.numel()]
-        for (kind, name), held in copy.buffers.items()
-    ]
-    digests = {kind: base64.b64encode(held.tobytes()).decode() for kind, held in copy.digests.items()}
-    said = {"said": copy.said, "digests": digests, "said_digest": copy.said_digest}
-    return json.dumps({"mark": to_record(copy.mark), "rank": copy.rank, "rows": rows, **said}).encode()
+    buffers = [[kind, *name, held] for (kind, name), held in copy.buffers.items()]
+    held = encode([buffers, {kind: digests.tobytes() for kind, digests in copy.digests.items()}], [])
+    return json.dumps([to_record(copy.mark), copy.rank, held, copy.said, copy.said_digest]).encode()
 
 
 def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
     """Return the copy that a header describes, with its data in `memory`. Raises TransferError for an unreadable
     header."""
     try:
-        found = json.loads(header)
-        rows = dict(_row(*each) for each in found["rows"])
-        buffers, tensors = spread(memory, rows, shapes_of(found["said"]))
-        digests = {kind: np.frombuffer(base64.b64decode(held), np.uint64) for kind, held in found["digests"].items()}
-        mark, rank = from_record(Mark, found["mark"]), int(found["rank"])
-        return Copy(mark, rank, buffers, found["said"], tensors, digests, str(found["said_digest"]))
+        mark, rank, held, said, said_digest = json.loads(header)
+        views = spread(memory, [*_shapes(held), *_shapes(said["rest"])])
+        rows, digests = decode(held, views)
+        buffers = {(kind, BufferId(place, index)): view for kind, place, index, view in rows}
+        arrays = {kind: np.frombuffer(body, np.uint64) for kind, body in digests.items()}
+        tensors = views[len(buffers) :]
+        return Copy(from_record(Mark, mark), int(rank), buffers, said, tensors, arrays, str(said_digest))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, DynatrainError) as error:
         raise TransferError(f"the header of a copy cannot be read ({type(error).__name__}: {error})") from error
 
 
-def shapes_of(said: dict[str, Any]) -> list[Shape]:
-    """Return the types and shapes of the tensors to which the encoded per-rank state in `Copy.said` refers, in
-    order."""
-    return [shape for _, shape in sorted(announced(said["rest"]).items())]
-
-
-def _row(kind: str, place: str, index: int, dtype: str, numel: int) -> tuple[tuple[str, BufferId], Shape]:
-    found = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype) or numel < 0:
-        raise TransferError(f"a buffer of {numel} elements of {dtype!r} was announced")
-    return (str(kind), BufferId(str(place), int(index))), (found, (int(numel),))
+def _shapes(encoded: Any) -> list[Shape]:
+    """Return the types and shapes of the tensors to which an encoded value refers, in order."""
+    return [shape for _, shape in sorted(announced(encoded).items())]
 
 
 def _padded(shape: Shape) -> int:
@@ -155,10 +134,12 @@ def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: b
         "rest": encode(rest_carry(engine), tensors),
         "streams": streams.capture(),
     }
-    rows, shapes = rows_of(held), shapes_of(said)
-    memory = room.fit(nbytes_of(rows, shapes))
-    buffers, others = spread(memory, rows, shapes)
-    for there, here in zip([*buffers.values(), *others], [*held.values(), *tensors], strict=True):
+    sources = [*held.values(), *tensors]
+    shapes = [(source.dtype, tuple(source.shape)) for source in sources]
+    memory = room.fit(nbytes_of(shapes))
+    views = spread(memory, shapes)
+    for there, here in zip(views, sources, strict=True):
         there.copy_(here.detach())
+    buffers, others = dict(zip(held, views, strict=False)), views[len(held) :]
     frozen = frozen_elsewhere(engine.vps, engine.layout, state)
     return UndigestedCopy(engine.vps, mark or mark_of(engine), engine.rank, frozen, buffers, said, others, memory)

@@ -198,10 +198,10 @@ def test_the_same_members_keep_the_copies_of_all_engines() -> None:
         engine.candidates = Candidates(0, {member: "ab"[member // 6] for member in members})
     first._enter()
     assert first.protection.buddies == other.protection.buddies == {4: (7,), 7: (4,), 5: (6,), 6: (5,)}
-    assert first.keeper.buddies == ((1,), (0,), (3,), (2,)) and other.keeper.buddies == ((1,), (0,), (3,), (2,))
+    assert first.buddies == ((1,), (0,), (3,), (2,)) and other.buddies == ((1,), (0,), (3,), (2,))
     other._engine.members = (4, 5, 6, 7)
     first._enter()
-    assert other.keeper.buddies == ((3,), (2,), (1,), (0,))
+    assert other.buddies == ((3,), (2,), (1,), (0,))
 
 
 def test_a_load_of_one_engine_counts_for_all() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ds_dynatrain.buddies.assignment import buddies_of, wards_of
 from ds_dynatrain.buddies.shipping import Round, Ward
-from ds_dynatrain.buddies.taking import UndigestedCopy, copy_of, header_of, nbytes_of, rows_of, shapes_of, spread
+from ds_dynatrain.buddies.taking import UndigestedCopy, copy_of, header_of, nbytes_of, spread
 from ds_dynatrain.engine.copies import kept as kept_module
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
@@ -91,10 +91,10 @@ class FakeTaken:
 
     def __init__(self, of: Copy, fails: bool = False) -> None:
         self._copy, self._fails = of, fails
-        rows, shapes = rows_of(of.buffers), shapes_of(of.said)
-        self.memory = torch.zeros(nbytes_of(rows, shapes), dtype=torch.uint8)
-        buffers, tensors = spread(self.memory, rows, shapes)
-        for there, here in zip([*buffers.values(), *tensors], [*of.buffers.values(), *of.tensors], strict=True):
+        sources = [*of.buffers.values(), *of.tensors]
+        shapes = [(source.dtype, tuple(source.shape)) for source in sources]
+        self.memory = torch.zeros(nbytes_of(shapes), dtype=torch.uint8)
+        for there, here in zip(spread(self.memory, shapes), sources, strict=True):
             there.copy_(here)
 
     def copy(self) -> Copy:
