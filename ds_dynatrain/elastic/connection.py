@@ -11,16 +11,16 @@ protection.
 from __future__ import annotations
 
 import hmac
+import itertools
 import logging
 import random
 import secrets
-import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from multiprocessing.connection import wait
 from typing import Literal, TypeVar
 
 from ds_dynatrain.elastic.address import Address, Endpoint, tune
@@ -87,15 +87,17 @@ class Channel:
 
     def __init__(self, token: str | None, nonces: tuple[str, str], here: Role) -> None:
         there: Role = "peer" if here == "coordinator" else "coordinator"
-        self._sent, self._received = (_Direction(derive(token, " ".join([who, *nonces]))) for who in (here, there))
+        self._keys = {who: derive(token, " ".join([who, *nonces])) for who in (here, there)}
+        self._counts = {who: itertools.count() for who in (here, there)}
+        self._here, self._there = here, there
 
     def seal(self, wire: bytes) -> bytes:
         """Append the tag to an encoded message; messages must be sent in the order of these calls."""
-        return wire + self._sent.next_tag(wire)
+        return wire + self._next_tag(self._here, wire)
 
     def is_next(self, wire: bytes, tag: bytes) -> bool:
         """Return whether `tag` authenticates `wire` as the next message from the other end."""
-        return hmac.compare_digest(self._received.next_tag(wire), tag)
+        return hmac.compare_digest(self._next_tag(self._there, wire), tag)
 
     def check(self, wire: bytes, tag: bytes) -> None:
         """Raise MessageError unless `tag` authenticates `wire` as the next message from the other end.
@@ -107,15 +109,8 @@ class Channel:
                 "a message was changed on its way, or is not of who has proved the token: its tag is wrong"
             )
 
-
-class _Direction:
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._count = 0
-
-    def next_tag(self, wire: bytes) -> bytes:
-        count, self._count = self._count, self._count + 1
-        return hmac.digest(self._key, COUNT.pack(count) + wire, "sha256")
+    def _next_tag(self, sender: Role, wire: bytes) -> bytes:
+        return hmac.digest(self._keys[sender], COUNT.pack(next(self._counts[sender])) + wire, "sha256")
 
 
 class Connection:
@@ -126,6 +121,7 @@ class Connection:
     """
 
     welcome: Welcome
+    _channel: Channel
 
     def __init__(self, address: Address, seconds: float) -> None:
         self.address = address
@@ -134,7 +130,6 @@ class Connection:
         self._socket.settimeout(SEND_SECONDS)
         self._sending = threading.Lock()
         self._buffer = bytearray()
-        self._channel: Channel | None = None
         self._frames: deque[tuple[bytes, bytes]] = deque()
         self._told: Generation | None = None
         """The last generation that came over this connection."""
@@ -190,28 +185,20 @@ class Connection:
         """Send a message. Raises OSError if the connection is broken; the connection cannot be used after that."""
         wire = encode(message)
         with self._sending:
-            self._socket.sendall(wire + NO_TAG if self._channel is None else self._channel.seal(wire))
+            self._socket.sendall(self._channel.seal(wire))
 
     def receive(self, seconds: float) -> Message:
         """Return the next message; a generation always comes in full, as `Changed`.
 
-        Raises TimeoutError after `seconds`, ConnectionError at the end of the connection, and MessageError if the
-        message is malformed or was not sent by the coordinator.
+        Raises PeerRefused if the message is a refusal, JobFinished if it says that the job has finished, TimeoutError
+        after `seconds`, ConnectionError at the end of the connection, and MessageError if the message is malformed or
+        was not sent by the coordinator.
         """
         while True:
             message = self._in_full(self._proved(*self._next(seconds)))
             if message is not None:
+                _raise_refusal(message)
                 return message
-
-    def expect(self, seconds: float) -> Message:
-        """Return the next message.
-
-        Raises PeerRefused if the message is a refusal, JobFinished if it says that the job has finished, and the same
-        errors as `receive`.
-        """
-        message = self.receive(seconds)
-        _raise_refusal(message)
-        return message
 
     def read(self) -> None:
         """Read from the socket once, and wait if no data has arrived yet.
@@ -245,7 +232,7 @@ class Connection:
         end = time.monotonic() + seconds
         while not self._frames:
             left = end - time.monotonic()
-            if left <= 0 or not readable([self.fileno()], left):
+            if left <= 0 or not wait([self._socket], left):
                 raise TimeoutError(f"no message within {seconds:g} s")
             self.read()
         return self._frames.popleft()
@@ -267,8 +254,6 @@ class Connection:
         return message
 
     def _proved(self, wire: bytes, tag: bytes) -> Message:
-        if self._channel is None:
-            raise RuntimeError("nobody has been greeted on this connection")
         self._channel.check(wire, tag)
         return decode(wire[HEADER.size :])
 
@@ -288,17 +273,6 @@ def _unproved(answer: Message) -> str:
         "what answers there does not know this process's token, so it is not this job's coordinator; name the job's "
         "token file in DYNATRAIN_TOKEN_FILE, or give this job's own address"
     )
-
-
-def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
-    """Wait until at least one descriptor is readable or closed by its peer, and return all such descriptors.
-
-    Returns an empty set if there is none after `seconds`.
-    """
-    poll = select.poll()  # select() takes no descriptor above 1023
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
 
 
 def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> Connection:
@@ -355,7 +329,7 @@ def _ask(endpoint: Endpoint, token: str | None, question: Message, kind: type[An
     connection = Connection.open(endpoint, token, seconds=seconds)
     try:
         connection.send(question)
-        answer = connection.expect(seconds)
+        answer = connection.receive(seconds)
     finally:
         connection.close()
     if not isinstance(answer, kind):

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.descriptors import raise_descriptors
@@ -65,16 +65,14 @@ class CoordinatorHost:
         except BaseException:
             self._listener.close()
             raise
-        self._store_port = self._store_listener.getsockname()[1]
         self._store: TCPStore | None = None
-        self._settings = settings
-        self._token, self._token_file = token, token_file
-        self._job = job
+        port = self._store_listener.getsockname()[1]
+        membership = MembershipStateMachine(settings, secrets.token_hex(4), time.monotonic())
+        self.coordinator = Coordinator(membership, port, token, job, token_file)
         self._thread = threading.Thread(target=self.run, name="dynatrain-coordinator", daemon=True)
-        self._stop: Callable[[], object] = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_up = threading.Event()
-        self._is_ended = threading.Event()
-        self._coordinator: Coordinator | None = None
+        self._is_ended = asyncio.Event()
 
     @property
     def reachable(self) -> Address:
@@ -90,8 +88,11 @@ class CoordinatorHost:
 
     def end(self) -> None:
         """Ask `run` to return soon. May be called from any thread, also before `run`."""
-        self._is_ended.set()
-        self._stop()
+        if self._loop is None:
+            self._is_ended.set()
+        else:
+            with suppress(RuntimeError):  # it has returned
+                self._loop.call_soon_threadsafe(self._is_ended.set)
 
     def start(self) -> None:
         """Serve in a thread. Imports torch first, because importing torch in two threads at once breaks it."""
@@ -100,46 +101,33 @@ class CoordinatorHost:
         self._thread.start()
         self._is_up.wait()
 
-    def belong_to(self, node: str) -> None:
-        """Tell the coordinator on which node it runs, so that it never sends that node home. Called after `start`."""
-        if self._coordinator is not None:
-            self._coordinator.host_node = node
-
     def outlive(self) -> None:
         """Wait until the job has finished or all peers have disconnected, and `stop` after that. Called after
         `start`."""
-        while self._thread.is_alive() and self._coordinator is not None and self._coordinator.connected:
+        while self._thread.is_alive() and self.coordinator.connected:
             self._thread.join(POLL_SECONDS)
         self.stop()
 
     def stop(self) -> None:
         """End the thread, and all connections with it. Called after `start`."""
-        if self._thread.is_alive():
-            self._stop()
+        self.end()
         self._thread.join()
 
     async def _serve(self) -> None:
-        loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        membership = MembershipStateMachine(self._settings, secrets.token_hex(4), time.monotonic())
-        self._stop = lambda: loop.call_soon_threadsafe(stop.set)
-        if self._is_ended.is_set():
-            stop.set()
+        self._loop, settings = asyncio.get_running_loop(), self.coordinator.membership.settings
         files = raise_descriptors()
-        self._coordinator = Coordinator(membership, self._store_port, self._token, self._job, self._token_file)
+        serving = asyncio.create_task(self.coordinator.serve(self._listener, self._is_ended))
         self._is_up.set()
-        settings = self._settings
+        if self.monitor is not None:
+            self.monitor.start(Feed(self.coordinator.view, self._loop.call_soon_threadsafe))
+        self._store = await asyncio.to_thread(self._serve_store)
         nodes = f"{settings.min_nodes} to {settings.max_nodes} nodes"
         logger.info("coordinator at %s, for %s; it may open %d files", self.address, nodes, files)
-        serving = asyncio.create_task(self._coordinator.serve(self._listener, stop))
-        if self.monitor is not None:
-            self.monitor.start(Feed(self._coordinator.view, loop.call_soon_threadsafe))
-        self._store = await asyncio.to_thread(self._serve_store)
         try:
             await serving
         finally:
             if self.monitor is not None:
                 await asyncio.to_thread(self.monitor.stop)
-        self._stop = lambda: None
 
     def _serve_store(self) -> TCPStore:
         from ds_dynatrain.elastic.store import serve_store  # imports torch

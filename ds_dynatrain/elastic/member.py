@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from multiprocessing.connection import wait
 
 from torch._C._distributed_c10d import Store
 
-from ds_dynatrain.elastic.connection import Connection, ask_to_leave, connect, logger, readable, retry_pause
+from ds_dynatrain.elastic.connection import Connection, ask_to_leave, connect, logger, retry_pause
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.generation import LONGEST_TEXT, Generation, member_id
 from ds_dynatrain.elastic.main_thread import OWN_WAITS, WAITING, MainThread
@@ -114,10 +115,14 @@ class Member:
         self._hangs_in = hangs_in
         self._waits_for = ""
         self._is_stuck = False
-        self._newest: Generation | None = None
+        self.newest: Generation | None = None
+        """The newest generation that this member has received."""
         self._has_breach = False
-        self._has_left = False
-        self._is_finished = False
+        self.has_left = False
+        """Whether the others no longer need this member, because its state was handed over or saved. Set before
+        `stop`."""
+        self.is_finished = False
+        """Whether the scripts of the working members have ended, so that waiting members will get no work."""
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dynatrain-member", daemon=True)
@@ -170,11 +175,6 @@ class Member:
         """
         ask_to_leave(self.place.coordinator, node, self._token, is_spare=True)
 
-    def left(self) -> None:
-        """Record, before `stop`, that the others no longer need this member, because its state was handed over or
-        saved."""
-        self._has_left = True
-
     def enter(self, world: Generation) -> None:
         """Report that this member trains in a generation from now on. Called once the switch to that generation is
         committed."""
@@ -203,8 +203,8 @@ class Member:
         with self._reporting:
             self._has_breach = True
             self._note(hung=clipped(hung, LONGEST_WORDS))
-            if self._newest is not None:
-                self.broken(self._newest)
+            if self.newest is not None:
+                self.broken(self.newest)
 
     def progress(
         self,
@@ -242,25 +242,15 @@ class Member:
         """
         self._waits_for = clipped(whom, LONGEST_TEXT)
 
-    @property
-    def newest(self) -> Generation | None:
-        """The newest generation that this member has received."""
-        return self._newest
-
     def is_newest(self, world: Generation) -> bool:
         """Return whether this member has received no later generation."""
-        newest = self._newest
+        newest = self.newest
         return newest is None or newest.generation <= world.generation
 
     @property
     def is_leaving(self) -> bool:
         """Whether this member has asked to leave, or was asked to by SIGTERM or the coordinator."""
         return self._report.leaving
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the scripts of the working members have ended, so that waiting members will get no work."""
-        return self._is_finished
 
     def wait_for_world(self, after: int = 0, seconds: float | None = None) -> Generation:
         """Wait for a generation later than `after`, and return the newest one, which may not list this member.
@@ -271,28 +261,16 @@ class Member:
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_decided(after), seconds):
                 raise TimeoutError(f"{self.id}: no generation after {after} within {seconds:g} s")
-            newest = self._newest
+            newest = self.newest
             if newest is not None and newest.generation > after:
                 return newest
-            raise JobFinished("the job has finished" if self._is_finished else f"{self.id} was told to leave")
+            raise JobFinished("the job has finished" if self.is_finished else f"{self.id} was told to leave")
 
-    def store(self, world: Generation, seconds: float) -> Store:
-        """Return the key-value store of a generation, over a new connection. None of its keys was used by an earlier
-        generation.
+    def store(self, prefix: str, seconds: float) -> Store:
+        """Return the job's key-value store, over a new connection, for keys below a prefix.
 
         seconds: the longest time that a call on the store waits.
         """
-        return self._open_store(world.prefix, seconds)
-
-    def job_store(self, world: Generation, seconds: float) -> Store:
-        """Return the key-value store shared by all generations that the same coordinator run published."""
-        return self._open_store(f"job/{world.term}", seconds)
-
-    def node_store(self, seconds: float) -> Store:
-        """Return the key-value store shared by all workers of this member's node, in every generation."""
-        return self._open_store(f"node/{self.place.node}", seconds)
-
-    def _open_store(self, prefix: str, seconds: float) -> Store:
         if self._connection is None:
             raise RuntimeError(f"{self.id} has not been started")
         return open_store(self._connection.address.host, self._connection.welcome.store_port, prefix, seconds)
@@ -311,13 +289,13 @@ class Member:
         if self._connection is not None:
             with suppress(OSError):
                 if has_ended:
-                    newest = 0 if self._newest is None else self._newest.generation
-                    self._connection.send(Bye(newest=newest, has_left=self._has_left))
+                    newest = 0 if self.newest is None else self.newest.generation
+                    self._connection.send(Bye(newest=newest, has_left=self.has_left))
             self._connection.close()
 
     def _is_decided(self, after: int) -> bool:
-        newest = self._newest
-        if self._is_finished or (newest is not None and newest.generation > after):
+        newest = self.newest
+        if self.is_finished or (newest is not None and newest.generation > after):
             return True
         return self._report.leaving and (newest is None or self.id not in newest.everyone)
 
@@ -351,7 +329,7 @@ class Member:
                     pid=os.getpid(),
                     nonce=self._nonce,
                     restarts=place.restarts,
-                    world=self._newest,
+                    world=self.newest,
                     reach=self._reach_address,
                 )
                 self._connection.send(said)
@@ -366,12 +344,12 @@ class Member:
             try:
                 self._serve()
             except (OSError, MessageError) as error:
-                if not self._is_finished and not self._stopping.is_set():
+                if not self.is_finished and not self._stopping.is_set():
                     logger.warning("%s: the coordinator is lost (%s); training goes on", self.id, error)
             except PeerRefused as error:
                 self._end(Ending.GIVEN_UP, str(error))
                 return
-            if self._is_finished or self._stopping.is_set() or not self._come_back():
+            if self.is_finished or self._stopping.is_set() or not self._come_back():
                 return
 
     def _serve(self) -> None:
@@ -382,8 +360,8 @@ class Member:
         beat, most = connection.welcome.beat_seconds, connection.welcome.stuck_seconds
         next_beat = time.monotonic() + beat
         while not self._stopping.is_set():
-            waits_for = (connection.fileno(), self._termination.fileno(), *self._reach.filenos())
-            ready = readable(waits_for, next_beat - time.monotonic())
+            waits_for = [connection.fileno(), self._termination.fileno(), *self._reach.filenos()]
+            ready = wait(waits_for, max(0.0, next_beat - time.monotonic()))
             self._see_termination()
             self._reach.answer()
             if connection.fileno() in ready:
@@ -424,7 +402,7 @@ class Member:
                 self._reach.ask(peers)
             case Finished():
                 with self._changed:
-                    self._is_finished = True
+                    self.is_finished = True
                     self._changed.notify_all()
             case Refused(reason=reason):
                 raise PeerRefused(reason)
@@ -432,11 +410,11 @@ class Member:
                 raise MessageError(f"{message!r} is nothing that a worker is told")
 
     def _hear(self, world: Generation) -> None:
-        newest = self._newest
+        newest = self.newest
         if newest is not None and world.generation <= newest.generation:
             return
         logger.info("%s: generation %d, %s: %s", self.id, world.generation, world.change, world.reason)
-        self._newest = world
+        self.newest = world
         is_aborted = self._on_world(world)
         with self._reporting:
             if self._has_breach and not is_aborted:

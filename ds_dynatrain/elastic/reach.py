@@ -49,9 +49,9 @@ class Reach:
         self._listener.setblocking(False)
         return str(Address(host, self._listener.getsockname()[1]))
 
-    def filenos(self) -> tuple[int, ...]:
+    def filenos(self) -> list[int]:
         """Return the descriptor to poll before `answer`; empty if there is none."""
-        return () if self._listener is None else (self._listener.fileno(),)
+        return [] if self._listener is None else [self._listener.fileno()]
 
     def answer(self) -> None:
         """Accept and close the connections of other members."""

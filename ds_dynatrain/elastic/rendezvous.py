@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import socket
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
+import psutil
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -25,9 +24,8 @@ from torch.distributed.elastic.rendezvous import (
 from ds_dynatrain.elastic.address import Address, Endpoint, read_endpoint
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, retry_pause
 from ds_dynatrain.elastic.environment import LOCAL_RANK, NODE, WorkerPlace, hand_over, job_token, new_node
-from ds_dynatrain.elastic.generation import node_of
 from ds_dynatrain.elastic.hosting import CoordinatorHost
-from ds_dynatrain.elastic.messages import Agent, Beat, Bye, Fence, Finished, Refused
+from ds_dynatrain.elastic.messages import Agent, Beat, Bye, Fence
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.elastic.token import Reading
@@ -120,7 +118,7 @@ class NodeRendezvous(RendezvousHandler):
         self._end_line(failed=True)  # torchrun asks again only to restart failed workers
         node = self._new_node()
         if self._host is not None:
-            self._host.belong_to(node)
+            self._host.coordinator.host_node = node
         seconds = float(self._parameters.get("join_timeout", JOIN_SECONDS))
         job = str(self._parameters.run_id)
         try:
@@ -218,7 +216,7 @@ class AgentLine:
         while not self._ended.is_set():
             try:
                 self._listen()
-            except (OSError, MessageError):
+            except (OSError, MessageError, PeerRefused, JobFinished):
                 self._connection.close()
             if not self._ended.is_set() and not self._reconnect():
                 return
@@ -232,11 +230,8 @@ class AgentLine:
                 message = self._connection.receive(min(beat, RETRY_SECONDS))
             except TimeoutError:
                 continue
-            match message:
-                case Fence():
-                    self._end_worker(message)
-                case Finished() | Refused():
-                    raise ConnectionError(message.kind)
+            if isinstance(message, Fence):
+                self._end_worker(message)
 
     def _reconnect(self) -> bool:
         """Connect again, however long that takes. Returns False if the coordinator refuses the agent or `close` is
@@ -255,41 +250,28 @@ class AgentLine:
 
     def _end_worker(self, order: Fence) -> None:
         """Kill the processes of a worker that was given up, if this agent started them."""
-        found = processes_of(order.member) if order.pid is None else [order.pid]
-        for pid in found:
-            if not is_child(pid):
-                logger.warning("process %d of %s is no worker of this agent; left alone", pid, order.member)
-                continue
-            logger.warning("%s does not answer and the others go on: its process %d is ended", order.member, pid)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        found = workers_of(order.member, order.pid)
+        if not found:
+            logger.warning("no process of %s (%s) is a worker of this agent", order.member, order.pid)
+        for process in found:
+            logger.warning("%s does not answer and the others go on: process %d is ended", order.member, process.pid)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
-def processes_of(member: str) -> list[int]:
-    """Return the ids of the processes on this machine that were started as this member: the worker and its children."""
-    node, local_rank = node_of(member), member.rpartition("/")[2]
-    wanted = {f"{NODE}={node}".encode(), f"{LOCAL_RANK}={local_rank}".encode()}
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # the process has ended, or is another user's
-        if wanted.issubset(variables):
-            found.append(int(folder.name))
+def workers_of(member: str, pid: int | None) -> list[psutil.Process]:
+    """Return the processes below this one that belong to a member.
+
+    pid: the member's process; None if it is unknown, for all processes that were started as this member.
+    """
+    node, _, local_rank = member.rpartition("/")
+    found = list[psutil.Process]()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if process.pid == pid or (
+                pid is None
+                and (variables := process.environ()).get(NODE) == node
+                and variables.get(LOCAL_RANK) == local_rank
+            ):
+                found.append(process)
     return found
-
-
-def is_child(process: int) -> bool:
-    """Return whether a process was started by this one, directly or through wrappers; True for this process itself."""
-    for _ in range(8):
-        if process == os.getpid():
-            return True
-        try:
-            status = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return False
-        process = int(next(line.split()[1] for line in status.splitlines() if line.startswith("PPid:")))
-        if process <= 1:
-            return process == os.getpid()
-    return False

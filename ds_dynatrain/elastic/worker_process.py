@@ -17,9 +17,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from types import FrameType, MethodType
+from types import FrameType
 from typing import Any
+
+import psutil
 
 from ds_dynatrain.errors import ElasticError
 
@@ -57,8 +58,6 @@ def in_forked_children(method: Callable[[], Any]) -> None:
     Processes started by fork and exec inherit none of Python's sockets and need no such call. Raises TypeError if
     `method` is not a bound method.
     """
-    if not isinstance(method, MethodType):
-        raise TypeError(f"expected a bound method, got {method!r}")
     weak = weakref.WeakMethod(method)
 
     def run() -> None:
@@ -75,13 +74,9 @@ def _is_alive(process: int) -> bool:
     False for a zombie: a killed process that was not waited for, as in a container without an init process.
     """
     try:
-        os.kill(process, 0)
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except (ProcessLookupError, FileNotFoundError):
+        return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
-        return True
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 class Termination:

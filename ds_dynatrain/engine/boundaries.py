@@ -283,7 +283,7 @@ class Boundaries:
         """
         name = self.elastic.member.id
         if not must_save:
-            self.elastic.member.left()
+            self.elastic.member.has_left = True
             logger.info("%s: its state is with others; it leaves", name)
             raise SystemExit(0)
         self._save()
@@ -293,7 +293,7 @@ class Boundaries:
                 "saved; to have it saved, configure %s",
                 *(self.first.global_steps, BACKUP_KEY),
             )
-        self.elastic.member.left()
+        self.elastic.member.has_left = True
         logger.info("%s: nobody goes on; it leaves", name)
         raise SystemExit(0)
 

@@ -285,7 +285,7 @@ class Elastic(Membership):
         """
         boards, prefix = [], "board" if engine == 1 else f"board{engine}"
         for _ in range(2):
-            store = self.member.store(world, CONNECT_SECONDS if seconds is None else seconds)
+            store = self.member.store(world.prefix, CONNECT_SECONDS if seconds is None else seconds)
             store.set_timeout(timedelta(seconds=self.timeout_seconds))
             watch = partial(self._stop_if_aborted_after, world.generation)
             given = self.timeout_seconds, watch, self._seal(world.prefix), self._teardowns
@@ -322,7 +322,7 @@ class Elastic(Membership):
             return None
 
     def _job_board(self, world: Generation) -> Control:
-        store = self.member.job_store(world, CONNECT_SECONDS)
+        store = self.member.store(f"job/{world.term}", CONNECT_SECONDS)
         return Control(store, "board", NOBODY, self.timeout_seconds, seal=self._seal(f"job/{world.term}"))
 
     def candidates(self, world: Generation, registry: Registry) -> Candidates:

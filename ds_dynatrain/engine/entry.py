@@ -228,7 +228,7 @@ def _stay_outside(elastic: Elastic, world: Generation, engine: int) -> None:
         with suppress(td.DistError, OSError):
             _say_nothing_is_held(elastic, elastic.open_boards(world)[0])
     if elastic.member.is_leaving or not world.members:
-        elastic.member.left()
+        elastic.member.has_left = True
         raise JobFinished(f"{elastic.member.id} was told to leave")
     if engine > 1:
         raise ElasticError(
@@ -402,5 +402,5 @@ def _is_running(elastic: Elastic) -> bool:
 def _node_of(elastic: Elastic) -> LaunchWorld:
     """Return the world of this process's node. Waits until all workers of the node have come."""
     place = elastic.member.place
-    store = elastic.member.node_store(START_SECONDS)
+    store = elastic.member.store(f"node/{place.node}", START_SECONDS)
     return LaunchWorld.formed(store, "node", place.local_rank, place.local_size, START_SECONDS, GroupStatus())

@@ -151,7 +151,7 @@ def test_a_node_is_told_to_leave() -> None:
             told(one)
         result = run("leave", served.address, "a")
         assert result.exit_code == 0 and "told to leave: a/0, a/1" in result.stdout
-        assert [one.expect(SECONDS) for one in workers] == [Leave(), Leave()]
+        assert [one.receive(SECONDS) for one in workers] == [Leave(), Leave()]
         unknown = run("leave", served.address, "c")
         assert unknown.exit_code == 2 and "no worker of node 'c' is in this job; nodes: a, b" in unknown.stderr
         assert run("leave", served.address, "a/0").exit_code == 2

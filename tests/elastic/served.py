@@ -86,7 +86,7 @@ class Served:
 
 def told(connection: Connection) -> Generation:
     """The next world that a worker is told of."""
-    message = connection.expect(SECONDS)
+    message = connection.receive(SECONDS)
     assert isinstance(message, Changed), message
     return message.world
 

@@ -153,7 +153,7 @@ class Script:
             if rank is None and not self.member.is_leaving:
                 continue
             if rank is None:
-                self.member.left()
+                self.member.has_left = True
                 self.work.say(event="left")
                 return False
             try:
@@ -171,7 +171,7 @@ class Script:
     def build(self, world: Generation, rank: int) -> None:
         """The group of a world, with the state of whoever has come furthest on all members."""
         with self.sockets.building(lambda: self.member.is_newest(world)):
-            store = self.member.store(world, WAIT.total_seconds())
+            store = self.member.store(world.prefix, WAIT.total_seconds())
             c10d._world.group_count = 0  # it names the group, and a build that failed has counted on this member alone
             dist.init_process_group("gloo", store=store, rank=rank, world_size=len(world.members), timeout=WAIT)
             self.work.agree()

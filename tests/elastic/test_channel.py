@@ -190,7 +190,7 @@ class TestInTheMiddle:
                 until(lambda: bool(answers))
             assert b"its tag is wrong" in answers[0] and b"dismissed" not in answers[0]
             with pytest.raises(TimeoutError):
-                victim.expect(0.2)
+                victim.receive(0.2)
 
     @pytest.mark.parametrize("change", ["a bit", "the order", "once more"])
     def test_what_was_changed_ends_the_connection(self, change: str) -> None:

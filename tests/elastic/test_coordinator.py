@@ -104,23 +104,23 @@ def test_a_silent_worker_is_fenced_through_its_agent(in_time: Callable[[float, f
             except TimeoutError:
                 pass
             try:
-                assert agent.expect(0.05) == Fence(member="a/0", pid=4711)
+                assert agent.receive(0.05) == Fence(member="a/0", pid=4711)
                 break
             except TimeoutError:
                 continue
         assert entered == 2 and time.monotonic() - begin > 0.3
         in_time(time.monotonic() - begin, 2)
         with pytest.raises(PeerRefused, match="no heartbeat"):
-            a.expect(SECONDS)
+            a.receive(SECONDS)
         again = served.connect()
         again.send(Announce(node="a", local_rank=0, local_size=1, pid=4711))
         with pytest.raises(PeerRefused, match="was given up"):
-            again.expect(SECONDS)
+            again.receive(SECONDS)
 
 
 def told_within(connection: Connection, seconds: float) -> int:
     """The number of the next generation that a worker is told of; TimeoutError if none comes."""
-    message = connection.expect(seconds)
+    message = connection.receive(seconds)
     assert isinstance(message, Changed), message
     return message.world.generation
 
@@ -142,7 +142,7 @@ def test_a_worker_that_hung_while_the_coordinator_was_away_is_fenced() -> None:
             pass
         agent = served.connect()
         agent.send(Agent(node="b"))
-        assert agent.expect(SECONDS) == Fence(member="b/0", pid=None)
+        assert agent.receive(SECONDS) == Fence(member="b/0", pid=None)
 
 
 def test_waiting_members_are_sent_home() -> None:
@@ -151,11 +151,11 @@ def test_waiting_members_are_sent_home() -> None:
         told(a)
         a.send(Bye())
         with pytest.raises(JobFinished):
-            spare.expect(SECONDS)
+            spare.receive(SECONDS)
         late = served.connect()
         late.send(Announce(node="c", local_rank=0, local_size=1, pid=1))
         with pytest.raises(JobFinished):
-            late.expect(SECONDS)
+            late.receive(SECONDS)
 
 
 class TestToken:
@@ -258,7 +258,7 @@ def test_a_name_that_was_given_meanwhile_counts() -> None:
         late.send(Agent(node="b"))
         with pytest.raises(PeerRefused, match=r"'job', not of 'another'"):
             while True:
-                late.expect(5)
+                late.receive(5)
 
 
 HELLO = Hello(nonce="0" * 32)
@@ -410,7 +410,7 @@ def test_strangers_get_a_line_a_second_in_the_log(caplog: pytest.LogCaptureFixtu
         a = served.connect()
         a.send(Beat())
         with pytest.raises(PeerRefused, match="comes after hello"):
-            a.expect(SECONDS)
+            a.receive(SECONDS)
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(lines) < 15 and "comes after hello" in lines[-1], "what a member does wrong is always told"
 

@@ -22,7 +22,7 @@ from ds_dynatrain.elastic.address import Address, Announced
 from ds_dynatrain.elastic.connection import ask_status
 from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, job_token, token_from, worker_place
 from ds_dynatrain.elastic.handler import NAME, REPLACE_C10D, create, get_handler
-from ds_dynatrain.elastic.rendezvous import AgentLine, NodeRendezvous, is_child, processes_of
+from ds_dynatrain.elastic.rendezvous import AgentLine, NodeRendezvous, workers_of
 from ds_dynatrain.elastic.token import made_token
 from ds_dynatrain.errors import ConfigError, CoordinatorUnproved
 from tests.elastic.served import SECONDS, enter, serving
@@ -183,8 +183,8 @@ def test_a_worker_is_found_by_what_it_was_started_as() -> None:
     """For a coordinator that was started anew and never heard its process id."""
     variables = {environment.NODE: "host-1", environment.LOCAL_RANK: "1"}
     with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}) as worker:
-        assert processes_of("host-1/1") == [worker.pid]
-        assert processes_of("host-1/0") == processes_of("host-2/1") == []
+        assert [found.pid for found in workers_of("host-1/1", None)] == [worker.pid]
+        assert workers_of("host-1/0", None) == workers_of("host-2/1", None) == []
         worker.kill()
 
 
@@ -192,8 +192,9 @@ def test_only_workers_of_this_agent_are_ended() -> None:
     with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as wrapper:
         assert wrapper.stdout is not None
         worker = int(wrapper.stdout.readline())
-        assert is_child(wrapper.pid) and is_child(worker)
-        assert not is_child(os.getppid()) and not is_child(1)
+        for mine in (wrapper.pid, worker):
+            assert [found.pid for found in workers_of("a/0", mine)] == [mine]
+        assert not workers_of("a/0", os.getppid()) and not workers_of("a/0", 1)
         os.kill(worker, 9)
 
 

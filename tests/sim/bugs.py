@@ -72,8 +72,8 @@ def _as_before(self: BoundaryMachine, reason: str) -> list[Action]:
 
 
 def _said_once(self: Member) -> None:
-    if self._newest is not None:
-        self.broken(self._newest)
+    if self.newest is not None:
+        self.broken(self.newest)
 
 
 def _forgetful_publish(self: MembershipStateMachine, world: Generation, now: float) -> Publish:
