@@ -23,12 +23,13 @@ from ds_dynatrain.space import BufferId, Layout, LogicalTensor, VirtualParameter
 from ds_dynatrain.transfer import (
     Buffers,
     GroupTransport,
-    Neighbors,
+    Handle,
+    NeighborTransport,
     ReadyPlan,
-    RoutedTransport,
     Transport,
     allocate,
     execute,
+    find_neighbors,
     prefault,
 )
 
@@ -104,8 +105,8 @@ class Links:
         far = GroupTransport(world, range(size))
         if way == "gloo" or size == 1:
             return Links(rank, nodes, far, far, device)
-        neighbors = Neighbors.meet(rank, lambda _, record: dict(enumerate(_gathered(record))), SECONDS)
-        return Links(rank, nodes, RoutedTransport(neighbors, far), far, device)
+        neighbors = find_neighbors(rank, lambda _, record: dict(enumerate(_gathered(record))))
+        return Links(rank, nodes, NeighborTransport(far, neighbors.processes), far, device)
 
     def measure(self) -> str:
         """Measure each class of links, and return the text of a cluster file; called by all processes."""
@@ -209,17 +210,17 @@ class Links:
         if self.device.type == "cuda":
             self._on_device(mine, ends)
             return
-        handles = []
+        receives, sends = list[Handle](), list[Handle]()
         for out, into in ends:
             for sender, receiver in mine:
                 if sender == receiver:
                     into.copy_(out)
                 elif receiver == self.rank:
-                    handles.append(way.receive(into, sender, TAG))
+                    receives.append(way.receive(into, sender, TAG))
                 else:
-                    handles.append(way.send(out, receiver, TAG))
+                    sends.append(way.send(out, receiver, TAG))
         deadline = time.monotonic() + SECONDS
-        for handle in handles:
+        for handle in receives + sends:
             handle.wait(deadline)
 
     def _on_device(self, mine: Flows, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -23,12 +23,13 @@ from ds_dynatrain.transfer import (
     Batching,
     GroupTransport,
     Neighbors,
-    RoutedTransport,
+    NeighborTransport,
     Sharing,
     Transport,
     device_memory,
+    find_neighbors,
 )
-from ds_dynatrain.transfer.neighbors import machine, permit_readers
+from ds_dynatrain.transfer.neighbors import NOBODY, machine, permit_readers
 
 POLL_SECONDS = 0.05
 """Time between two polls; it can be long, because training continues meanwhile."""
@@ -69,9 +70,8 @@ class Ways:
         if self.way == "gloo":
             return
         self._on_machine = self.control.read_list(self._machine)
-        member, device, seconds = self.control.member, compute_device(), self.control.timeout_seconds
-        read = None if self.way == "nccl" else device
-        self.neighbors = Neighbors.meet(member, self._share, seconds, self.stop, read)
+        member, device = self.control.member, compute_device()
+        self.neighbors = find_neighbors(member, self._share, None if self.way == "nccl" else device)
         if self.way == "ipc" and self._far:
             far = sorted(self._far)
             self.end()
@@ -128,7 +128,7 @@ class Ways:
         if self.neighbors is None:
             return group
         permit_readers()
-        return RoutedTransport(self.neighbors, group)
+        return NeighborTransport(group, self.neighbors.processes)
 
     def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:
         """Return the connected link between the accelerators of all members of both worlds.
@@ -152,7 +152,7 @@ class Ways:
     def end(self) -> None:
         """Stop letting other members read this member's memory."""
         if self.neighbors is not None:
-            self.neighbors.close()
+            permit_readers(NOBODY)
             self.neighbors = None
 
     @property
