@@ -168,7 +168,7 @@ def cuts(name: str, shape: tuple[int, ...], dim: int | None, layers: int, layout
     layer = ends[name] if name in ends else int(name.split(".")[0])
     of_expert = uneven(0, [shape[0] // layout.expert] * layout.expert) if ".experts." in name else None
     of_tensor = uneven(dim, [shape[dim] // layout.tensor] * layout.tensor) if dim is not None else None
-    return AxisCuts((layer * layout.pipe // layers,), of_expert, of_tensor)
+    return AxisCuts((layer * layout.pipe // layers,), of_expert, None if of_expert else of_tensor)
 
 
 def layout_of(

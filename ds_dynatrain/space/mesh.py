@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.space import interval
-from ds_dynatrain.space.cut import NOTHING, Cut, Partition, Shard, check_partition, compose
+from ds_dynatrain.space.cut import NOTHING, Cut, Partition, Shard, check_partition
 from ds_dynatrain.space.interval import Ints, Runs
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.strips import Strips
@@ -203,10 +203,9 @@ class Mesh:
         return self.forms[tensor], 0 if cuts.expert is None else expert, 0 if cuts.tensor is None else index
 
     def _shard(self, tensor: int, expert: int, index: int) -> Shard:
-        key, cuts = self._key(tensor, expert, index), self.partition[tensor]
+        key = self._key(tensor, expert, index)
         if key not in self._shards:
-            both = [(cut, at) for cut, at in ((cuts.expert, expert), (cuts.tensor, index)) if cut is not None]
-            self._shards[key] = compose(self.line.tensors[tensor].shape, both)
+            self._shards[key] = self.partition[tensor].shard(self.line.tensors[tensor].shape, expert, index)
         return self._shards[key]
 
     def _strips_of(self, tensor: int, expert: int, index: int) -> Strips:

@@ -40,7 +40,7 @@ def held_here(values: Tensors, cuts: Mapping[str, AxisCuts], index: int, tensor:
 
 
 def _local(whole: torch.Tensor, cuts: AxisCuts, index: int, tensor: int) -> torch.Tensor:
-    shard = cuts.shard(tuple(whole.shape), 0, index, tensor)
+    shard = cuts.shard(tuple(whole.shape), index, tensor)
     local = torch.full(shard.shape, torch.nan)
     for piece in shard.pieces:
         box = tuple(slice(low, high) for low, high in zip(piece.box.start, piece.box.stop, strict=True))

@@ -61,9 +61,9 @@ def sliced(full: torch.Tensor, cut: AxisCuts, rank: int) -> torch.Tensor:
     """What of a whole tensor a rank of the tensor axis holds, piece by piece."""
     if cut.tensor is None:
         return full
-    shape, pieces = cut.tensor.parts(tuple(full.shape), rank)
-    local = torch.full(shape, torch.nan, dtype=full.dtype)
-    for piece in pieces:
+    shard = cut.tensor.shard(tuple(full.shape), rank)
+    local = torch.full(shard.shape, torch.nan, dtype=full.dtype)
+    for piece in shard.pieces:
         part = full[tuple(map(slice, piece.box.start, piece.box.stop))]
         local.as_strided(part.shape, piece.strides, piece.offset).copy_(part)
     return local

@@ -149,7 +149,7 @@ def test_no_map_is_the_cut_in_order(stage: int) -> None:
     layout = Layout(data=4, expert=2, zero_stage=stage)
     vps = space(layout)
     assert all(
-        rows(layout, 0).parts((8, 3, 2), index) == uneven(0, (4, 4)).parts((8, 3, 2), index) for index in range(2)
+        rows(layout, 0).shard((8, 3, 2), index) == uneven(0, (4, 4)).shard((8, 3, 2), index) for index in range(2)
     )
     plan = plan_switch(vps, layout.replace(experts=[[[*range(4)], [*range(4, 8)]], [[0, 1], [2, 3]]]), vps.members)
     assert play(plan) == 0

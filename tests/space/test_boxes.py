@@ -1,4 +1,4 @@
-"""Boxes, their runs, and cuts that compose, each against a count element by element."""
+"""Boxes, their runs, and cuts, each against a count element by element."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ds_dynatrain.space import (
     Dealt,
     DimCut,
     Pick,
+    Placed,
     Shard,
-    compose,
-    runs_of_box,
+    row_major,
     uneven,
 )
+from ds_dynatrain.space.tiling import rows
 from tests.space.models import even, fused
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -45,18 +46,10 @@ def flat_indices(shape: tuple[int, ...], box: Box) -> list[int]:
 
 
 @given(st.data(), shapes)
-def test_intersection_is_what_both_contain(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
-    common = a.intersect(b)
-    assert set(indices(common) if common else ()) == set(indices(a)) & set(indices(b))
-    assert a.contains(b) == (set(indices(b)) <= set(indices(a)))
-    assert a.numel == len(list(indices(a)))
-
-
-@given(st.data(), shapes)
 def test_a_box_is_the_fewest_runs(data: st.DataObject, shape: tuple[int, ...]) -> None:
     box = data.draw(boxes(shape))
-    start, stop = runs_of_box(shape, box)
+    found = rows(shape, [Placed(box, 0, row_major(box.shape))] if box.numel else [])
+    start, stop = found.start, found.stop
     elements = [index for low, high in zip(start.tolist(), stop.tolist(), strict=True) for index in range(low, high)]
     assert elements == flat_indices(shape, box)
     assert all(low > high for low, high in zip(start[1:].tolist(), stop[:-1].tolist(), strict=True))
@@ -116,15 +109,11 @@ def written(shard: Shard, shape: tuple[int, ...]) -> np.ndarray:
 
 @settings(deadline=None, max_examples=150)
 @given(st.data(), shapes)
-def test_composed_cuts_equal_cutting_an_array_step_by_step(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    local = np.arange(math.prod(shape)).reshape(shape)
-    cuts: list[tuple[Cut, int]] = []
-    for _ in range(data.draw(st.integers(1, 3))):
-        cut = data.draw(any_cut(local.shape))
-        index = data.draw(st.integers(0, cut.count - 1))
-        cuts.append((cut, index))
-        local = deal(local, cut, index)
-    shard = compose(shape, cuts)
+def test_a_shard_is_what_slices_of_an_array_are(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    cut = data.draw(any_cut(shape))
+    index = data.draw(st.integers(0, cut.count - 1))
+    local, shard = deal(whole, cut, index), cut.shard(shape, index)
     assert shard.shape == local.shape
     np.testing.assert_array_equal(written(shard, shape), local)
     assert shard.numel == int((local != PADDING).sum())
@@ -133,43 +122,35 @@ def test_composed_cuts_equal_cutting_an_array_step_by_step(data: st.DataObject, 
 @settings(deadline=None, max_examples=60)
 @given(st.data(), shapes)
 def test_the_shards_of_all_ranks_tile_the_tensor(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    outer = data.draw(dim_cuts(shape)) if shape else Pick(2, (1,))
+    cut = data.draw(dim_cuts(shape)) if shape else Pick(2, (1,))
     seen: list[int] = []
-    for first in range(outer.count):
-        local = compose(shape, [(outer, first)]).shape
-        inner = data.draw(dim_cuts(local)) if local else Pick(2, (0,))
-        for second in range(inner.count):
-            held = written(compose(shape, [(outer, first), (inner, second)]), shape).reshape(-1).tolist()
-            seen += [number for number in held if number != PADDING]
+    for index in range(cut.count):
+        held = written(cut.shard(shape, index), shape).reshape(-1).tolist()
+        seen += [number for number in held if number != PADDING]
     assert sorted(seen) == list(range(math.prod(shape)))
 
 
 def test_cuts_as_models_have_them() -> None:
     assert uneven(0, [3, 1]).blocks == ((3, 1),)
     padded = DimCut(0, ((3, 3, 3, 3),))
-    assert [compose((10,), [(padded, index)]).numel for index in range(4)] == [3, 3, 3, 1]
+    assert [padded.shard((10,), index).numel for index in range(4)] == [3, 3, 3, 1]
     heads = fused(0, [8, 4, 4], 2)
-    assert [piece.box for piece in compose((16, 2), [(heads, 1)]).pieces] == [
+    assert [piece.box for piece in heads.shard((16, 2), 1).pieces] == [
         Box((4, 0), (8, 2)),
         Box((10, 0), (12, 2)),
         Box((14, 0), (16, 2)),
     ]
-    assert compose((4, 2, 3), [(even(0, 4, 2), 1)]).pieces[0].box == Box((2, 0, 0), (4, 2, 3))
+    assert even(0, 4, 2).shard((4, 2, 3), 1).pieces[0].box == Box((2, 0, 0), (4, 2, 3))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: uneven(0, [3, 3]).parts((5, 2), 2), "index 2"),
-        (lambda: uneven(0, [3, 1]).parts((5, 2), 0), "do not cover"),
-        (lambda: uneven(2, [3, 1]).parts((5, 2), 0), "no dim 2"),
+        (lambda: uneven(0, [3, 1]).shard((5, 2), 0), "do not cover"),
+        (lambda: uneven(2, [3, 1]).shard((5, 2), 0), "no dim 2"),
         (lambda: DimCut(0, ((1, 2), (3,))), "one number of ranks"),
-        (lambda: DimCut(0, ((1, -2),)), "negative"),
-        (lambda: Dealt(((0, 2), (1, 2))).parts((4, 2), 0), "each row of its dim 0 once"),
-        (lambda: Box((1,), (0,)), "start <= stop"),
-        (lambda: Box((1,), (2, 3)), "1 starts"),
-        (lambda: runs_of_box((2,), Box((0,), (3,))), "not in a tensor"),
-        (lambda: Box((0,), (1,)).intersect(Box((), ())), "dims"),
+        (lambda: DimCut(0, ((1, -2),)), "of 0 or more"),
+        (lambda: Dealt(((0, 2), (1, 2))).shard((4, 2), 0), "each row of its dim 0 once"),
     ],
 )
 def test_impossible_geometry_is_refused(make: object, words: str) -> None:

@@ -60,8 +60,9 @@ from ds_dynatrain.checkpoint.others.torch_files import (
 )
 from ds_dynatrain.checkpoint.reading import Reader, proven
 from ds_dynatrain.checkpoint.record import Saved
-from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
-from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, Box, LogicalTensor, row_of, runs_of_box
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, Box, LogicalTensor, Placed, row_major, row_of
+from ds_dynatrain.space.tiling import rows as rows_of_pieces
 
 FORMAT = "a torch distributed checkpoint"
 METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
@@ -280,12 +281,14 @@ class _Folder:
                     f"{self.path}: {key!r} is not stored row by row in {file}; save contiguous tensors"
                 )
             begin = tuple(map(int, start or (0,) * len(shape)))
-            try:
-                box = Box(begin, tuple(low + size for low, size in zip(begin, held.shape, strict=True)))
-                starts, stops = runs_of_box(shape, box)
-            except LayoutError as error:
-                raise CheckpointDamaged(f"{self.path}: {key!r}: {error}") from None
-            steps, length = np.diff(starts), int(stops[0] - starts[0])
+            end = tuple(map(int.__add__, begin, held.shape))
+            if len(begin) != len(shape) or min((0, *begin)) < 0 or any(map(int.__gt__, end, shape)):
+                raise CheckpointDamaged(
+                    f"{self.path}: {key!r}: box {begin} to {end} is not in a tensor of shape {shape}; {WHERE_DAMAGED}"
+                )
+            found = rows_of_pieces(shape, [Placed(Box(begin, end), 0, row_major(held.shape))])
+            starts, length = found.start, int(found.stop[0] - found.start[0])
+            steps = np.diff(starts)
             if (steps == steps[:1]).all():
                 apart = int(steps[0]) if len(steps) else 0
                 rows.append(stored_row(tensor, kind, held, Extent(int(starts[0]), length, apart, len(starts))))
