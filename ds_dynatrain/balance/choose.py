@@ -11,8 +11,8 @@ All results, even the order of ties, depend only on the arguments, so all member
 from __future__ import annotations
 
 import bisect
-import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,84 +32,6 @@ _ROUNDING = 1 - 1e-9
 
 The same numbers summed in a different order differ in their last digits.
 """
-
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """Lower bounds, for any boundaries, of the seconds that the passes of a step take.
-
-    speeds: the speed of each member.
-    """
-
-    profile: Profile
-    speeds: Sequence[float]
-
-    def of_size(self, pipe: int, data: int) -> float:
-        """Return the lower bound for all layouts with this number of stages and data ranks.
-
-        It is the larger of two times: all work spread over the fastest members, and the largest layer on the fastest
-        member with the mean share of samples.
-        """
-        batch = self.profile.train_batch_size / self.profile.micro_batch_size
-        together = self._passes.sum() / self._fastest[pipe * data - 1]
-        return float(batch * max(together, self._passes.max() / data / self._fastest[0])) * _ROUNDING
-
-    def of(self, layout: Layout, deal: Deal, pace: Floats) -> float:
-        """Return the lower bound for one layout.
-
-        The bound accounts for three facts: the stages share the layers, one of the stages has the largest layer, and a
-        pipeline fills and empties.
-
-        pace: [stages, data], the speed of each stage at each data index.
-
-        Stage s begins after the stages before it, and these end after stage s if a gradient comes back to them. For n
-        micro-batches the loads l satisfy n l_s + l_0 + ... + l_(s-1) <= T for each s. The largest possible sum has
-        equality throughout, and is T (1 - (1 - 1/n)^stages).
-        """
-        samples, numbers = self._samples(deal), np.maximum(deal.counts, 1)
-        filling = self._sums[-1] / (1 - (1 - 1 / numbers) ** layout.pipe) / numbers
-        alone = samples * np.maximum(self._passes.max(), filling) / pace.max(axis=0)
-        together = samples * self._passes.sum() / pace.sum(axis=0)
-        return float(np.maximum(alone, together).max()) * _ROUNDING
-
-    def is_beyond(self, seconds: float, layout: Layout, deal: Deal, pace: Floats) -> bool:
-        """Return whether no boundaries allow a step of this many seconds.
-
-        This test excludes more layouts than `of`, but takes longer to compute.
-
-        With n micro-batches, stage s finishes n l_s + (l_0 + ... + l_(s-1)) after the start at the earliest. If the
-        stage holds the layers from k up to stop, this is n (S_stop - S_k) + S_k, where S are cumulative sums over
-        layers. Each stage may thus greedily take as many layers as it can.
-        """
-        alone = self._samples(deal) / pace.max(axis=0)
-        slowest = int(alone.argmax())
-        number = max(deal.counts[slowest], 1)
-        room = seconds / _ROUNDING * number / alone[slowest]  # in seconds of a timed micro-batch, for all micro-batches
-        done = 0.0
-        for _ in range(layout.pipe):
-            reach = bisect.bisect_right(self._sums, done + (room - done) / number * (1 + 1e-12))
-            done = self._sums[max(reach - 1, 0)]
-        return done < self._sums[-1]
-
-    def _samples(self, deal: Deal) -> Floats:
-        """Return [data]: the samples of each data index divided by the size of the timed micro-batch."""
-        return np.array(deal.shares) / self.profile.micro_batch_size
-
-    @cached_property
-    def _fastest(self) -> Floats:
-        """Array: the combined speed of the fastest 1, 2, ... members."""
-        return np.cumsum(np.sort(np.array(self.speeds))[::-1])
-
-    @cached_property
-    def _passes(self) -> Floats:
-        return self.profile.seconds("forward_seconds") + self.profile.seconds("backward_seconds")
-
-    @cached_property
-    def _sums(self) -> list[float]:
-        """Seconds of the first 0, 1, ... layers, without backward passes for which no earlier layer waits."""
-        waits = np.logical_or.accumulate(self.profile.trained)
-        backward = np.where(waits, self.profile.seconds("backward_seconds"), 0.0)
-        return [0.0, *np.cumsum(self.profile.seconds("forward_seconds") + backward).tolist()]
 
 
 Refuses = Callable[[Layout, Deal], bool]
@@ -149,9 +71,7 @@ class Members:
 
         The fastest come first unless members are placed. Slow members then share a stage, which gets fewer layers.
         """
-        if self.are_placed:
-            return tuple(range(count))
-        return self._fastest_first[:count]
+        return self._order[:count]
 
     def at_ranks(self, layout: Layout) -> tuple[tuple[int, ...], list[float], LinkCosts]:
         """Return the members at the ranks of a layout, their speeds, and the links between them."""
@@ -164,17 +84,13 @@ class Members:
         return len(set(self.speeds)) == 1
 
     @cached_property
-    def _in_order(self) -> Floats:
-        """Speeds of all members, in the order of `working`."""
-        return np.array([self.speeds[member] for member in self.working(len(self.speeds))])
-
-    @cached_property
-    def _fastest_first(self) -> tuple[int, ...]:
-        return tuple(sorted(range(len(self.speeds)), key=lambda member: (-self.speeds[member], member)))
+    def _order(self) -> tuple[int, ...]:
+        members = range(len(self.speeds))
+        return tuple(members if self.are_placed else sorted(members, key=lambda member: -self.speeds[member]))
 
     def pace(self, layout: Layout) -> Floats:
         """Return [stages, data]: the speed of the slowest member in each stage at each data index."""
-        speeds = self._in_order[: layout.world_size]
+        speeds = np.array([self.speeds[member] for member in self.working(layout.world_size)])
         return np.asarray(speeds.reshape(layout.pipe, layout.data, -1).min(axis=2))
 
 
@@ -210,28 +126,20 @@ class Search:
 
     def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
         """Yield a layout's possible deals (divisions of the samples), one for each number of micro-batches."""
-        if self.accumulation is not None:
-            yield Deal.of(profile, layout, self.accumulation(layout), self.pipeline)
-            return
-        if self.pipeline:
-            yield from self._in_columns(profile, layout)
-            return
-        share = max(layout.shares or (-(-profile.train_batch_size // layout.data),))
-        fewest = -(-share // profile.micro_batch_size)
-        most = max(fewest, share // (self.least_micro_batch or profile.micro_batch_size))
-        tried = range(fewest, most + 1) if self.micro_batches is None else (self.micro_batches,)
-        yield from (Deal.of(profile, layout, number, False) for number in tried if number <= share)
-
-    def _in_columns(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
-        """Yield a layout's deals (divisions of the samples) in which all micro-batches have one size."""
-        given, limit = (layout.data, layout.shares), profile.micro_batch_size
-        if self.micro_batches is None:
+        batch, limit = profile.train_batch_size, profile.micro_batch_size
+        number = self.micro_batches if self.accumulation is None else self.accumulation(layout)
+        if number is not None:
+            with suppress(LayoutError):
+                yield Deal.of(profile, layout, number, self.pipeline)
+        elif self.pipeline:
             limits = range(min(self.least_micro_batch or limit, limit), limit + 1)
-            found = [Columns.of(profile.train_batch_size, each, *given) for each in limits]
+            found = (Columns.of(batch, each, layout.data, layout.shares) for each in limits)
+            yield from map(Deal.in_columns, dict.fromkeys(found))
         else:
-            every = Columns.every(profile.train_batch_size, *given)
-            found = [each for each in every if each.longest == self.micro_batches][:1]
-        yield from map(Deal.in_columns, dict.fromkeys(found))
+            share = max(layout.shares or (-(-batch // layout.data),))
+            fewest = -(-share // limit)
+            most = max(fewest, share // (self.least_micro_batch or limit))
+            yield from (Deal.of(profile, layout, each, False) for each in range(fewest, most + 1))
 
 
 @dataclass(frozen=True)
@@ -286,32 +194,22 @@ def choose(
     found = best(len(members.speeds))
     if search.at_most_slower is None:
         return found
-    return _with_fewest(found[0], search.at_most_slower, best), *found
-
-
-def _with_fewest(
-    best: FittingLayout, at_most_slower: float, best_of: Callable[[int], tuple[FittingLayout, ...]]
-) -> FittingLayout:
-    """Return the best layout of the fewest members with which a step is at most this fraction slower than the best.
-
-    More members are never slower, because some of them may be idle, so the number of members is found by bisection.
-
-    best_of: function from a number of members to the best layouts; it raises LayoutError if nothing fits.
-    """
-    most, found = _rounded((1 + at_most_slower) * best.seconds), {best.layout.world_size: best}
+    most, fewest = _rounded((1 + search.at_most_slower) * found[0].seconds), found[0]
 
     def is_enough(count: int) -> bool:
+        nonlocal fewest
         try:
-            fitting = best_of(count)[0]
+            fitting = best(count)[0]
         except LayoutError:
             return False
         if _rounded(fitting.seconds) > most:
             return False
-        found[fitting.layout.world_size] = fitting
+        fewest = min(fewest, fitting, key=lambda each: each.layout.world_size)
         return True
 
-    bisect.bisect_left(range(1, best.layout.world_size), True, key=is_enough)
-    return found[min(found)]
+    # more members are never slower, because some of them may be idle
+    bisect.bisect_left(range(1, fewest.layout.world_size), True, key=is_enough)
+    return fewest, *found
 
 
 def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
@@ -342,29 +240,12 @@ def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -
     )
 
 
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    """A layout to examine.
-
-    seconds: the lower bound of its step.
-    number: its position in the order of trials.
-    layout: the layout without boundaries.
-    deal: the division of the samples.
-    """
-
-    seconds: float
-    number: tuple[int, int]
-    layout: Layout = field(compare=False)
-    deal: Deal = field(compare=False)
-
-
 @dataclass(frozen=True, eq=False)
 class _Choosing:
     """One search. Its other fields are the arguments of `choose`.
 
     reasons: a map from number of members to the reason why the first layout tried with that many members does not fit.
     seen: the layouts and deals tried so far.
-    dealt: the deals (divisions of the samples) found so far, keyed by number of data ranks and shares.
     """
 
     profile: Profile
@@ -375,51 +256,60 @@ class _Choosing:
     switch_seconds: Callable[[Layout], float]
     reasons: dict[int, str] = field(default_factory=dict)
     seen: set[tuple[Layout, Deal]] = field(default_factory=set)
-    dealt: dict[tuple[int, tuple[int, ...] | None], tuple[Deal, ...]] = field(default_factory=dict)
-
-    @cached_property
-    def bound(self) -> Bound:
-        return Bound(self.profile, self.members.speeds)
 
     def best(self) -> tuple[FittingLayout, ...]:
         found: list[FittingLayout] = []
-        for each in self._in_order():
-            if len(found) == self.search.count:
-                most = found[-1].seconds
-                if _rounded(each.seconds) > _rounded(most):
-                    break
-                if self._is_beyond(most, each.layout, each.deal):
+        sizes = sorted((self._least_seconds(*size), number, size) for number, size in enumerate(self._sizes()))
+        for least, _, size in sizes:
+            is_full = len(found) == self.search.count
+            if is_full and _rounded(least) > _rounded(found[-1].seconds):
+                break
+            for layout, deal in self._candidates(*size):
+                if len(found) == self.search.count and self._is_beyond(found[-1].seconds, layout, deal):
                     continue
-            found = sorted([*found, *self._fitted(each.layout, each.deal)], key=lambda choice: choice.order)
-            del found[self.search.count :]
+                found = sorted([*found, *self._fitted(layout, deal)], key=lambda choice: choice.order)
+                del found[self.search.count :]
         if not found:
             raise LayoutError(self._why_none())
         return tuple(found)
 
-    def _in_order(self) -> Iterator[_Candidate]:
-        """Yield candidates in the order of their lower bounds.
+    def _least_seconds(self, pipe: int, data: int) -> float:
+        """Return a lower bound of the seconds of the passes, for all layouts with so many stages and data ranks.
 
-        To save time, the layouts with a given pair of numbers of stages and data ranks are listed only once the bound
-        for this pair is reached.
+        It is the larger of two times: all work spread over the fastest members, and the largest layer on the fastest
+        member with the mean share of samples.
         """
-        known: list[_Candidate] = []
-        sizes = sorted((self.bound.of_size(*size), number, size) for number, size in enumerate(self._sizes()))
-        for least, number, size in sizes:
-            while known and known[0].seconds < least:
-                yield heapq.heappop(known)
-            for place, (layout, deal) in enumerate(self._candidates(*size)):
-                heapq.heappush(
-                    known,
-                    _Candidate(self.bound.of(layout, deal, self.members.pace(layout)), (number, place), layout, deal),
-                )
-        while known:
-            yield heapq.heappop(known)
+        passes = self.profile.seconds("forward_seconds") + self.profile.seconds("backward_seconds")
+        batch, fastest = self.profile.train_batch_size / self.profile.micro_batch_size, sorted(self.members.speeds)
+        together = passes.sum() / sum(fastest[-pipe * data :])
+        return float(batch * max(together, passes.max() / data / fastest[-1])) * _ROUNDING
 
     def _is_beyond(self, seconds: float, layout: Layout, deal: Deal) -> bool:
-        """Return whether no boundaries allow a step of this many seconds."""
+        """Return whether no boundaries allow a step of this many seconds.
+
+        With n micro-batches, stage s finishes n l_s + (l_0 + ... + l_(s-1)) after the start at the earliest. If the
+        stage holds the layers from k up to stop, this is n (S_stop - S_k) + S_k, where S are cumulative sums over
+        layers. Each stage may thus greedily take as many layers as it can.
+        """
         if self._may_be_dealt_again(layout):
             return False
-        return self.bound.is_beyond(seconds, layout, deal, self.members.pace(layout))
+        samples = np.array(deal.shares) / self.profile.micro_batch_size
+        alone = samples / self.members.pace(layout).max(axis=0)
+        slowest = int(alone.argmax())
+        number = max(deal.counts[slowest], 1)
+        room = seconds / _ROUNDING * number / alone[slowest]  # in seconds of a timed micro-batch, for all micro-batches
+        done = 0.0
+        for _ in range(layout.pipe):
+            reach = bisect.bisect_right(self._sums, done + (room - done) / number * (1 + 1e-12))
+            done = self._sums[max(reach - 1, 0)]
+        return done < self._sums[-1]
+
+    @cached_property
+    def _sums(self) -> list[float]:
+        """Seconds of the first 0, 1, ... layers, without backward passes for which no earlier layer waits."""
+        waits = np.logical_or.accumulate(self.profile.trained)
+        backward = np.where(waits, self.profile.seconds("backward_seconds"), 0.0)
+        return [0.0, *np.cumsum(self.profile.seconds("forward_seconds") + backward).tolist()]
 
     def _may_be_dealt_again(self, layout: Layout) -> bool:
         return layout.pipe > 1 and layout.data > 1 and not self.members.are_alike
@@ -438,28 +328,16 @@ class _Choosing:
         for zero_stage in self.search.zero_stages or STAGES:
             layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
             for shared in self._shared(layout):
-                for deal in self._deals(shared):
+                for deal in self.search.deals(self.profile, shared):
                     if is_possible(shared, deal, self.search.pipeline):
                         yield shared, deal
-
-    def _deals(self, layout: Layout) -> tuple[Deal, ...]:
-        """Return a layout's deals (divisions of the samples).
-
-        Unless the job itself sets the number of micro-batches, the deals do not depend on the number of stages.
-        """
-        if self.search.accumulation is not None:
-            return tuple(self.search.deals(self.profile, layout))
-        key = layout.data, layout.shares
-        if key not in self.dealt:
-            self.dealt[key] = tuple(self.search.deals(self.profile, layout))
-        return self.dealt[key]
 
     def _shared(self, layout: Layout) -> Iterator[Layout]:
         """Yield the layout with different shares: equal ones, its own, and those that suit the members' speeds."""
         even = layout if layout.shares is None else layout.replace(shares=None)
         found = {even: None, layout: None}
         if layout.data > 1 and not self.members.are_alike:
-            for deal in self._deals(even):
+            for deal in self.search.deals(self.profile, even):
                 if (fair := self._fair(layout, deal)) != deal.shares:
                     found[layout.replace(shares=fair)] = None
         yield from found
@@ -513,7 +391,7 @@ class _Choosing:
         if counts == deal.counts:
             return
         shared = layout.replace(shares=_samples(deal, counts))
-        for its in self._deals(shared):
+        for its in self.search.deals(self.profile, shared):
             if is_possible(shared, its, self.search.pipeline):
                 yield shared, its
                 yield from ((shared.replace(boundaries=cut), its) for cut in self._boundaries(shared, its))

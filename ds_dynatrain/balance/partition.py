@@ -10,7 +10,6 @@ All results, even the order of ties, depend only on the arguments, so all member
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,20 +86,6 @@ class Problem:
         """The number of layers."""
         return len(self.names)
 
-    def stage_seconds(self, boundaries: Sequence[int]) -> Floats:
-        """Return [stages]: the seconds of each stage with these boundaries.
-
-        The seconds are added in the same order as in `partition`, so the sums are bitwise equal.
-        """
-        sums = [_sums(each) for each in self.seconds]
-        cuts = itertools.pairwise(boundaries)
-        return np.array([line[stop] - line[start] for line, (start, stop) in zip(sums, cuts, strict=True)])
-
-    def moved_bytes(self, boundaries: Sequence[int], present: Sequence[int]) -> int:
-        """Return the total bytes of the layers whose stage differs between `boundaries` and `present`."""
-        where = [np.repeat(np.arange(len(cut) - 1), np.diff(cut)) for cut in (boundaries, present)]
-        return int(self.moved[where[0] != where[1]].sum())
-
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
     """Return boundaries of stages with equal numbers of layers, like DeepSpeed's "uniform".
@@ -116,15 +101,11 @@ class Cut:
     """The result of a partition.
 
     boundaries: the boundaries, as in a `Layout`.
-    seconds: the seconds of the slowest stage.
-    optimum: the smallest possible value of `seconds`.
-    moved_bytes: the bytes that move from the current boundaries; 0 if none were given.
+    optimum: the smallest possible seconds of the slowest stage.
     """
 
     boundaries: tuple[int, ...]
-    seconds: float
     optimum: float
-    moved_bytes: int
 
 
 def partition(problem: Problem, present: Sequence[int] | None = None, slack: float = 0.0) -> Cut:
@@ -141,9 +122,7 @@ def partition(problem: Problem, present: Sequence[int] | None = None, slack: flo
             f"{problem.layers}"
         )
     optimum = _optimum(problem)
-    best = _cheapest(problem, optimum * (1 + slack), present)
-    moved = 0 if present is None else problem.moved_bytes(best, present)
-    return Cut(best, float(problem.stage_seconds(best).max()), optimum, moved)
+    return Cut(_cheapest(problem, optimum * (1 + slack), present), optimum)
 
 
 def _optimum(problem: Problem) -> float:
@@ -169,12 +148,12 @@ def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> 
 
     This is the dynamic program of `_optimum` over such pairs, which are sums over stages.
     """
-    held = np.repeat(np.arange(len(present) - 1), np.diff(present)) if present is not None else None
+    stays = np.full(problem.layers, -1) if present is None else np.repeat(np.arange(len(present) - 1), np.diff(present))
     bytes_to, squares_to = np.zeros(1, dtype=np.int64), np.zeros(1)
     chosen = []
     for stage in range(problem.stages):
         seconds, first = _intervals(problem, stage)
-        came = _sums(problem.moved * (held != stage)) if held is not None else np.zeros(problem.layers + 1, np.int64)
+        came = _sums(problem.moved * (stays != stage))
         stops = came[first + 1 : first + 1 + seconds.shape[1]]
         total = bytes_to[:, None] + (stops[None, :] - came[first : first + len(seconds), None])
         total = np.where(seconds <= limit, np.minimum(total, PLENTY), PLENTY)

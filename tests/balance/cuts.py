@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ds_dynatrain.balance.partition import Problem
@@ -43,7 +45,7 @@ def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 def allowed(problem: Problem, cut: tuple[int, ...]) -> bool:
     """Whether each stage has room."""
-    for stage, (start, stop) in enumerate(itertools.pairwise(cut)):
+    for stage, (start, stop) in enumerate(pairwise(cut)):
         if problem.taken[stage, start:stop].sum() > problem.room[stage]:
             return False
     return True
@@ -54,22 +56,29 @@ def by_brute_force(problem: Problem, present: tuple[int, ...], slack: float) -> 
     cuts = [cut for cut in every_cut(problem.layers, problem.stages) if allowed(problem, cut)]
     if not cuts:
         return None
-    loads = {cut: problem.stage_seconds(cut) for cut in cuts}
+    loads = {cut: stage_seconds(problem, cut) for cut in cuts}
     least = min(float(each.max()) for each in loads.values())
     near = [cut for cut in cuts if loads[cut].max() <= least * (1 + slack)]
-    moved = {cut: _moved(problem, cut, present) for cut in near}
+    moved = {cut: moved_bytes(problem, cut, present) for cut in near}
     fewest = min(moved.values())
     squares = min(float((loads[cut] ** 2).sum()) for cut in near if moved[cut] == fewest)
     return least, fewest, squares
 
 
-def _moved(problem: Problem, cut: tuple[int, ...], present: tuple[int, ...]) -> int:
+def stage_seconds(problem: Problem, cut: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """The seconds of each stage, added in the order in which `partition` adds them."""
+    sums = np.concatenate((np.zeros((problem.stages, 1)), np.cumsum(problem.seconds, axis=1)), axis=1)
+    return np.array([sums[stage, stop] - sums[stage, start] for stage, (start, stop) in enumerate(pairwise(cut))])
+
+
+def moved_bytes(problem: Problem, cut: tuple[int, ...], present: tuple[int, ...]) -> int:
+    """The bytes of the layers whose stage changes."""
     before, after = _stage_of(present), _stage_of(cut)
     return sum(int(size) for layer, size in enumerate(problem.moved) if before[layer] != after[layer])
 
 
 def _stage_of(cut: tuple[int, ...]) -> list[int]:
-    return [stage for stage, (start, stop) in enumerate(itertools.pairwise(cut)) for _ in range(start, stop)]
+    return [stage for stage, (start, stop) in enumerate(pairwise(cut)) for _ in range(start, stop)]
 
 
 def by_milp(problem: Problem, present: tuple[int, ...], slack: float) -> tuple[float, int] | None:
@@ -120,7 +129,9 @@ def by_milp(problem: Problem, present: tuple[int, ...], slack: float) -> tuple[f
 def greedy(problem: Problem) -> float | None:
     """What bisection of the bottleneck with a greedy probe finds: each stage takes as many layers as it can."""
     found = None
-    for limit in sorted({float(problem.stage_seconds(cut).max()) for cut in every_cut(problem.layers, problem.stages)}):
+    for limit in sorted(
+        {float(stage_seconds(problem, cut).max()) for cut in every_cut(problem.layers, problem.stages)}
+    ):
         if _probe(problem, limit):
             found = limit
             break

@@ -20,7 +20,7 @@ from ds_dynatrain.balance.step_time import Link, LinkCosts, step_time
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import Layout
-from tests.balance.cuts import allowed, by_milp, every_cut
+from tests.balance.cuts import allowed, by_milp, every_cut, stage_seconds
 from tests.balance.profiles import layer, profile
 from tests.sets import examples
 
@@ -83,7 +83,7 @@ def by_brute_force(
                 links = dataclasses.replace(members.links, members=tuple(working[: pipe * data]))
                 seconds = step_time(measured, each, deal, speeds, links).seconds
                 seconds += 0 if each == present else cost / horizon
-                key, load = (pipe, data, zero_stage, number), float(problem.stage_seconds(cut).max())
+                key, load = (pipe, data, zero_stage, number), float(stage_seconds(problem, cut).max())
                 load = load if allowed(problem, cut) else np.inf
                 before = found.get(key, (np.inf, np.inf))
                 found[key] = min(before[0], load), min(before[1], seconds)
@@ -111,7 +111,7 @@ def test_no_layout_is_left_out_and_none_is_better() -> None:
             problem = problem_of(measured, each.layout, each.deal, members)
             cut = each.layout.boundaries or (0, len(measured.layers))
             if each.layout != present:
-                assert problem.stage_seconds(cut).max() == pytest.approx(best[_key(each)][0], rel=1e-12)
+                assert stage_seconds(problem, cut).max() == pytest.approx(best[_key(each)][0], rel=1e-12)
             assert each.peak_bytes <= members.memory_bytes
             assert len(each.members) == each.layout.world_size
         assert list(found) == sorted(found, key=lambda each: each.order)

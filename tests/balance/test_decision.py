@@ -27,6 +27,7 @@ from ds_dynatrain.balance.decision import (
 from ds_dynatrain.balance.partition import Problem, partition, uniform
 from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.space.layout import Layout
+from tests.balance.cuts import stage_seconds
 from tests.sets import one_in
 
 RULES = Rules()
@@ -192,7 +193,7 @@ class Run:
 
     def slowest(self, problem: Problem, cut: tuple[int, ...], windows: int) -> tuple[float, float]:
         """Seconds of a step by the slowest stage alone, and their standard error from so many windows."""
-        loads = problem.stage_seconds(cut) * self.micro_batches
+        loads = stage_seconds(problem, cut) * self.micro_batches
         stage = int(loads.argmax())
         layers = problem.seconds[stage, cut[stage] : cut[stage + 1]] * self.micro_batches
         error = np.hypot(self.noise * np.sqrt((layers**2).sum()), self.member_noise * loads[stage])

@@ -77,7 +77,7 @@ def test_a_layer_that_never_ran_takes_nothing() -> None:
     found = TimingWindow.of(by_rank, TWO, (0, 2, 4))
     assert found.rows[0].tolist() == [0.0] * len(COLUMNS) and found.rows[1, 0] == 3
     profile = Averaged.after(None, found, (16, 2), 0, 0.03, is_new=False).profile(layers(), "by hand")
-    assert partition(Problem.of(profile.seconds("forward_seconds"), 2)).seconds == 3
+    assert partition(Problem.of(profile.seconds("forward_seconds"), 2)).optimum == 3
 
 
 def test_ranks_of_a_stage_have_speeds_and_one_row() -> None:
