@@ -5,22 +5,20 @@ All predictions take their seconds and bytes from a profile.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 from ds_dynatrain.errors import ProfileError
 from ds_dynatrain.space.kind import WEIGHT
-
-VERSION = 1
-"""Version of the file format. Other versions are refused."""
 
 SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds")
 ERRORS = ("forward_error", "backward_error", "optimizer_error")
@@ -33,9 +31,37 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, kw_only=True)
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0, lt=2**53)]
+Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+def _with_weight(sizes: Mapping[str, int]) -> Mapping[str, int]:
+    if WEIGHT not in sizes:
+        raise ProfileError(f"kind_bytes has no {WEIGHT!r}; give 0 if the layer has no parameters")
+    return sizes
+
+
+def _naming_field(cls: type[Any], values: Any, handler: Callable[[Any], Any]) -> Any:
+    """Check the fields of a dataclass. Raises ProfileError, which names the layer and the field."""
+    given = values.kwargs if isinstance(values, ArgsKwargs) else values
+    name = given.get("name") if isinstance(given, Mapping) else given
+    where = f"layer {name!r}" if cls is LayerCost else "the profile"
+    try:
+        return handler(values)
+    except ProfileError as error:
+        raise ProfileError(f"{where}: {error}") from None
+    except ValidationError as error:
+        first = min(error.errors(include_url=False), key=lambda each: each["loc"] != ("version",))
+        at = ".".join(map(str, first["loc"])) or "it"
+        said = "missing" if first["type"] == "missing" else f"{first['input']!r}: {first['msg']}"
+        raise ProfileError(f"{where}: {at} is {said}") from None
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class LayerCost:
-    """One layer, as measured on a member of speed 1.
+    """One layer, as measured on a member of speed 1. Raises ProfileError for a value that cannot be.
 
     forward_seconds: the forward pass of one micro-batch of `Profile.micro_batch_size` samples.
     backward_seconds: the backward pass of such a micro-batch.
@@ -51,31 +77,18 @@ class LayerCost:
     """
 
     name: str
-    forward_seconds: float
-    backward_seconds: float
-    kind_bytes: Mapping[str, int]
-    optimizer_seconds: float = 0.0
-    forward_error: float = 0.0
-    backward_error: float = 0.0
-    optimizer_error: float = 0.0
-    activation_bytes: int = 0
-    output_bytes: int = 0
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    kind_bytes: Annotated[Mapping[str, Bytes], AfterValidator(_with_weight)]
+    optimizer_seconds: Seconds = 0.0
+    forward_error: Seconds = 0.0
+    backward_error: Seconds = 0.0
+    optimizer_error: Seconds = 0.0
+    activation_bytes: Bytes = 0
+    output_bytes: Bytes = 0
     trained: bool = True
 
-    def __post_init__(self) -> None:
-        """Raise ProfileError if a field has the wrong type, or is negative or not finite."""
-        where = f"layer {self.name!r}"
-        _check(isinstance(self.name, str), f"layer {self.name!r}: its name is no string")
-        for name in (*SECONDS, *ERRORS):
-            _check_seconds(where, name, getattr(self, name))
-        _check(isinstance(self.kind_bytes, Mapping), f"{where}: kind_bytes is no object of bytes by state kind")
-        _check(
-            WEIGHT in self.kind_bytes, f"{where}: kind_bytes has no {WEIGHT!r}; give 0 if the layer has no parameters"
-        )
-        _check(isinstance(self.trained, bool), f"{where}: trained is {self.trained!r}; give true or false")
-        counts = {f"kind_bytes[{kind!r}]": value for kind, value in self.kind_bytes.items()}
-        for name, value in {**counts, **{name: getattr(self, name) for name in BYTES}}.items():
-            _check_whole(where, name, value, 0)
+    _check = model_validator(mode="wrap")(_naming_field)
 
     @property
     def total_bytes(self) -> int:
@@ -83,9 +96,11 @@ class LayerCost:
         return sum(self.kind_bytes.values())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Profile:
     """The measured layers of a model, in order, with the members and the batch.
+
+    Raises ProfileError for a value that cannot be.
 
     speeds: the relative speed of each member, by which the seconds of a layer are divided.
     train_batch_size: the samples of one optimizer step on all members together.
@@ -99,28 +114,17 @@ class Profile:
     beside_seconds: the rest of a step, outside of layers, optimizer step, loading and messages.
     """
 
-    layers: tuple[LayerCost, ...]
-    train_batch_size: int
-    micro_batch_size: int
-    speeds: tuple[float, ...] = (1.0,)
-    load_seconds: float = 0.0
-    message_seconds: float = 0.0
-    beside_seconds: float = 0.0
+    layers: Annotated[tuple[LayerCost, ...], Field(min_length=1), Strict(False)]
+    train_batch_size: Annotated[int, Field(ge=1, lt=2**53)]
+    micro_batch_size: Annotated[int, Field(ge=1, lt=2**53)]
+    speeds: Annotated[tuple[Speed, ...], Field(min_length=1), Strict(False)] = (1.0,)
+    load_seconds: Seconds = 0.0
+    message_seconds: Seconds = 0.0
+    beside_seconds: Seconds = 0.0
     source: str = ""
-    version: int = field(default=VERSION)
+    version: Literal[1] = 1
 
-    def __post_init__(self) -> None:
-        """Raise ProfileError for another version, for a profile without layers or members, and for invalid numbers."""
-        _check(self.version == VERSION, f"version {self.version!r}: this is made for version {VERSION}")
-        _check(len(self.layers) > 0, "there is no layer")
-        _check(len(self.speeds) > 0, "speeds: there is no member")
-        for member, speed in enumerate(self.speeds):
-            _check_seconds(f"member {member}", "speed", speed)
-            _check(speed > 0, f"member {member}: speed is 0; leave out a member that does nothing")
-        for name in BESIDE:
-            _check_seconds("the step", name, getattr(self, name))
-        for name in ("train_batch_size", "micro_batch_size"):
-            _check_whole("the batch", name, getattr(self, name), 1)
+    _check = model_validator(mode="wrap")(_naming_field)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -157,7 +161,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as JSON text, from which `from_json` restores every digit."""
-        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+        return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -166,18 +170,9 @@ class Profile:
         Raises ProfileError if the text is cut off, belongs to another version, or has wrong names.
         """
         try:
-            said = json.loads(text)
-        except ValueError as error:
-            raise ProfileError(f"no JSON, or the end is missing: {error}") from None
-        _check(isinstance(said, dict), "no JSON object")
-        version = said.get("version")
-        _check(version == VERSION, f"version {version!r}: this is made for version {VERSION}")
-        given = _fields(cls, said, "the profile")
-        for name in ("layers", "speeds"):
-            _check(isinstance(given.get(name, []), list), f"{name} is no list")
-        layers = [LayerCost(**_fields(LayerCost, each, f"layer {place}")) for place, each in enumerate(given["layers"])]
-        lists = {"layers": tuple(layers), **({"speeds": tuple(given["speeds"])} if "speeds" in given else {})}
-        return cls(**{**given, **lists})
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            raise ProfileError(f"no JSON, or the end is missing: {error.errors()[0]['msg']}") from None
 
     def save(self, file: str | Path) -> None:
         """Write the profile to a JSON file. Raises OSError if it cannot be written."""
@@ -193,33 +188,3 @@ class Profile:
             return cls.from_json(Path(file).read_text(encoding="utf-8"))
         except (ProfileError, UnicodeDecodeError) as error:
             raise ProfileError(f"{file}: {error}; save it anew with engine.balancer.profile.save(FILE)") from None
-
-
-def _fields(kind: type[Any], said: Any, where: str) -> dict[str, Any]:
-    """Return the fields of a JSON object as arguments of a dataclass.
-
-    Raises ProfileError if names are missing or unknown.
-    """
-    _check(isinstance(said, dict), f"{where} is no object")
-    known = dataclasses.fields(kind)
-    unknown = sorted(set(said) - {each.name for each in known})
-    _check(not unknown, f"{where}: no field {', '.join(map(repr, unknown))}")
-    missing = [each.name for each in known if each.default is dataclasses.MISSING and each.name not in said]
-    _check(not missing, f"{where}: {', '.join(missing)} missing")
-    return dict(said)
-
-
-def _check_seconds(where: str, name: str, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    _check(number and math.isfinite(value), f"{where}: {name} is {value!r}; give a finite number")
-    _check(value >= 0, f"{where}: {name} is {value!r}, below 0")
-
-
-def _check_whole(where: str, name: str, value: Any, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _check(whole and least <= value < 2**53, f"{where}: {name} is {value!r}; give a whole number from {least} on")
-
-
-def _check(holds: bool, what: str) -> None:
-    if not holds:
-        raise ProfileError(what)

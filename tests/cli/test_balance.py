@@ -112,9 +112,9 @@ def test_bad_profiles(file: Path) -> None:
     file.write_text(text[: len(text) // 2])
     assert f"{file}: no JSON, or the end is missing" in refused(file, "--stages", 4)
     file.write_text(text.replace('"forward_seconds": 0.01,', '"forward_seconds": NaN,', 1))
-    assert "layer 'block.0': forward_seconds is nan; give a finite number" in refused(file, "--stages", 4)
+    assert "layer 'block.0': forward_seconds is nan: Input should be a finite number" in refused(file, "--stages", 4)
     file.write_text(text)
-    assert "version 7: this is made for version 1" in refused(changed(file, version=7), "--stages", 4)
+    assert "version is 7: Input should be 1" in refused(changed(file, version=7), "--stages", 4)
     assert "nothing.json" in refused(file.parent / "nothing.json", "--stages", 4)
 
 
