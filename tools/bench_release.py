@@ -102,7 +102,7 @@ def predicted(profile: Profile) -> str:
     search = Search(zero_stages=(1,), micro_batches=MICRO_BATCHES, count=1)
     start = Layout(zero_stage=1)
     best = [
-        choose(profile, start, Members((1.0,) * count), search, lambda layout, deal: layout.data > 1)[0]
+        choose(profile, start, Members((1.0,) * count), search, lambda layout: layout.data > 1)[0]
         for count in range(1, 5)
     ]
     even = start.replace(pipe=4, boundaries=uniform(layers, 4))

@@ -262,7 +262,7 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...
     spares = (1.0,) * (at.spares if gone or packs else 0)
     members = Members((*speeds, *spares), at.memory_bytes, are_placed=True)
 
-    def refused(layout: Layout, deal: Deal) -> bool:
+    def refused(layout: Layout) -> bool:
         if layout == present and not gone:
             return False
         is_of_size = packs or layout.world_size == present.world_size
@@ -301,7 +301,7 @@ def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> flo
 
 def _slowest(profile: Profile, layout: Layout) -> Bools:
     """Return [layers]: whether each layer is on the stage that computes the longest."""
-    seconds = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
+    seconds = profile.passes
     cut: Sequence[int] = layout.boundaries or (0, len(profile.layers))
     start, stop = max(itertools.pairwise(cut), key=lambda each: float(seconds[each[0] : each[1]].sum()))
     place = np.arange(len(profile.layers))

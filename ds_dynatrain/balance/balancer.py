@@ -7,6 +7,7 @@ profile, and decides. All members use its answer, including those that have just
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,82 +37,6 @@ from ds_dynatrain.space import Layout
 CAUSE = "balance"
 
 
-class Acting:
-    """One engine's part in making the moves that the course decides on.
-
-    The course is the same on all working members, so all of them request a switch at the same step.
-    """
-
-    def __init__(self, engine: EngineParts, course: Course) -> None:
-        self._engine, self.course = engine, course
-        self._asked: tuple[WantedMove, PendingSwitch, Layout] | None = None
-        """The move in progress: the wanted move, its switch, and the layout before it."""
-        self._open: SwitchEvent | None = None
-        """The event of the move that has not been judged yet."""
-        engine.switcher.listeners.append(self._note_switch)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a move is in progress, has not been judged yet, or is put off until enough steps are measured."""
-        return self._asked is not None or self.course.history.open is not None or self.course.needs_steps
-
-    def follow(self, course: Course, present: Layout) -> None:
-        """Continue with the course on which all members agreed at the end of a window."""
-        self.course = course
-        logger.debug("balance: step %d: %s", self._engine.global_steps, course.why or "nothing was decided")
-        if course.gain is not None and self._open is not None:
-            slowdown = course.slowdown
-            self._engine.switcher.note_gain(self._open, course.gain, None if slowdown is None else slowdown.removed)
-        if course.verdict is not None:
-            self._open = None
-        if course.wanted is not None and self._asked is None:
-            self._move(course.wanted, present)
-        elif course.releases and self._engine.rank == 0:
-            nodes = PROCESS.membership.vacant(self._engine)
-            logger.info("balance: nodes without work leave: %s: %s", ", ".join(nodes), course.why)
-            PROCESS.membership.release(tuple(nodes))
-
-    def _move(self, wanted: WantedMove, present: Layout) -> None:
-        engine = self._engine
-        let_go = () if wanted.back else self.course.let_go
-        without = (*let_go, *(engine.members[rank] for rank in wanted.without))
-        reason = Reason(CAUSE, wanted.predicted_gain, without)
-        try:
-            pending = engine.switcher.ask(wanted.layout, None, {}, late=False, reason=reason)
-        except SwitchRefused as refusal:  # for example, the script has a switch pending, or members change
-            self._put_off(str(refusal))
-            return
-        self._asked = wanted, pending, present
-        if engine.rank == 0:
-            what = "back to" if wanted.back else "to"
-            logger.info("balance: %s %s: %s", what, wanted.layout, wanted.why)
-
-    def look(self) -> None:
-        """Check whether the requested move has failed. Called after each step."""
-        if self._asked is None:
-            return
-        event = self._asked[1].event
-        if event is not None:  # a committed switch has gone through `_note_switch`
-            self._asked = None
-            self._put_off(event.reason)
-
-    def _put_off(self, reason: str) -> None:
-        self.course = self.course.failed(self._engine.global_steps)
-        if self._engine.rank == 0:
-            logger.info("balance: nothing moves for now: %s", reason)
-
-    def _note_switch(self, event: SwitchEvent) -> None:
-        """Record a committed switch. If it is not the balancer's own move, the last move can no longer be judged."""
-        if self._asked is None or event.generation != self._asked[1].generation:
-            sizes = (len(side.members) for side in (event.target, event.source))
-            self._open, self.course = None, self.course.overtaken(event.step, *sizes)
-            return
-        (wanted, _, left), self._asked = self._asked, None
-        let_go = (*self.course.let_go, *(event.source.members[rank] for rank in wanted.without))
-        course = self.course.moved(wanted, event.step, left, 1e-3 * event.pause_ms)
-        self.course, self._open = replace(course, let_go=() if wanted.back else let_go), event
-
-
 SETTLING = 2
 """Number of steps that are not timed after a change of members or layout, or after state was loaded.
 
@@ -135,7 +60,12 @@ class Balancer:
     def __init__(self, engine: EngineParts, settings: BalanceConfig) -> None:
         self._engine, self._settings = engine, settings
         self._model = timed_model(engine)
-        self._acting = Acting(engine, Course())
+        self._course = Course()
+        """The course, which is the same on all working members, so all of them request a switch at the same step."""
+        self._asked: tuple[WantedMove, PendingSwitch, Layout] | None = None
+        """The move in progress: the wanted move, its switch, and the layout before it."""
+        self._open: SwitchEvent | None = None
+        """The event of the move that has not been judged yet."""
         self._switches: list[tuple[int, float]] = []
         self._averaged: Averaged | None = None
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 0.0)
@@ -181,7 +111,12 @@ class Balancer:
                 raise MemberMissing(what, (), waited)
 
         session = Session(engine.control, key, engine.members, what, stop=stop)
-        session.agree(MemberRequest({"step": engine.global_steps}), True, _cannot_note, ask_for_different_things)
+        session.agree(
+            MemberRequest({"step": engine.global_steps}),
+            True,
+            lambda *said: ConfigError("; ".join(said)),
+            ask_for_different_things,
+        )
         self._are_new, self._next, self._timer = True, engine.global_steps, None
         self._steps.forget()
         if engine.rank == 0:
@@ -215,7 +150,7 @@ class Balancer:
                 f"balancer.advise: the profile is of {len(profile.speeds)} members, and {engine.layout.world_size} "
                 f"work now; call it after the next window, which begins at step {self._due}"
             )
-        course = self._acting.course.at(engine.global_steps, self._averaged.since, self._acting.course.slow)
+        course = self._course.at(engine.global_steps, self._averaged.since, self._course.slow)
         advice = self._advise(profile, self._step_seconds, course)
         return replace(advice, saved_member_seconds=self.saved_member_seconds)
 
@@ -242,7 +177,7 @@ class Balancer:
 
     def _move_to(self, layout: Layout, without: tuple[int, ...]) -> MoveCost | None:
         """Return the cost of moving to a layout without some ranks; None if a switch would be refused."""
-        members = (*self._acting.course.let_go, *(self._engine.members[rank] for rank in without))
+        members = (*self._course.let_go, *(self._engine.members[rank] for rank in without))
         estimate = self._engine.switcher.dry_run(layout, {}, members)
         return None if estimate.refusal else MoveCost(estimate.bytes_sent, self._pause.seconds(estimate.bytes_sent))
 
@@ -250,8 +185,54 @@ class Balancer:
     def _due(self) -> int:
         return max(self._next, self._settled)
 
+    # ---- moves -------------------------------------------------------------------------------------------------------
+
+    def _follow(self, course: Course) -> None:
+        """Continue with the course on which all members agreed at the end of a window."""
+        engine, self._course = self._engine, course
+        logger.debug("balance: step %d: %s", engine.global_steps, course.why or "nothing was decided")
+        if course.gain is not None and self._open is not None:
+            slowdown = course.slowdown
+            engine.switcher.note_gain(self._open, course.gain, None if slowdown is None else slowdown.removed)
+        if course.verdict is not None:
+            self._open = None
+        if course.wanted is not None and self._asked is None:
+            self._move(course.wanted)
+        elif course.releases and engine.rank == 0:
+            nodes = PROCESS.membership.vacant(engine)
+            logger.info("balance: nodes without work leave: %s: %s", ", ".join(nodes), course.why)
+            PROCESS.membership.release(tuple(nodes))
+
+    def _move(self, wanted: WantedMove) -> None:
+        engine = self._engine
+        let_go = () if wanted.back else self._course.let_go
+        without = (*let_go, *(engine.members[rank] for rank in wanted.without))
+        reason = Reason(CAUSE, wanted.predicted_gain, without)
+        try:
+            pending = engine.switcher.ask(wanted.layout, None, {}, late=False, reason=reason)
+        except SwitchRefused as refusal:  # for example, the script has a switch pending, or members change
+            self._put_off(str(refusal))
+            return
+        self._asked = wanted, pending, self._model.present
+        if engine.rank == 0:
+            logger.info("balance: %s %s: %s", "back to" if wanted.back else "to", wanted.layout, wanted.why)
+
+    def _put_off(self, reason: str) -> None:
+        self._course = self._course.failed(self._engine.global_steps)
+        if self._engine.rank == 0:
+            logger.info("balance: nothing moves for now: %s", reason)
+
     def _note_switch(self, event: SwitchEvent) -> None:
+        """Record a committed switch. If it is not the balancer's own move, the last move can no longer be judged."""
         self._switches.append((event.bytes_sent, 1e-3 * event.pause_ms))
+        if self._asked is None or event.generation != self._asked[1].generation:
+            sizes = (len(side.members) for side in (event.target, event.source))
+            self._open, self._course = None, self._course.overtaken(event.step, *sizes)
+            return
+        (wanted, _, left), self._asked = self._asked, None
+        let_go = (*self._course.let_go, *(event.source.members[rank] for rank in wanted.without))
+        course = self._course.moved(wanted, event.step, left, 1e-3 * event.pause_ms)
+        self._course, self._open = replace(course, let_go=() if wanted.back else let_go), event
 
     # ---- windows -----------------------------------------------------------------------------------------------------
 
@@ -304,9 +285,11 @@ class Balancer:
         Raises MemberMissing, naming the members, if others do not reach the end of a window.
         """
         engine = self._engine
-        self._acting.look()
+        if self._asked is not None and (event := self._asked[1].event) is not None:
+            self._asked = None  # the move has failed: a committed switch has gone through `_note_switch`
+            self._put_off(event.reason)
         seconds = time.monotonic() - self._began
-        self.saved_member_seconds += seconds * self._acting.course.freed
+        self.saved_member_seconds += seconds * self._course.freed
         if engine.global_steps > self._settled:
             self._steps.add(seconds)
         if self._timer is None:
@@ -320,7 +303,7 @@ class Balancer:
         except WorldChanged as error:  # training will raise it as well
             logger.debug("balance: the window of step %d is lost: %s", engine.global_steps, error)
             return
-        self._acting.follow(course, self._model.present)
+        self._follow(course)
         self._next = self._opened + self._interval()
 
     def _interval(self) -> int:
@@ -334,7 +317,9 @@ class Balancer:
         limits = [settings.every_steps]
         if settings.acts and settings.slow_ratio is not None:
             limits.append(settings.slow_seen_steps)
-        if self._acting.is_open or (self._averaged is not None and self._averaged.doubted is not None):
+        course, averaged = self._course, self._averaged
+        is_open = self._asked is not None or course.history.open is not None or course.needs_steps
+        if is_open or (averaged is not None and averaged.doubted is not None):
             limits.append(ENOUGH_STEPS)
         return max(settings.window_steps, min(limits))
 
@@ -346,7 +331,7 @@ class Balancer:
         mine = to_record(_Timed(self._model.rows(times), beside, waiting(times.waits), self._steps.measured(), newest))
         key = f"profile/{engine.segment}/{steps}"
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
-        said = session.reduce("rows", {str(engine.rank): mine}, _merged, partial(self._joined, steps))
+        said = session.reduce("rows", {str(engine.rank): mine}, operator.or_, partial(self._joined, steps))
         found = from_record(_Found, said)
         session.forget("rows")
         if self._shared is not None and self._shared.board is session.board:
@@ -387,10 +372,10 @@ class Balancer:
         has_changed = self._averaged is not None and averaged.since != self._averaged.since
         steps = (each.newest if has_changed else each.steps for each in timed.values())
         measured = max(steps, key=lambda each: each.seconds)
-        slow = self._acting.course.slow
+        slow = self._course.slow
         if measured.count >= ENOUGH_STEPS:  # a window right after a move has seen too little of the members
             slow = slow.after(engine.members, window.speeds, step, settings.slow_ratio)
-        course = self._acting.course.at(step, averaged.since, slow)
+        course = self._course.at(step, averaged.since, slow)
         if settings.acts and averaged.doubted is not None:
             course = course.in_doubt()
         elif settings.acts:
@@ -438,11 +423,3 @@ class _Found:
     step_seconds: float
     has_changed: bool
     saved_member_seconds: float = 0.0
-
-
-def _cannot_note(reason: str, way_out: str) -> ConfigError:
-    return ConfigError(f"{reason}; {way_out}")
-
-
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {**one, **other}

@@ -1,9 +1,9 @@
 """A search for the layouts with the fewest predicted seconds per step that fit the members and their memory.
 
-The search tries every combination of pipeline stages, data ranks, ZeRO stage and number of micro-batches; other axes
-stay as they are. For each combination `partition` finds the boundaries. Without pipeline stages, slow members get
-smaller shares of the samples. A layout may leave members idle if that is faster. A layout is skipped if the lower bound
-of its passes already exceeds the best layouts found.
+The search tries every combination of pipeline stages, data ranks and ZeRO stage; other axes stay as they are. For each
+combination `partition` finds the boundaries. Without pipeline stages, slow members get smaller shares of the samples. A
+layout may leave members idle if that is faster. A layout is skipped if the lower bound of its passes already exceeds
+the best layouts found.
 
 All results, even the order of ties, depend only on the arguments, so all members get the same answer.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,7 +22,6 @@ from ds_dynatrain.balance.partition import PLENTY, Problem, partition
 from ds_dynatrain.balance.profile import Floats, Profile
 from ds_dynatrain.balance.step_time import FREE, LinkCosts, StepTime, column_seconds, step_time
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.space.zero import group_size
 
@@ -32,10 +30,6 @@ _ROUNDING = 1 - 1e-9
 
 The same numbers summed in a different order differ in their last digits.
 """
-
-
-Refuses = Callable[[Layout, Deal], bool]
-"""Callback that returns whether a switch would refuse a layout with this deal (division of samples)."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +47,6 @@ class Members:
     links: LinkCosts = FREE
     are_placed: bool = False
 
-    def __post_init__(self) -> None:
-        """Raise LayoutError if there are no members, if a speed is not above 0, or if the memory is below 1 byte."""
-        if not self.speeds or not min(self.speeds) > 0:
-            raise LayoutError(f"members with the speeds {list(self.speeds)}; give a number above 0 for each member")
-        if self.memory_bytes < 1:
-            raise LayoutError(
-                f"members of {self.memory_bytes} bytes of memory; give the bytes of a member, such as 80e9"
-            )
-
     def first(self, count: int) -> Members:
         """Return the first `count` members alone."""
         return replace(self, speeds=self.speeds[:count])
@@ -73,10 +58,10 @@ class Members:
         """
         return self._order[:count]
 
-    def at_ranks(self, layout: Layout) -> tuple[tuple[int, ...], list[float], LinkCosts]:
-        """Return the members at the ranks of a layout, their speeds, and the links between them."""
+    def at_ranks(self, layout: Layout) -> tuple[list[float], LinkCosts]:
+        """Return the speeds at the ranks of a layout, and the links between them."""
         working = self.working(layout.world_size)
-        return working, [self.speeds[member] for member in working], self.links.between_members(working)
+        return [self.speeds[member] for member in working], self.links.between_members(working)
 
     @cached_property
     def are_alike(self) -> bool:
@@ -100,23 +85,18 @@ class Search:
 
     pipes: the numbers of pipeline stages to try; None to try all.
     zero_stages: the ZeRO stages to try; None to try all.
-    micro_batches: the number of micro-batches on a data rank; None to try all.
-    least_micro_batch: the smallest size of a micro-batch, in samples; None for the timed size, which is always the
-        upper limit. The time of a smaller micro-batch is scaled down in proportion, which is too optimistic for very
-        small ones.
+    micro_batches: the number of micro-batches on a data rank; None for micro-batches of the timed size.
     pipeline: whether the model is a PipelineModule; other models have no stages.
     slack: the fraction by which the slowest stage may exceed the optimum so that fewer bytes move.
     horizon_steps: the number of steps over which the cost of a switch is spread; None to ignore that cost.
     count: the number of layouts to return.
-    accumulation: a function from a layout to the number of micro-batches that a job makes in it. If given, only that
-        number is tried.
+    accumulation: a function from a layout to the number of micro-batches that a job makes in it.
     at_most_slower: the fraction by which a step may be slower with fewer members; None to use all members.
     """
 
     pipes: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] | None = None
     micro_batches: int | None = None
-    least_micro_batch: int | None = None
     pipeline: bool = True
     slack: float = 0.0
     horizon_steps: float | None = None
@@ -124,22 +104,20 @@ class Search:
     accumulation: Callable[[Layout], int] | None = None
     at_most_slower: float | None = None
 
-    def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
-        """Yield a layout's possible deals (divisions of the samples), one for each number of micro-batches."""
-        batch, limit = profile.train_batch_size, profile.micro_batch_size
+    def deal(self, profile: Profile, layout: Layout) -> Deal | None:
+        """Return a layout's deal (division of the samples); None if the layout cannot be trained.
+
+        A PipelineModule needs ZeRO stage 0 or 1, and if ranks share experts, the same number of micro-batches on each
+        of them. Other models have no stages.
+        """
         number = self.micro_batches if self.accumulation is None else self.accumulation(layout)
-        if number is not None:
-            with suppress(LayoutError):
-                yield Deal.of(profile, layout, number, self.pipeline)
-        elif self.pipeline:
-            limits = range(min(self.least_micro_batch or limit, limit), limit + 1)
-            found = (Columns.of(batch, each, layout.data, layout.shares) for each in limits)
-            yield from map(Deal.in_columns, dict.fromkeys(found))
-        else:
-            share = max(layout.shares or (-(-batch // layout.data),))
-            fewest = -(-share // limit)
-            most = max(fewest, share // (self.least_micro_batch or limit))
-            yield from (Deal.of(profile, layout, each, False) for each in range(fewest, most + 1))
+        try:
+            deal = Deal.of(profile, layout, number, self.pipeline)
+        except LayoutError:
+            return None
+        if self.pipeline:
+            return deal if layout.zero_stage < 2 and (layout.expert == 1 or deal.is_even) else None
+        return deal if layout.pipe == 1 else None
 
 
 @dataclass(frozen=True)
@@ -149,7 +127,7 @@ class FittingLayout:
     deal: the division of the samples.
     members: the member at each rank; members not listed are idle.
     time: the predicted time of a step.
-    peak_bytes: the peak memory of the rank that needs the most.
+    stage_bytes: the peak memory of a rank on each stage.
     switch_seconds: seconds that the switch to this layout takes.
     seconds: seconds of a step, including its share of the switch.
     """
@@ -158,9 +136,29 @@ class FittingLayout:
     deal: Deal
     members: tuple[int, ...]
     time: StepTime
-    peak_bytes: int
+    stage_bytes: tuple[int, ...]
     switch_seconds: float
     seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        layout: Layout,
+        deal: Deal,
+        members: Members,
+        switch_seconds: float = 0.0,
+        horizon_steps: float | None = None,
+    ) -> FittingLayout:
+        """Return a layout with what is predicted for it."""
+        time, taken = step_time(profile, layout, deal, *members.at_ranks(layout)), peak_bytes(profile, layout, deal)
+        seconds = time.seconds + (switch_seconds / horizon_steps if horizon_steps else 0.0)
+        return cls(layout, deal, members.working(layout.world_size), time, taken, switch_seconds, seconds)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak memory of the rank that needs the most."""
+        return max(self.stage_bytes)
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -175,13 +173,13 @@ def choose(
     present: Layout,
     members: Members,
     search: Search | None = None,
-    refused: Refuses = lambda layout, deal: False,
+    refused: Callable[[Layout], bool] = lambda layout: False,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
 ) -> tuple[FittingLayout, ...]:
     """Return the best layouts, best first; with `search.at_most_slower`, that of the fewest members before them.
 
     present: the layout before the switch. Its axes other than pipe and data are kept.
-    refused: function that returns whether a switch would refuse a layout for reasons not covered by `is_possible`.
+    refused: function that returns whether a switch would refuse a layout for reasons that `Search.deal` does not know.
     switch_seconds: function from a layout to the seconds of a switch from `present`; not called for `present` itself.
 
     Raises LayoutError if nothing fits, with the reason for the largest layout tried.
@@ -212,17 +210,6 @@ def choose(
     return fewest, *found
 
 
-def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
-    """Return whether a layout can be trained with this deal (division of the samples).
-
-    A PipelineModule needs ZeRO stage 0 or 1 and micro-batches of one size. All ranks that share experts need the same
-    number of micro-batches.
-    """
-    if not pipeline:
-        return layout.pipe == 1
-    return layout.zero_stage < 2 and deal.has_one_size and (layout.expert == 1 or deal.is_even)
-
-
 def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -> Problem:
     """Return the problem of finding a layout's boundaries: how long layers take, and how many bytes they need."""
     passes = profile.forward_with_loading(layout.pipe) + profile.seconds("backward_seconds")
@@ -245,17 +232,17 @@ class _Choosing:
     """One search. Its other fields are the arguments of `choose`.
 
     reasons: a map from number of members to the reason why the first layout tried with that many members does not fit.
-    seen: the layouts and deals tried so far.
+    seen: the layouts tried so far.
     """
 
     profile: Profile
     present: Layout
     members: Members
     search: Search
-    refused: Refuses
+    refused: Callable[[Layout], bool]
     switch_seconds: Callable[[Layout], float]
     reasons: dict[int, str] = field(default_factory=dict)
-    seen: set[tuple[Layout, Deal]] = field(default_factory=set)
+    seen: set[Layout] = field(default_factory=set)
 
     def best(self) -> tuple[FittingLayout, ...]:
         found: list[FittingLayout] = []
@@ -279,7 +266,7 @@ class _Choosing:
         It is the larger of two times: all work spread over the fastest members, and the largest layer on the fastest
         member with the mean share of samples.
         """
-        passes = self.profile.seconds("forward_seconds") + self.profile.seconds("backward_seconds")
+        passes = self.profile.passes
         batch, fastest = self.profile.train_batch_size / self.profile.micro_batch_size, sorted(self.members.speeds)
         together = passes.sum() / sum(fastest[-pipe * data :])
         return float(batch * max(together, passes.max() / data / fastest[-1])) * _ROUNDING
@@ -327,20 +314,18 @@ class _Choosing:
         """Yield the layouts that can be trained, without boundaries, each with its deal (division of the samples)."""
         for zero_stage in self.search.zero_stages or STAGES:
             layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
-            for shared in self._shared(layout):
-                for deal in self.search.deals(self.profile, shared):
-                    if is_possible(shared, deal, self.search.pipeline):
-                        yield shared, deal
+            for shared in dict.fromkeys(self._shared(layout)):
+                if (deal := self.search.deal(self.profile, shared)) is not None:
+                    yield shared, deal
 
     def _shared(self, layout: Layout) -> Iterator[Layout]:
         """Yield the layout with different shares: equal ones, its own, and those that suit the members' speeds."""
-        even = layout if layout.shares is None else layout.replace(shares=None)
-        found = {even: None, layout: None}
+        even = layout.replace(shares=None)
+        yield from (even, layout)
         if layout.data > 1 and not self.members.are_alike:
-            for deal in self.search.deals(self.profile, even):
-                if (fair := self._fair(layout, deal)) != deal.shares:
-                    found[layout.replace(shares=fair)] = None
-        yield from found
+            deal = self.search.deal(self.profile, even)
+            if deal is not None and (fair := self._fair(layout, deal)) != deal.shares:
+                yield layout.replace(shares=fair)
 
     def _fair(self, layout: Layout, deal: Deal) -> tuple[int, ...]:
         """Return shares with which all data indices finish at about the same time, if their stages have equal loads.
@@ -360,41 +345,40 @@ class _Choosing:
 
         The current boundaries were found for other costs, and may no longer fit.
         """
-        found = {(layout.replace(boundaries=cut), deal): None for cut in self._boundaries(layout, deal)}
-        for each, _ in [*found]:
-            found |= dict.fromkeys(self._dealt_again(each, deal))
+        found = {layout.replace(boundaries=cut): deal for cut in self._boundaries(layout, deal)}
+        for each in [*found]:
+            found |= self._dealt_again(each, deal)
         if self.present.replace(boundaries=None) == layout and (layout.pipe == 1 or self.present.boundaries):
-            found[self.present, deal] = None
-        for each, its in found:
-            if (each, its) in self.seen:
+            found[self.present] = deal
+        for each, its in found.items():
+            if each in self.seen:
                 continue
-            self.seen.add((each, its))
-            choice = self._choice(each, its)
+            self.seen.add(each)
+            switch = 0.0 if each == self.present else self.switch_seconds(each)
+            choice = FittingLayout.of(self.profile, each, its, self.members, switch, self.search.horizon_steps)
             if choice.peak_bytes > self.members.memory_bytes:
                 continue
-            if self.refused(each, its):
+            if self.refused(each):
                 self.reasons.setdefault(layout.world_size, f"{each} would be refused")
                 continue
             yield choice
 
-    def _dealt_again(self, layout: Layout, deal: Deal) -> Iterator[tuple[Layout, Deal]]:
-        """Yield the layout with shares that suit its boundaries, and again with new boundaries for these shares.
+    def _dealt_again(self, layout: Layout, deal: Deal) -> dict[Layout, Deal]:
+        """Return the layout with shares that suit its boundaries, and again with new boundaries for these shares.
 
-        Yields nothing if the shares would stay the same, or unless there are several stages, several data ranks and
-        members of different speeds.
+        Returns {} if the shares would stay the same, or unless there are several stages, several data ranks and members
+        of different speeds.
         """
         if not self._may_be_dealt_again(layout):
-            return
-        ends, each = column_seconds(self.profile, layout, deal, *self.members.at_ranks(layout)[1:])
+            return {}
+        ends, each = column_seconds(self.profile, layout, deal, *self.members.at_ranks(layout))
         begins = ends - each * np.array(deal.counts)
         counts = shares_of((1 / each).tolist(), sum(deal.counts), begins.tolist())
-        if counts == deal.counts:
-            return
         shared = layout.replace(shares=_samples(deal, counts))
-        for its in self.search.deals(self.profile, shared):
-            if is_possible(shared, its, self.search.pipeline):
-                yield shared, its
-                yield from ((shared.replace(boundaries=cut), its) for cut in self._boundaries(shared, its))
+        its = self.search.deal(self.profile, shared)
+        if counts == deal.counts or its is None:
+            return {}
+        return {shared.replace(boundaries=cut): its for cut in (layout.boundaries, *self._boundaries(shared, its))}
 
     def _boundaries(self, layout: Layout, deal: Deal) -> tuple[tuple[int, ...] | None, ...]:
         """Return a tuple with the best boundaries, or an empty one if no boundaries fit.
@@ -408,14 +392,6 @@ class _Choosing:
             self.reasons.setdefault(layout.world_size, f"{layout}: {error}")
             return ()
         return (cut if layout.pipe > 1 else self.present.boundaries if self.present.pipe == 1 else None,)
-
-    def _choice(self, layout: Layout, deal: Deal) -> FittingLayout:
-        working, speeds, links = self.members.at_ranks(layout)
-        time = step_time(self.profile, layout, deal, speeds, links)
-        peak = max(peak_bytes(self.profile, layout, deal))
-        switch = 0.0 if layout == self.present else self.switch_seconds(layout)
-        part = switch / self.search.horizon_steps if self.search.horizon_steps else 0.0
-        return FittingLayout(layout, deal, working, time, peak, switch, time.seconds + part)
 
     def _why_none(self) -> str:
         count, present, number = len(self.members.speeds), self.present, self.search.micro_batches

@@ -59,7 +59,7 @@ class Costs:
     @classmethod
     def of(cls, profile: Profile, slow: Slow) -> Costs:
         """Return the costs that a profile has measured."""
-        passes = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
+        passes = profile.passes
         errors = np.hypot(profile.seconds("forward_error"), profile.seconds("backward_error"))
         seconds, spread = (tuple((each / profile.micro_batch_size).tolist()) for each in (passes, errors))
         return cls(seconds, spread, tuple(slow.since))

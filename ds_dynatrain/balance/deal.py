@@ -70,25 +70,25 @@ class Deal:
                 f"shares {dealt} are {sum(dealt)} samples over {len(dealt)}: {batch} go over data={data}; give {data} "
                 f"shares that are {batch} together"
             )
-        if pipeline or (pipeline is None and layout.pipe > 1):
-            return cls.in_columns(_columns(profile, layout, micro_batches))
-        return cls(dealt, micro_batches or math.ceil(max(dealt) / profile.micro_batch_size))
-
-    @classmethod
-    def in_columns(cls, columns: Columns) -> Deal:
-        """Return the division of samples over columns (pipelines that run side by side, one for each data index)."""
+        if not pipeline and (pipeline is False or layout.pipe == 1):
+            return cls(dealt, micro_batches or math.ceil(max(dealt) / profile.micro_batch_size))
+        if micro_batches is None:
+            columns = Columns.of(batch, profile.micro_batch_size, data, layout.shares)
+        else:
+            every = Columns.every(batch, data, layout.shares)
+            found = next((each for each in every if each.longest == micro_batches), None)
+            if found is None:
+                raise LayoutError(
+                    f"{layout}: no size of micro-batches gives the longest pipeline {micro_batches} of them out of "
+                    f"{batch} samples; give another number, or leave it out"
+                )
+            columns = found
         return cls(columns.shares, columns.longest)
 
     @cached_property
     def size(self) -> float:
         """Samples in a micro-batch at the data index with the largest share."""
         return max(self.shares) / self.micro_batches
-
-    @property
-    def has_one_size(self) -> bool:
-        """Whether every share consists of whole micro-batches of one size, as a pipeline requires."""
-        size, rest = divmod(max(self.shares), self.micro_batches)
-        return not rest and not any(share % size for share in self.shares)
 
     @property
     def is_even(self) -> bool:
@@ -100,24 +100,6 @@ class Deal:
         """Number of micro-batches at each data index, if all micro-batches have one size."""
         most = max(self.shares)
         return tuple(share * self.micro_batches // most for share in self.shares)
-
-
-def _columns(profile: Profile, layout: Layout, micro_batches: int | None) -> Columns:
-    """Return the columns (pipelines side by side) of a job.
-
-    micro_batches: the number of micro-batches in the longest pipeline; None for micro-batches of at most the timed
-        size.
-    """
-    given = profile.train_batch_size, layout.data, layout.shares
-    if micro_batches is None:
-        return Columns.of(given[0], profile.micro_batch_size, *given[1:])
-    found = next((each for each in Columns.every(*given) if each.longest == micro_batches), None)
-    if found is None:
-        raise LayoutError(
-            f"{layout}: no size of micro-batches gives the longest pipeline {micro_batches} of them out of {given[0]} "
-            "samples; give another number, or leave it out"
-        )
-    return found
 
 
 def shares_of(pace: Sequence[float], samples: int, first: Sequence[float] | None = None) -> tuple[int, ...]:
@@ -135,7 +117,7 @@ def shares_of(pace: Sequence[float], samples: int, first: Sequence[float] | None
         raise LayoutError(
             f"{samples} samples over {len(pace)} data indices: each needs one; take at most {samples} data ranks"
         )
-    begins = [0.0] * len(pace) if first is None else first
+    begins = first or [0.0] * len(pace)
     due = [(begins[index] + 2 / speed, index) for index, speed in enumerate(pace)]
     heapq.heapify(due)
     shares = [1] * len(pace)
@@ -155,7 +137,11 @@ def peak_bytes(profile: Profile, layout: Layout, deal: Deal) -> tuple[int, ...]:
 
 def taken_bytes(profile: Profile, layout: Layout, deal: Deal) -> Ints:
     """Return [stages, layers]: the bytes that each layer takes on a rank of each stage."""
-    return _activations(profile, layout, deal) + sum(state_of(profile, layout))
+    stages = range(layout.pipe)
+    flights = np.array([in_flight(layout.pipe, deal.micro_batches, stage) for stage in stages])
+    one = profile.counts("activation_bytes") * (deal.size / profile.micro_batch_size)
+    activations = np.asarray(np.ceil(flights[:, None] * one[None, :]), dtype=np.int64)
+    return activations + sum(state_of(profile, layout))
 
 
 def gathered_bytes(profile: Profile, layout: Layout) -> int:
@@ -165,8 +151,8 @@ def gathered_bytes(profile: Profile, layout: Layout) -> int:
     """
     if layout.zero_stage < 3:
         return 0
-    weights = profile.kind_bytes(WEIGHT)
-    return int((weights + np.append(weights[1:], 0)).max())
+    weights = np.append(profile.kind_bytes(WEIGHT), 0)
+    return int((weights[:-1] + weights[1:]).max())
 
 
 def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
@@ -203,10 +189,3 @@ def state_of(profile: Profile, layout: Layout) -> tuple[Ints, Ints, Ints]:
 
 def _parts(values: Ints, ranks: int) -> Ints:
     return np.asarray(-(-values // ranks), dtype=np.int64)
-
-
-def _activations(profile: Profile, layout: Layout, deal: Deal) -> Ints:
-    """Return [stages, layers]: the bytes of the activations of all micro-batches in flight."""
-    flights = np.array([in_flight(layout.pipe, deal.micro_batches, stage) for stage in range(layout.pipe)])
-    one = profile.counts("activation_bytes") * (deal.size / profile.micro_batch_size)
-    return np.asarray(np.ceil(flights[:, None] * one[None, :]), dtype=np.int64)

@@ -200,20 +200,13 @@ class DecisionHistory:
         )
 
 
-def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> bool:
-    """Return whether the seconds of layers, or the speeds of members, have changed.
+def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drift:
+    """Return in which direction the seconds of layers, or the speeds of members, have changed; SAME if they have not.
 
-    They have changed if the changes that exceed the noise add up to more than the fraction `least` of the whole.
+    They have changed if the changes that exceed the noise add up to more than the fraction `least` of the whole. The
+    result is MIXED if the sum of all changes is below half of the sum of their absolute values.
 
     error: the standard error of each difference.
-    """
-    return drift_of(before, after, error, least) is not Drift.SAME
-
-
-def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drift:
-    """Return in which direction seconds have changed; SAME if they have not, by the rule of `costs_differ`.
-
-    The result is MIXED if the sum of all changes is below half of the sum of their absolute values.
     """
     difference = after - before
     certain = difference[np.abs(difference) > CERTAIN * error]

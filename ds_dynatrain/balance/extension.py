@@ -97,7 +97,7 @@ def fastest(
         at_most_slower=at_most_slower,
     )
 
-    def refused(layout: Layout, deal: Deal) -> bool:
+    def refused(layout: Layout) -> bool:
         try:
             engine.targets.check(layout, members)
         except SwitchRefused:
@@ -152,7 +152,7 @@ class Balance(Extension):
             profile = Profile.load(Path(file))
         except (OSError, ProfileError) as error:
             raise ConfigError(f"{KEY}: {error}") from error
-        seconds = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
+        seconds = profile.passes
         digest = hashlib.blake2b(seconds.tobytes(), digest_size=16).hexdigest()
         self._described = {f"{KEY}: digest of its layers": digest}
         for member, other in sorted(exchange("partition", digest).items()):

@@ -116,11 +116,6 @@ def partition(problem: Problem, present: Sequence[int] | None = None, slack: flo
     last stage begins earliest, and so on forward. Raises LayoutError, naming the layer, the stage and the bytes, if no
     cut fits.
     """
-    if present is not None and (present[0] != 0 or present[-1] != problem.layers):
-        raise LayoutError(
-            f"the present boundaries {tuple(present)} are not of {problem.layers} layers; begin with 0 and end with "
-            f"{problem.layers}"
-        )
     optimum = _optimum(problem)
     return Cut(_cheapest(problem, optimum * (1 + slack), present), optimum)
 
@@ -133,7 +128,7 @@ def _optimum(problem: Problem) -> float:
     """
     least = np.zeros(1)
     for stage in range(problem.stages):
-        seconds, _ = _intervals(problem, stage)
+        seconds = _intervals(problem, stage)
         reached = np.maximum(least[:, None], seconds).min(axis=0)
         if not np.isfinite(reached).any():
             raise _infeasible(problem, stage, least)
@@ -152,15 +147,15 @@ def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> 
     bytes_to, squares_to = np.zeros(1, dtype=np.int64), np.zeros(1)
     chosen = []
     for stage in range(problem.stages):
-        seconds, first = _intervals(problem, stage)
+        seconds = _intervals(problem, stage)
         came = _sums(problem.moved * (stays != stage))
-        stops = came[first + 1 : first + 1 + seconds.shape[1]]
-        total = bytes_to[:, None] + (stops[None, :] - came[first : first + len(seconds), None])
+        stops = came[stage + 1 : stage + 1 + seconds.shape[1]]
+        total = bytes_to[:, None] + (stops[None, :] - came[stage : stage + len(seconds), None])
         total = np.where(seconds <= limit, np.minimum(total, PLENTY), PLENTY)
         least = total.min(axis=0)
         squares = np.where((total == least) & (total < PLENTY), squares_to[:, None] + seconds**2, np.inf)
         start = squares.argmin(axis=0)
-        chosen.append(start + first)
+        chosen.append(start + stage)
         bytes_to, squares_to = least, squares[start, np.arange(len(start))]
     stop, boundaries = problem.layers, [problem.layers]
     for stage in reversed(range(problem.stages)):
@@ -169,8 +164,8 @@ def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> 
     return tuple(reversed(boundaries))
 
 
-def _intervals(problem: Problem, stage: int) -> tuple[Floats, int]:
-    """Return an array of a stage's seconds, and the first layer in the array's first row.
+def _intervals(problem: Problem, stage: int) -> Floats:
+    """Return an array of a stage's seconds.
 
     Row k and column l hold the seconds of the stage if it begins with layer k and ends before layer l; they are
     infinite if the layers do not fit. Every stage has a layer, so the rows begin with k = stage and the columns with l
@@ -180,14 +175,14 @@ def _intervals(problem: Problem, stage: int) -> tuple[Floats, int]:
     starts = np.arange(stage, stage + rows)
     stops = np.arange(stage + 1, stage + 2 + problem.layers - problem.stages)
     sums, taken = _sums(problem.seconds[stage]), _sums(problem.taken[stage])
-    found = sums[stops][None, :] - sums[starts][:, None]
+    found: Floats = sums[stops][None, :] - sums[starts][:, None]
     fits = (taken[stops][None, :] - taken[starts][:, None]) <= problem.room[stage]
     fits &= stops[None, :] > starts[:, None]
     found[~fits] = np.inf
-    return found, stage
+    return found
 
 
-def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _sums(values: Floats | Ints) -> Any:
     """Return the sums of the first 0, 1, ... values."""
     return np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import typer
 
-from ds_dynatrain.balance.choose import Members, Search, choose, is_possible
-from ds_dynatrain.balance.deal import Deal, cut_of, peak_bytes
+from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
+from ds_dynatrain.balance.deal import cut_of
 from ds_dynatrain.balance.partition import PLENTY, uniform
 from ds_dynatrain.balance.profile import Profile
-from ds_dynatrain.balance.step_time import Link, LinkCosts, StepTime, step_time
+from ds_dynatrain.balance.step_time import Link, LinkCosts
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space.layout import Layout
 
@@ -51,39 +51,25 @@ class PredictionOptions:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """A layout and its prediction.
-
-    deal: the division of the samples.
-    time: the predicted time of a step.
-    stages: the peak bytes of a rank on each stage.
-    name: "proposed" for the best layout; "present" for the given boundaries, or "uniform" if none were given.
-    """
-
-    layout: Layout
-    deal: Deal
-    time: StepTime
-    stages: tuple[int, ...]
-    name: str = ""
-
-
-@dataclass(frozen=True)
 class Prediction:
     """The prediction for the current boundaries, and for the layouts that fit, best first.
 
     present: None if the current boundaries cannot be trained, or were not asked for.
+    name: "present" for given boundaries, or "uniform" if none were given.
     choices: the layouts that fit.
     """
 
     profile: Profile
     memory_bytes: int
-    present: Predicted | None
-    choices: tuple[Predicted, ...]
+    present: FittingLayout | None
+    name: str
+    choices: tuple[FittingLayout, ...]
 
     @property
-    def known(self) -> tuple[Predicted, ...]:
-        """The current layout, if there is one, and the best one."""
-        return self.choices[:1] if self.present is None else (self.present, self.choices[0])
+    def known(self) -> dict[str, FittingLayout]:
+        """The current layout, if there is one, and the best one, by their names."""
+        present = {} if self.present is None else {self.name: self.present}
+        return {**present, BEST: self.choices[0]}
 
 
 def advise(file: Path, question: PredictionOptions) -> Prediction:
@@ -101,11 +87,10 @@ def advise(file: Path, question: PredictionOptions) -> Prediction:
         micro_batches=question.micro_batches,
         pipeline=question.is_pipeline,
     )
-    choices = tuple(
-        Predicted(each.layout, each.deal, each.time, peak_bytes(profile, each.layout, each.deal), "" if place else BEST)
-        for place, each in enumerate(choose(profile, start, members, search))
-    )
-    return Prediction(profile, members.memory_bytes, _present(profile, start, members, question, search), choices)
+    choices = choose(profile, start, members, search)
+    present = _present(profile, start, members, search) if question.stages or question.present else None
+    name = "uniform" if question.present is None else "present"
+    return Prediction(profile, members.memory_bytes, present, name, choices)
 
 
 def _members(profile: Profile, question: PredictionOptions) -> Members:
@@ -149,38 +134,29 @@ def _start(profile: Profile, question: PredictionOptions) -> Layout:
     return Layout(zero_stage=question.zero_stage, pipe=question.stages or 1)
 
 
-def _present(
-    profile: Profile, start: Layout, members: Members, question: PredictionOptions, search: Search
-) -> Predicted | None:
-    """Predict the current layout with as many data ranks as possible.
-
-    Returns None if the layout needs more members than there are, or if it was not asked for.
-    """
-    if question.stages is None and question.present is None:
-        return None
+def _present(profile: Profile, start: Layout, members: Members, search: Search) -> FittingLayout | None:
+    """Predict the current layout with as many data ranks as possible; None if it needs more members than there are."""
     boundaries = start.boundaries or uniform(len(profile.layers), start.pipe)
     most = min(len(members.speeds) // start.pipe, profile.train_batch_size)
     for data in range(most, 0, -1):
         layout = start.replace(data=data, boundaries=boundaries)
-        for deal in search.deals(profile, layout):
-            if is_possible(layout, deal, question.is_pipeline):
-                time = step_time(profile, layout, deal, *members.at_ranks(layout)[1:])
-                name = "uniform" if question.present is None else "present"
-                return Predicted(layout, deal, time, peak_bytes(profile, layout, deal), name)
+        if (deal := search.deal(profile, layout)) is not None:
+            return FittingLayout.of(profile, layout, deal, members)
     return None
 
 
 def show(advice: Prediction) -> None:
     """Print the prediction as text and tables."""
-    profile, shown = advice.profile, [each.layout for each in advice.known]
+    profile, known = advice.profile, advice.known
     measured = f"{profile.train_batch_size} samples a step, timed in micro-batches of {profile.micro_batch_size}"
     typer.echo(f"{len(profile.layers)} layers, {measured}{profile.source and f'; {profile.source}'}\n")
-    others = [each for each in advice.choices[1:] if each.layout not in shown]
-    rows = [_row(each) for each in (*advice.known, *others)]
+    shown = [each.layout for each in known.values()]
+    rows = [_row(name, each) for name, each in known.items()]
+    rows += [_row("", each) for each in advice.choices if each.layout not in shown]
     typer.echo(_columns([("", "layout", "boundaries", "micro-batches", "step ms", "bottleneck", "efficiency"), *rows]))
-    for each in advice.known:
+    for name, each in known.items():
         terms = ", ".join(f"{term} {ms:.4g}" for term, ms in each.time.step_ms.items() if term != "total")
-        typer.echo(f"\n{each.name}, ms of a step: {terms}")
+        typer.echo(f"\n{name}, ms of a step: {terms}")
         typer.echo(_columns([("stage", "layers", "busy ms", "bytes", ""), *_stages(advice, each)]))
     typer.echo(f"\nA prediction from the profile{_gain(advice)}. Nothing has been changed.")
 
@@ -188,24 +164,24 @@ def show(advice: Prediction) -> None:
 def _gain(advice: Prediction) -> str:
     """Return a comparison of the two layouts as text; "" if there is no current layout, or if it does not fit."""
     present, best = advice.present, advice.choices[0].time.seconds
-    if present is None or max(present.stages) > advice.memory_bytes:
+    if present is None or present.peak_bytes > advice.memory_bytes:
         return ""
     if not best:
         return ", in which nothing takes any time"
-    return f": {present.time.seconds / best:.2f} × as fast as {present.name}"
+    return f": {present.time.seconds / best:.2f} × as fast as {advice.name}"
 
 
-def _row(each: Predicted) -> tuple[str, ...]:
+def _row(name: str, each: FittingLayout) -> tuple[str, ...]:
     cut = "" if each.layout.boundaries is None else ",".join(map(str, each.layout.boundaries))
     time, axes = each.time, str(each.layout.replace(boundaries=None))
     figures = (f"{1e3 * time.seconds:.4g}", f"stage {time.bottleneck}", f"{time.efficiency:.2f}")
-    return (each.name, axes, cut, str(each.deal.micro_batches), *figures)
+    return (name, axes, cut, str(each.deal.micro_batches), *figures)
 
 
-def _stages(advice: Prediction, each: Predicted) -> Iterator[tuple[str, ...]]:
+def _stages(advice: Prediction, each: FittingLayout) -> Iterator[tuple[str, ...]]:
     names = advice.profile.names
     for stage, (start, stop) in enumerate(itertools.pairwise(cut_of(advice.profile, each.layout))):
-        total = each.stages[stage]
+        total = each.stage_bytes[stage]
         held = names[start] if stop == start + 1 else f"{names[start]} to {names[stop - 1]}"
         over = "more than --memory" if total > advice.memory_bytes else ""
         yield str(stage), held, f"{1e3 * each.time.busy[stage]:.4g}", f"{total:.4g}", over
@@ -224,11 +200,11 @@ def report(advice: Prediction) -> str:
     return json.dumps(said, indent=2)
 
 
-def _with_bytes(each: Predicted) -> dict[str, Any]:
-    return {**_said(each), "stage_bytes": [*each.stages]}
+def _with_bytes(each: FittingLayout) -> dict[str, Any]:
+    return {**_said(each), "stage_bytes": [*each.stage_bytes]}
 
 
-def _said(each: Predicted) -> dict[str, Any]:
+def _said(each: FittingLayout) -> dict[str, Any]:
     return {
         "layout": each.layout.to_dict(),
         "micro_batches": each.deal.micro_batches,

@@ -132,13 +132,18 @@ class Profile:
         return tuple(layer.name for layer in self.layers)
 
     @property
-    def trained(self) -> npt.NDArray[np.bool_]:
+    def trained(self) -> Bools:
         """Array [layers]: whether any part of each layer is trained."""
         return np.array([layer.trained for layer in self.layers])
 
     def seconds(self, name: str) -> Floats:
         """Return [layers]: the field `name` of `LayerCost`, which holds seconds or standard errors."""
         return np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64)
+
+    @property
+    def passes(self) -> Floats:
+        """Array [layers]: the seconds of both passes of a micro-batch."""
+        return self.seconds("forward_seconds") + self.seconds("backward_seconds")
 
     def forward_with_loading(self, stages: int) -> Floats:
         """Return [layers]: the seconds of a forward pass with this many stages.

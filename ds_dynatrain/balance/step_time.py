@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_dynatrain.balance.deal import Deal, cut_of
-from ds_dynatrain.balance.profile import Floats, Profile
+from ds_dynatrain.balance.profile import Bools, Floats, Profile
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.kind import WEIGHT
 from ds_dynatrain.space.layout import Layout
@@ -82,11 +81,6 @@ class LinkCosts:
     per_node: int | None = None
     members: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        """Raise LayoutError if a node has fewer than 1 member."""
-        if self.per_node is not None and self.per_node < 1:
-            raise LayoutError(f"{self.per_node} members on a node: give 1 or more")
-
     def of(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link among these ranks: the link between nodes if the ranks are on several nodes."""
         if self.per_node is None:
@@ -119,30 +113,19 @@ class StageWork:
     backward: Floats
     send: Floats
     send_back: Floats
-    returns: npt.NDArray[np.bool_]
+    returns: Bools
 
 
-@dataclass(frozen=True, eq=False)
-class Simulated:
-    """The simulated passes of one batch through a pipeline, without the optimizer's step and messages that follow.
+def simulate(work: StageWork, micro_batches: int) -> tuple[Floats, Floats]:
+    """Simulate the passes of one batch through a pipeline, without the optimizer's step and messages that follow.
 
-    ends: [stages], seconds until a stage has made its last pass and sent its result.
-    busy: [stages], seconds for which a stage computes.
-    """
-
-    ends: Floats
-    busy: Floats
-
-
-def simulate(work: StageWork, micro_batches: int) -> Simulated:
-    """Simulate the pipeline's schedule. Raises LayoutError if there is no micro-batch.
+    Returns two arrays [stages]: the seconds until a stage has made its last pass and sent its result, and the seconds
+    for which it computes.
 
     At each step a stage exchanges messages with only one neighbour: the previous stage if the step is forward,
     otherwise the next one. Both stages exchange the same two messages in the same order, so a step is one exchange and
     one pass.
     """
-    if micro_batches < 1:
-        raise LayoutError(f"{micro_batches} micro-batches: a batch has at least one; give 1 or more")
     stages, total = len(work.forward), step_count(len(work.forward), micro_batches)
     step, stage = np.arange(-1, total)[:, None], np.arange(stages)[None, :]
     forward = (step - stage) % 2 == 0
@@ -158,7 +141,7 @@ def simulate(work: StageWork, micro_batches: int) -> Simulated:
         clock[:-1] = np.where(meets, together, clock[:-1])
         clock[1:] = np.where(meets, together, clock[1:])
         clock += takes
-    return Simulated(clock, passes.sum(axis=0))
+    return clock, passes.sum(axis=0)
 
 
 FREE = LinkCosts()
@@ -215,16 +198,8 @@ def step_time(
 
     speeds: the speed of each rank; None if every member has speed 1.
 
-    Raises LayoutError if the boundaries, shares or speeds do not belong to this layout, or if the micro-batches of a
-    pipeline would differ in size.
+    Raises LayoutError if the boundaries do not belong to this layout.
     """
-    if len(deal.shares) != layout.data:
-        raise LayoutError(f"{layout} with shares for {len(deal.shares)} data indices; give {layout.data} shares")
-    if layout.pipe > 1 and not deal.has_one_size:
-        raise LayoutError(
-            f"{layout}: shares {deal.shares} are no micro-batches of {deal.size:g} samples; give shares that are "
-            "multiples of one size"
-        )
     return _Model(profile, layout, deal, _pace(layout, speeds), links).predict()
 
 
@@ -233,10 +208,9 @@ def column_seconds(
 ) -> tuple[Floats, Floats]:
     """Return two arrays [data]: seconds until each data index has made its passes, and seconds of one more micro-batch.
 
-    Raises LayoutError if the boundaries or speeds do not belong to this layout.
+    Raises LayoutError if the boundaries do not belong to this layout.
     """
-    model = _Model(profile, layout, deal, _pace(layout, speeds), links)
-    ends, busy = model._passes()
+    ends, busy = _Model(profile, layout, deal, _pace(layout, speeds), links)._passes()
     return ends.max(axis=0), busy.max(axis=0) / np.array(deal.counts)
 
 
@@ -277,32 +251,20 @@ class _Model:
     def _passes(self) -> tuple[Floats, Floats]:
         """Return two arrays [stages, data], in seconds: when the passes end, and how long each stage is busy.
 
-        Data indices with equal work are simulated only once.
+        Data indices with equal work are simulated only once. In a pipeline all micro-batches have one size. Without
+        stages, all data indices have the same number of micro-batches.
         """
-        ends, busy = np.zeros_like(self.pace), np.zeros_like(self.pace)
-        counts, sizes = self._micro_batches()
-        alike: dict[bytes, list[int]] = {}
-        for column, line in enumerate(np.concatenate(([counts], [sizes], self.pace, self._inside)).T.copy()):
-            alike.setdefault(line.tobytes(), []).append(column)
-        for columns in alike.values():
-            first = columns[0]
-            played = simulate(self._work(first, float(sizes[first])), int(counts[first]))
-            ends[:, columns], busy[:, columns] = played.ends[:, None], played.busy[:, None]
+        deal, has_stages = self.deal, self.layout.pipe > 1
+        counts = np.array(deal.counts if has_stages else [deal.micro_batches] * self.layout.data)
+        sizes = np.full(self.layout.data, deal.size) if has_stages else np.array(deal.shares) / deal.micro_batches
+        lines = np.concatenate(([counts], [sizes], self.pace, self._inside))
+        _, firsts, which = np.unique(lines, axis=1, return_index=True, return_inverse=True)
+        played = [simulate(self._work(first, float(sizes[first])), int(counts[first])) for first in firsts.tolist()]
+        ends, busy = (np.stack(each, axis=1)[:, which.ravel()] for each in zip(*played, strict=True))
         return ends, busy
 
-    def _micro_batches(self) -> tuple[Floats, Floats]:
-        """Return two arrays [data]: the number of micro-batches of each data index, and the samples in each of these.
-
-        In a pipeline all micro-batches have one size. Without stages, all data indices have the same number of
-        micro-batches.
-        """
-        if self.layout.pipe > 1:
-            return np.array(self.deal.counts, dtype=np.float64), np.full(self.layout.data, self.deal.size)
-        number = float(self.deal.micro_batches)
-        return np.full(self.layout.data, number), np.array(self.deal.shares) / number
-
     @cached_property
-    def _inside(self) -> npt.NDArray[np.bool_]:
+    def _inside(self) -> Bools:
         """Array [stages - 1, data]: whether a stage and the next one are on the same node."""
         if self.links.per_node is None:
             return np.ones((self.layout.pipe - 1, self.layout.data), dtype=np.bool_)
@@ -314,12 +276,12 @@ class _Model:
         profile, scale, pace = self.profile, size / self.profile.micro_batch_size, self.pace[:, column]
         forward = self.by_stage(profile.forward_with_loading(self.layout.pipe))
         backward = self.by_stage(profile.seconds("backward_seconds"))
-        handed = profile.counts("output_bytes")[np.array(self.cut[1:-1], dtype=np.int64) - 1] * scale
+        last = np.array(self.cut[1:-1], dtype=np.int64) - 1  # the last layer of each stage but the last one
+        handed = profile.counts("output_bytes")[last] * scale
         sends = [self.links.inside if is_near else self.links.between for is_near in self._inside[:, column]]
         lasts = np.array([link.send(nbytes) for link, nbytes in zip(sends, handed, strict=True)])
         lasts += profile.message_seconds
-        needed = np.logical_or.accumulate(profile.trained)
-        returns = needed[np.array(self.cut[1:-1], dtype=np.int64) - 1]
+        returns = np.logical_or.accumulate(profile.trained)[last]
         return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
 
     def _rings(self, seconds: str, nbytes: Floats) -> Floats:
@@ -371,16 +333,10 @@ class _Model:
 
 
 def _pace(layout: Layout, speeds: Sequence[float] | None) -> Floats:
-    """Return [stages, data]: the speed of the slowest rank in each stage at each data index.
-
-    Raises LayoutError unless each rank has a speed above 0.
-    """
+    """Return [stages, data]: the speed of the slowest rank in each stage at each data index."""
     if speeds is None:
         return np.ones((layout.pipe, layout.data))
-    given = np.asarray(speeds, dtype=np.float64)
-    if given.shape != (layout.world_size,) or not (given > 0).all():
-        raise LayoutError(
-            f"{layout} has {layout.world_size} ranks, and the speeds are {list(speeds)}; give a speed above 0 for "
-            "each rank"
-        )
+    given = np.array(speeds, dtype=np.float64)
+    if len(given) != layout.world_size:
+        raise LayoutError(f"{layout} has {layout.world_size} ranks, and speeds are known of {len(given)}")
     return np.asarray(given.reshape(layout.pipe, layout.data, -1).min(axis=2))

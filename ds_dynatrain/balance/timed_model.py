@@ -5,7 +5,7 @@ In a model without stages, they are some modules and the rest of the model, or t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -14,8 +14,8 @@ from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate, layer_
 from ds_dynatrain.adapters.model.stage_module import PipelineShaper
 from ds_dynatrain.balance.adapters.stage_timer import StageTimer
 from ds_dynatrain.balance.adapters.timing import ModuleTimer, StageTimes, Timer, children_of
-from ds_dynatrain.balance.profile import Floats
-from ds_dynatrain.balance.window import Known, rows_of
+from ds_dynatrain.balance.profile import Floats, LayerCost
+from ds_dynatrain.balance.window import rows_of
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import Layout, LogicalTensor
@@ -63,12 +63,13 @@ class TimedModel:
         """
         start = self.cut[self._engine.place("pipe")]
         mine = self._tensors()[start : start + times.forward.shape[1]]
-        elements = np.array([_trained(held) for held in mine], dtype=np.float64)
+        trained = [sum(tensor.numel for tensor in held if tensor.trainable) for held in mine]
+        elements = np.array(trained, dtype=np.float64)
         rate = times.step_seconds / times.stepped if times.stepped else 0.0
         return rows_of(times.forward, times.backward, rate * elements[None], times.kept_bytes, times.output_bytes)
 
-    def layers(self) -> list[Known]:
-        """Return the static facts of all layers of the model, based on the currently registered parameters."""
+    def layers(self) -> list[LayerCost]:
+        """Return all layers of the model without measurements, based on the currently registered parameters."""
         return [_known(self._engine, name, held) for name, held in zip(self._names(), self._tensors(), strict=True)]
 
     def _names(self) -> Sequence[str]:
@@ -134,20 +135,16 @@ def metered_model(engine: EngineCore, names: Sequence[str]) -> TimedModel:
     return TimedModel(engine, names)
 
 
-def _trained(tensors: Iterable[LogicalTensor]) -> int:
-    """Return the number of trained elements in these tensors."""
-    return sum(tensor.numel for tensor in tensors if tensor.trainable)
-
-
-def _known(engine: EngineCore, name: str, tensors: Iterable[LogicalTensor]) -> Known:
-    vps, held = engine.vps, list(tensors)
+def _known(engine: EngineCore, name: str, tensors: Sequence[LogicalTensor]) -> LayerCost:
+    kinds = [engine.vps.kind(kind) for kind in engine.vps.present_kinds()]
     sizes = {
         kind.name: sum(
             tensor.numel * kind.itemsize
-            for tensor in held
+            for tensor in tensors
             if kind.name == WEIGHT or (tensor.trainable and kind.is_of(tensor.group))
         )
-        for kind in (vps.kind(present) for present in vps.present_kinds())
+        for kind in kinds
     }
     known = {kind: size for kind, size in sizes.items() if size or kind == WEIGHT}
-    return Known(name, known, any(tensor.trainable for tensor in held))
+    is_trained = any(tensor.trainable for tensor in tensors)
+    return LayerCost(name=name, forward_seconds=0.0, backward_seconds=0.0, kind_bytes=known, trained=is_trained)

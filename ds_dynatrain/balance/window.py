@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import PlainSerializer, PlainValidator
 
-from ds_dynatrain.balance.decision import CERTAIN, costs_differ
+from ds_dynatrain.balance.decision import CERTAIN, Drift, drift_of
 from ds_dynatrain.balance.profile import BESIDE, BYTES, ERRORS, SECONDS, Floats, LayerCost, Profile
 from ds_dynatrain.errors import ProfileError
 from ds_dynatrain.space.layout import Layout
@@ -121,9 +121,9 @@ class TimingWindow:
         size = layout.ranks_per_stage
         rows, speeds = [], list[float]()
         for stage in range(layout.pipe):
-            layers = boundaries[stage + 1] - boundaries[stage]
+            layers, ranks = boundaries[stage + 1] - boundaries[stage], range(stage * size, (stage + 1) * size)
             found = []
-            for rank in range(stage * size, (stage + 1) * size):
+            for rank in ranks:
                 mine = np.asarray(by_rank.get(rank, ()), dtype=np.float64)
                 if mine.shape != (layers, len(COLUMNS)):
                     raise ProfileError(
@@ -131,7 +131,7 @@ class TimingWindow:
                         f"{len(COLUMNS)} numbers each; call engine.balancer.note('again') and measure another window"
                     )
                 found.append(mine)
-            stacked, ranks = np.stack(found), range(stage * size, (stage + 1) * size)
+            stacked = np.stack(found)
             rows.append(_merged(stacked, _speeds(stacked)))
             waited = np.array([(waits or {}).get(rank, (0.0, 0.0)) for rank in ranks])
             speeds += _speeds(stacked, *waited.T).tolist()
@@ -167,7 +167,7 @@ def _merged(found: Floats, speeds: Floats) -> Floats:
     scaled = speeds[:, None, None]
     rows[:, _TIMES] = (found[:, :, _TIMES] * scaled).mean(axis=0)
     rows[:, ERROR_COLUMNS] = np.sqrt(((found[:, :, ERROR_COLUMNS] * scaled) ** 2).sum(axis=0)) / len(found)
-    rows[:, len(SECONDS) + len(ERRORS) :] = found[:, :, len(SECONDS) + len(ERRORS) :].max(axis=0)
+    rows[:, ERROR_COLUMNS.stop :] = found[:, :, ERROR_COLUMNS.stop :].max(axis=0)
     return rows
 
 
@@ -217,24 +217,14 @@ class StepSeconds:
         if not len(known):
             return Measured(0.0, 0.0, 0)
         used = known if newest is None else known[-newest:]
-        middle, whole = float(np.median(used)), float(np.median(known))
-        if len(known) == 1 or not whole:
-            return Measured(middle, middle, len(used))
-        spread = OF_DEVIATION * float(np.median(np.abs(known - whole))) / whole
-        return Measured(middle, OF_MEDIAN * spread * middle / math.sqrt(len(used)), len(used))
+        whole, error = (float(each[0]) for each in _median(known[:, None]))
+        middle = float(np.median(used))
+        scale = middle / whole * math.sqrt(len(known) / len(used)) if whole else 1.0
+        return Measured(middle, error * scale, len(used))
 
 
 NEW_SHARE = 0.25
 """Weight of a new window in the mean once there are four windows. Before that, all windows have the same weight."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """The static facts of a layer, which are known without measurements; see `LayerCost`."""
-
-    name: str
-    kind_bytes: Mapping[str, int]
-    trained: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,20 +317,15 @@ class Averaged:
         mixed = np.where(self.beside > 0, (1 - share) * self.beside + share * window.beside, window.beside)
         return np.where(window.beside > 0, mixed, self.beside)
 
-    def profile(self, layers: Sequence[Known], source: str = "") -> Profile:
-        """Return the profile that results from these measurements and the static facts of the layers."""
+    def profile(self, layers: Sequence[LayerCost], source: str = "") -> Profile:
+        """Return the profile that results from these measurements.
+
+        layers: the layers with what is known of them without measurements.
+        """
         costs = []
         for known, row in zip(layers, self.rows.tolist(), strict=True):
             measured = dict(zip(COLUMNS, row, strict=True))
-            counts = {name: round(measured.pop(name)) for name in BYTES}
-            own = LayerCost(
-                name=known.name,
-                forward_seconds=0.0,
-                backward_seconds=0.0,
-                kind_bytes=dict(known.kind_bytes),
-                trained=known.trained,
-            )
-            costs.append(replace(own, **measured, **counts))
+            costs.append(replace(known, **{**measured, **{name: round(measured[name]) for name in BYTES}}))
         train, micro = self.batch
         return Profile(
             layers=tuple(costs),
@@ -354,7 +339,8 @@ class Averaged:
 
 def _differ(before: Floats, after: Floats, least: float) -> bool:
     errors = [np.sqrt((rows[:, ERROR_COLUMNS][:, PASSES] ** 2).sum(axis=1)) for rows in (before, after)]
-    return costs_differ(_seconds(before), _seconds(after), np.hypot(errors[0], errors[1]), least)
+    drift = drift_of(_seconds(before), _seconds(after), np.hypot(errors[0], errors[1]), least)
+    return drift is not Drift.SAME
 
 
 def _is_nearer(rows: Floats, one: Floats, other: Floats) -> bool:

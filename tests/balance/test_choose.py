@@ -18,7 +18,6 @@ from ds_dynatrain.balance.partition import partition
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.balance.step_time import Link, LinkCosts, step_time
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import Layout
 from tests.balance.cuts import allowed, by_milp, every_cut, stage_seconds
 from tests.balance.profiles import layer, profile
@@ -54,39 +53,32 @@ def random_case(random: np.random.Generator, most_layers: int = 6) -> tuple[Prof
 
 
 def by_brute_force(
-    measured: Profile, members: Members, least: int, horizon: float, cost: float, present: Layout, pipeline: bool
+    measured: Profile, members: Members, horizon: float, cost: float, present: Layout, pipeline: bool
 ) -> dict[Any, tuple[float, float]]:
-    """(pipe, data, stage, micro-batches) -> (least seconds of a stage, least seconds of a step over all cuts)."""
+    """(pipe, data, stage) -> (least seconds of a stage, least seconds of a step over all cuts)."""
     found: dict[Any, tuple[float, float]] = {}
     count, batch = len(measured.layers), measured.train_batch_size
     for pipe, data, zero_stage in itertools.product(range(1, count + 1), range(1, batch + 1), range(4)):
         if pipe * data > len(members.speeds) or (zero_stage > 1 if pipeline else pipe > 1):
             continue
-        share = -(-batch // data)
-        fewest = -(-share // measured.micro_batch_size)
-        numbers = set(range(fewest, max(fewest, share // least) + 1))
-        if pipeline:
-            limits = range(least, measured.micro_batch_size + 1)
-            numbers = {Columns.of(batch, limit, data).longest for limit in limits}
-        for number in numbers:
-            layout = Layout(zero_stage=zero_stage, pipe=pipe, data=data)
-            deal = Deal.of(measured, layout, number, pipeline)
-            problem = problem_of(measured, layout, deal, members)
-            working = sorted(range(len(members.speeds)), key=lambda each: (-members.speeds[each], each))
-            speeds = [members.speeds[each] for each in working[: pipe * data]]
-            for cut in every_cut(count, pipe):
-                each = layout.replace(boundaries=cut if pipe > 1 else None)
-                fits = max(peak_bytes(measured, each, deal)) <= members.memory_bytes
-                assert fits == allowed(problem, cut)
-                if not fits:
-                    continue
-                links = dataclasses.replace(members.links, members=tuple(working[: pipe * data]))
-                seconds = step_time(measured, each, deal, speeds, links).seconds
-                seconds += 0 if each == present else cost / horizon
-                key, load = (pipe, data, zero_stage, number), float(stage_seconds(problem, cut).max())
-                load = load if allowed(problem, cut) else np.inf
-                before = found.get(key, (np.inf, np.inf))
-                found[key] = min(before[0], load), min(before[1], seconds)
+        layout = Layout(zero_stage=zero_stage, pipe=pipe, data=data)
+        deal = Deal.of(measured, layout, None, pipeline)
+        problem = problem_of(measured, layout, deal, members)
+        working = sorted(range(len(members.speeds)), key=lambda each: (-members.speeds[each], each))
+        speeds = [members.speeds[each] for each in working[: pipe * data]]
+        for cut in every_cut(count, pipe):
+            each = layout.replace(boundaries=cut if pipe > 1 else None)
+            fits = max(peak_bytes(measured, each, deal)) <= members.memory_bytes
+            assert fits == allowed(problem, cut)
+            if not fits:
+                continue
+            links = dataclasses.replace(members.links, members=tuple(working[: pipe * data]))
+            seconds = step_time(measured, each, deal, speeds, links).seconds
+            seconds += 0 if each == present else cost / horizon
+            key, load = (pipe, data, zero_stage), float(stage_seconds(problem, cut).max())
+            load = load if allowed(problem, cut) else np.inf
+            before = found.get(key, (np.inf, np.inf))
+            found[key] = min(before[0], load), min(before[1], seconds)
     return found
 
 
@@ -95,10 +87,11 @@ def test_no_layout_is_left_out_and_none_is_better() -> None:
     worse, solved = [], 0
     for _ in range(CASES):
         measured, members, present = random_case(random)
-        least, horizon, cost = int(random.choice([1, 2])), 20.0, float(random.choice([0, 5]))
+        measured = dataclasses.replace(measured, micro_batch_size=int(random.choice([1, 2])))
+        horizon, cost = 20.0, float(random.choice([0, 5]))
         pipeline = bool(random.random() < 0.7)
-        search = Search(least_micro_batch=least, pipeline=pipeline, horizon_steps=horizon, count=ALL)
-        best = by_brute_force(measured, members, least, horizon, cost, present, pipeline)
+        search = Search(pipeline=pipeline, horizon_steps=horizon, count=ALL)
+        best = by_brute_force(measured, members, horizon, cost, present, pipeline)
         asked: dict[str, Any] = {"switch_seconds": lambda layout, cost=cost: cost}
         if not best:
             with pytest.raises(LayoutError):
@@ -135,16 +128,17 @@ def test_what_is_not_looked_at_would_not_be_among_the_best(cases: int) -> None:
         speeds = tuple(random.choice([0.5, 1.0, 2.0], 9).tolist()) if random.random() < 0.5 else (1.0,) * 9
         wide = LinkCosts(Link(float(random.choice([1e2, 1e4]))))
         members = Members(speeds, 4 * members.memory_bytes, wide if random.random() < 0.3 else members.links)
+        pipeline = bool(random.random() < 0.7)
+        measured = dataclasses.replace(measured, micro_batch_size=int(random.choice([1, 2])))
         search = Search(
-            pipeline=bool(random.random() < 0.7),
-            least_micro_batch=int(random.choice([1, 2])),
+            pipeline=pipeline,
             horizon_steps=20,
             count=int(random.choice([1, 3, 10])),
         )
         cost, bad = float(random.choice([0, 5])), int(random.integers(0, 6))
         asked = measured, present if search.pipeline else Layout(zero_stage=int(random.integers(0, 4))), members
 
-        def refused(layout: Layout, deal: Deal, bad: int = bad) -> bool:
+        def refused(layout: Layout, bad: int = bad) -> bool:
             return (layout.data + layout.pipe) % 7 == bad
 
         def switch_seconds(layout: Layout, cost: float = cost) -> float:
@@ -165,7 +159,7 @@ def test_slow_members_without_stages_get_the_best_shares(cases: int) -> None:
         speeds = tuple(random.choice([0.25, 0.5, 0.7, 1.0], int(random.integers(1, 5))).tolist())
         measured = profile((1.0, 2.0), batch=int(random.integers(4, 11)), micro=int(random.integers(1, 5)))
         members, seconds = Members(speeds), {}
-        search = Search(zero_stages=(0,), pipeline=False, least_micro_batch=1, count=1)
+        search = Search(zero_stages=(0,), pipeline=False, count=1)
         (found,) = choose(measured, Layout(zero_stage=0), members, search)
         for data in range(1, len(speeds) + 1):
             for shares in itertools.product(range(1, measured.train_batch_size + 1), repeat=data):
@@ -173,8 +167,8 @@ def test_slow_members_without_stages_get_the_best_shares(cases: int) -> None:
                     continue
                 layout = Layout(zero_stage=0, data=data, shares=shares)
                 pace = [speeds[each] for each in members.working(data)]
-                for deal in search.deals(measured, layout):
-                    seconds[shares, deal.micro_batches] = step_time(measured, layout, deal, pace).seconds
+                if (deal := search.deal(measured, layout)) is not None:
+                    seconds[shares] = step_time(measured, layout, deal, pace).seconds
         assert found.seconds == pytest.approx(min(seconds.values()))
         shared += found.layout.shares is not None
     assert shared > cases / 4
@@ -193,7 +187,7 @@ def test_slow_members_of_pipelines_get_fewer_micro_batches() -> None:
         layout, best = Layout(zero_stage=0, pipe=pipe, data=data), np.inf
         search = Search(pipes=(pipe,), zero_stages=(0,), count=1)
         members = Members(tuple(speeds), are_placed=True)
-        (found,) = choose(measured, layout, members, search, lambda each, _, data=data: each.data != data)  # type: ignore[misc]
+        (found,) = choose(measured, layout, members, search, lambda each, data=data: each.data != data)  # type: ignore[misc]
         total = measured.train_batch_size // 2
         for counts in itertools.product(range(1, total + 1), repeat=data):
             if sum(counts) != total:
@@ -208,8 +202,8 @@ def test_slow_members_of_pipelines_get_fewer_micro_batches() -> None:
     assert shared > CASES / 8
 
 
-def _key(choice: Any) -> tuple[int, int, int, int]:
-    return choice.layout.pipe, choice.layout.data, choice.layout.zero_stage, choice.deal.micro_batches
+def _key(choice: Any) -> tuple[int, int, int]:
+    return choice.layout.pipe, choice.layout.data, choice.layout.zero_stage
 
 
 def test_its_boundaries_are_those_of_an_integer_programme() -> None:
@@ -270,7 +264,7 @@ def test_what_would_be_refused_is_not_proposed() -> None:
     measured = profile((1.0,) * 4, batch=8)
     asked = []
 
-    def refused(layout: Layout, deal: Deal) -> bool:
+    def refused(layout: Layout) -> bool:
         asked.append(layout)
         return layout.pipe == 1
 
@@ -278,7 +272,7 @@ def test_what_would_be_refused_is_not_proposed() -> None:
     assert found and all(each.layout.pipe > 1 for each in found)
     assert all(each.boundaries for each in asked if each.pipe > 1)
     with pytest.raises(LayoutError, match=r"of the largest that was tried: data=4 .* would be refused"):
-        choose(measured, ONE, Members((1.0,) * 4), refused=lambda layout, deal: True, search=Search(pipes=(1,)))
+        choose(measured, ONE, Members((1.0,) * 4), refused=lambda layout: True, search=Search(pipes=(1,)))
 
 
 def test_other_axes_stay() -> None:
@@ -319,18 +313,10 @@ def test_many_members() -> None:
     measured = profile((1.0,) * 48, batch=1024)
     members, played = Members((1.0,) * 1024, links=LinkCosts(Link(1e4))), []
 
-    def refused(layout: Layout, deal: Deal) -> bool:
+    def refused(layout: Layout) -> bool:
         played.append(layout)
         return False
 
     found = choose(measured, ONE, members, Search(zero_stages=(1,), count=3), refused)
     assert len(found) == 3 and found[0].layout.world_size <= 1024
     assert len(played) < 400  # of 4,545 sizes
-
-
-def test_bad_members() -> None:
-    for speeds in ((), (1.0, 0.0), (float("nan"),)):
-        with pytest.raises(LayoutError, match="give a number above 0 for each member"):
-            Members(speeds)
-    with pytest.raises(LayoutError, match="0 bytes of memory"):
-        Members((1.0,), 0)

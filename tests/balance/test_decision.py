@@ -19,7 +19,6 @@ from ds_dynatrain.balance.decision import (
     MoveVerdict,
     Offer,
     PastMove,
-    costs_differ,
     decide,
     drift_of,
     judge,
@@ -112,6 +111,10 @@ def test_each_move_back_halves_what_predictions_count_for() -> None:
         factors.append(history.factor)
     assert factors == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32]
     assert judge(history, MOVE, 8.0, 0.1)[1].factor == 1
+
+
+def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> bool:
+    return drift_of(before, after, error, least) is not Drift.SAME
 
 
 def test_costs_differ() -> None:

@@ -43,7 +43,7 @@ def enough(seconds: tuple[float, ...], members: int, slower: float, batch: int =
     return choose(found, start, Members((1.0,) * members, are_placed=True), search, of_one_pipeline)[0].layout
 
 
-def of_one_pipeline(layout: Layout, deal: object) -> bool:
+def of_one_pipeline(layout: Layout) -> bool:
     return layout.data > 1
 
 

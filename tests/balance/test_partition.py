@@ -145,11 +145,6 @@ def test_what_is_said_if_nothing_fits(problem: object, words: str) -> None:
         partition(problem())
 
 
-def test_present_boundaries_of_another_model() -> None:
-    with pytest.raises(LayoutError, match="are not of 4 layers"):
-        partition(Problem.of([1] * 4, 2), (0, 2, 5))
-
-
 def test_exchanges_of_neighbours_end_where_no_pair_gains_and_may_be_far_from_the_optimum() -> None:
     random = np.random.default_rng(8)
     worst = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_dynatrain.balance import step_time
 from ds_dynatrain.balance.deal import in_flight
-from ds_dynatrain.balance.step_time import StageWork, simulate
-from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.balance.step_time import StageWork
 from tests.balance.commands import buffer_count, commands
 
 STAGES, MICRO_BATCHES = range(1, 9), range(1, 33)
@@ -146,9 +147,9 @@ def test_it_is_so_up_to_eight_stages() -> None:
             assert (found.ends.max(), found.ends.tolist()) == by_commands(work(*lines), micro_batches)
 
 
-def test_bad_sizes() -> None:
-    with pytest.raises(LayoutError, match="0 micro-batches"):
-        simulate(work([1], [1]), 0)
+def simulate(given_work: StageWork, micro_batches: int) -> SimpleNamespace:
+    ends, busy = step_time.simulate(given_work, micro_batches)
+    return SimpleNamespace(ends=ends, busy=busy)
 
 
 def by_commands(given_work: StageWork, micro_batches: int) -> tuple[float, list[float]]:

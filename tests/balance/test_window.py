@@ -16,7 +16,8 @@ from ds_dynatrain.balance.advice import MoveCost, Situation, advise
 from ds_dynatrain.balance.config import BalanceConfig as Rules
 from ds_dynatrain.balance.decision import Answer, DecisionHistory
 from ds_dynatrain.balance.partition import Problem, partition
-from ds_dynatrain.balance.window import COLUMNS, Averaged, Known, TimingWindow, rows_of, waiting
+from ds_dynatrain.balance.profile import LayerCost
+from ds_dynatrain.balance.window import COLUMNS, Averaged, TimingWindow, rows_of, waiting
 from ds_dynatrain.errors import LayoutError, ProfileError
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Columns, Layout
@@ -44,8 +45,11 @@ def averaged(*seconds: float, **more: float) -> Averaged:
     return Averaged.after(None, window(*seconds, **more), (16, 2), 0, 0.03, is_new=False)
 
 
-def layers(count: int = 4) -> list[Known]:
-    return [Known(f"{place}.Block", KINDS, trained=True) for place in range(count)]
+def layers(count: int = 4) -> list[LayerCost]:
+    return [
+        LayerCost(name=f"{place}.Block", forward_seconds=0.0, backward_seconds=0.0, kind_bytes=KINDS)
+        for place in range(count)
+    ]
 
 
 def test_a_row_has_the_median_and_its_error() -> None:

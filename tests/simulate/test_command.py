@@ -131,4 +131,4 @@ def test_wrong_options_and_files(folder: Path) -> None:
     assert "profile.json: the profile is of another model" in said and "end with 4, the number of layers" in said
     assert "of another model: 4 layers cannot be cut into 8 stages" in refused(folder, "--layout", "pipe=8")
     (folder / "profile.json").write_text("{}")
-    assert "version None" in refused(folder)
+    assert "layers is missing" in refused(folder)
