@@ -22,7 +22,7 @@ from tests.ops import Builds, surroundings
 RANKS = 4
 NEWEST_ALONE = ["adapters/test_tensor.py", "adapters/test_experts.py"]
 """Of the core, what DeepSpeed 0.18 does not have: a description of what AutoTP cuts, and AutoEP."""
-collect_ignore = [] if present().has_autotp else NEWEST_ALONE
+collect_ignore = [] if present().is_newest else NEWEST_ALONE
 
 
 OPERATORS = {

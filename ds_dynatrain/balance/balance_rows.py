@@ -10,6 +10,5 @@ ROWS = (
         Verdict.NOTE,
         "layers of a PipelineModule and the members of any model are timed, and with mode act move to where the time "
         "is: see [balance](balance.md#in-a-job)",
-        proof="tests/engine/test_balance_acting.py::test_layers_move_to_where_the_time_is",
     ),
 )

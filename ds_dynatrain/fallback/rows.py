@@ -10,12 +10,10 @@ ROWS = (
         Verdict.NOTE,
         "saved every so many steps or seconds, after SIGTERM, and where members come and go when training pauses or "
         "all leave; see [checkpoints](checkpoint.md#saved-by-itself)",
-        proof="tests/engine/test_universal_save.py::test_fallback_by_itself",
     ),
     Row(
         "fallback checkpoints of several engines",
         Verdict.NOTE,
         "each with a folder of its own; where members come and go all need one, and are saved and restored together",
-        proof="tests/elastic/test_buddy_engines.py::test_a_restoration_of_one_engine_fails",
     ),
 )

@@ -19,88 +19,64 @@ from ds_dynatrain.support.checks import (
 )
 from ds_dynatrain.support.row import NOT_TRIED, Row, refused, works
 
-_MATRIX = "tests/engine/test_matrix.py"
-_SETTINGS = "tests/engine/test_settings.py"
-_REPORTS = "tests/engine/test_reports.py"
-_REDUCTIONS = "tests/engine/test_reductions.py"
 _SCALED = "at stages 2 and 3 only with zero_optimization.reduce_scatter false"
 _GONE = "DeepSpeed has removed it and refuses the key itself"
-_WALKS = "tests/engine/test_optimizers.py"
 _OTHER = "use AdamW, or another one of this table"
 _SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_HERE = "tests/engine/test_precision.py"
 _ENABLED = ("enabled", False)
 _LOW_MASTERS = "masters and moments below fp32 are not moved yet"
-_FLAT = "tests/engine/test_flat_orders.py"
 _ZERO = "zero_optimization"
-_PROOF = "tests/engine/test_offload.py"
 _HOST_STATE = "zero_optimization.offload_optimizer"
 _HOST_WEIGHTS = "zero_optimization.offload_param"
 _DISK = "state on disk is not moved by a switch"
 _FOR_DISK = "only read where something is offloaded to NVMe"
 _OFF = "set it to false"
-_CHECKPOINTING = "tests/engine/test_checkpointing_streams.py"
-_DATA_EFFICIENCY = "tests/engine/test_data_efficiency.py"
-_EXPERTS = "tests/engine/test_transitions.py::test_walk"
-_PIPELINE = "tests/engine/test_pipeline.py"
-_TENSOR = "tests/engine/test_tensor.py"
 _ORDER = "it orders ranks in another way than a layout does"
 
 BATCHES = (
-    *works("", "train_batch_size", proof="tests/engine/test_loops.py"),
-    *works("", "train_micro_batch_size_per_gpu", "the largest micro-batch of any world", "tests/engine/test_loops.py"),
-    *works("", "gradient_accumulation_steps", "follows in every world: leave it out", "tests/engine/test_loops.py"),
+    *works("", "train_batch_size gradient_clipping dataloader_drop_last disable_allgather communication_data_type"),
+    *works("", "train_micro_batch_size_per_gpu", "the largest micro-batch of any world"),
+    *works("", "gradient_accumulation_steps", "follows in every world: leave it out"),
     *works(
         "",
         "managed_gradient_accumulation",
         "false: call step() once, after the last micro-batch of a global batch (`gradient_accumulation_steps()` has "
         "their number); an earlier step() raises",
-        "tests/engine/test_usage.py",
         off=(None, True),
         at_layout=unmanaged_overlap,
     ),
-    *works("", "gradient_clipping", proof=_MATRIX),
-    *works("", "dataloader_drop_last", proof="tests/data/test_loader.py"),
-    *works("", "prescale_gradients", _SCALED, _REDUCTIONS, at_layout=scales_gradients),
-    *works("", "gradient_predivide_factor", _SCALED, _REDUCTIONS, off=(None, 1.0), at_layout=scales_gradients),
-    *works("", "disable_allgather", proof=_SETTINGS),
+    *works("", "prescale_gradients", _SCALED, at_layout=scales_gradients),
+    *works("", "gradient_predivide_factor", _SCALED, off=(None, 1.0), at_layout=scales_gradients),
     *refused("", "gradient_allreduce_op", "a sum of gradients grows with the world", off=(None, "mean")),
-    *works("", "communication_data_type", proof="tests/engine/test_precision.py"),
     *works(
         "", "seq_parallel_communication_data_type", "of gradients where the sequence axis is above 1, fp32 if not given"
     ),
 )
 
 REPORTS = (
-    *works("", "steps_per_print memory_breakdown dump_state log_level", proof=_SETTINGS),
+    *works("", "steps_per_print memory_breakdown dump_state log_level disable_python_gc timers"),
     *works(
         "",
         "wall_clock_breakdown",
         "with one stage; with more of them plain DeepSpeed 0.19.8 fails in the first step, so it is refused",
-        _REPORTS,
         at_layout=times_stages,
     ),
-    *works("", "disable_python_gc"),
-    *works("", "vocabulary_size", "DeepSpeed only warns if it is not a multiple of 8", _SETTINGS),
-    *works("", "timers", proof=_SETTINGS),
-    *works("timers", "throughput", proof=_SETTINGS),
-    *works("timers.throughput", "enabled synchronized", proof=_SETTINGS),
-    *works("", "tensorboard", "rank 0 writes; one run across switches while member 0 works", switch=_ENABLED),
-    *works("tensorboard", "enabled output_path job_name"),
-    *works("", "wandb", "rank 0 writes; one run across switches while member 0 works", switch=_ENABLED),
-    *works("wandb", "enabled group team project"),
+    *works("", "vocabulary_size", "DeepSpeed only warns if it is not a multiple of 8"),
+    *works("timers", "throughput"),
+    *works("timers.throughput", "enabled synchronized"),
     *works(
         "",
-        "csv_monitor",
+        "tensorboard wandb csv_monitor",
         "rank 0 writes; one run across switches while member 0 works",
-        _REPORTS,
         switch=_ENABLED,
     ),
+    *works("tensorboard", "enabled output_path job_name"),
+    *works("wandb", "enabled group team project"),
     *works("csv_monitor", "enabled output_path job_name"),
     *refused("", "comet", switch=_ENABLED, below=True),
-    *works("", "comms_logger", proof=_REPORTS, switch=_ENABLED),
+    *works("", "comms_logger", switch=_ENABLED),
     *works("comms_logger", "enabled prof_all prof_ops verbose debug"),
-    *works("", "flops_profiler", "of the step's own world; rank 0 writes", _REPORTS, switch=_ENABLED),
+    *works("", "flops_profiler", "of the step's own world; rank 0 writes", switch=_ENABLED),
     *works("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
     *refused("", "autotuning", "it restarts the job with other settings", switch=_ENABLED, below=True),
 )
@@ -110,7 +86,6 @@ CHECKPOINTS = (
         "",
         "checkpoint",
         "save_checkpoint and load_checkpoint work between switches",
-        "tests/engine/test_checkpoints.py",
     ),
     *works("checkpoint", "tag_validation checkpoint_serialization use_node_local_storage"),
     *refused("checkpoint", "load_universal"),
@@ -138,14 +113,13 @@ REMOVED = (
 )
 
 OPTIMIZERS = (
-    *works("", "optimizer", proof=_MATRIX),
+    *works("", "optimizer zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     *works(
         "optimizer",
         "type",
         "without torch_adam in its params DeepSpeed compiles its own FusedAdam at the start, which needs a C++ "
         "compiler",
         values=("Adam", "AdamW"),
-        proof=_WALKS,
         at_start=needs_compiler,
     ),
     *works(
@@ -153,22 +127,19 @@ OPTIMIZERS = (
         "type",
         "with offload_optimizer",
         values=("Lion",),
-        proof="tests/engine/test_offload.py",
         at_start=needs_offload,
     ),
     *works(
         "optimizer",
         "type",
         "under ZeRO DeepSpeed asks for zero_allow_untested_optimizer",
-        _WALKS,
         values=("SGD", "RMSprop", "NAdam", "RAdam", "Adamax"),
     ),
-    *works("optimizer", "type", "at ZeRO stage 0 only: above, DeepSpeed replaces it", _WALKS, values=("Adagrad",)),
+    *works("optimizer", "type", "at ZeRO stage 0 only: above, DeepSpeed replaces it", values=("Adagrad",)),
     *works(
         "optimizer",
         "type",
         "stage 0 in fp32, stage 3 with reduce_scatter false; no offload, tensor axis or gradients of another type",
-        _WALKS,
         values=("Muon",),
     ),
     *refused("optimizer", "type", NOT_TRIED, _OTHER, values=("MuAdam", "MuAdamW", "MuSGD"), off=()),
@@ -197,39 +168,36 @@ OPTIMIZERS = (
         "use AdamW, or register its class (docs/optimizers.md) and pass an optimizer to initialize",
         off=(),
     ),
-    *works("optimizer", "params", "what its class takes", _MATRIX, below=True),
+    *works("optimizer", "params", "what its class takes", below=True),
     *refused("optimizer", "legacy_fusion"),
-    *works("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", proof=_MATRIX),
 )
 
 SCHEDULERS = (
-    *works("", "scheduler", proof="tests/engine/test_loops.py"),
-    *works("scheduler", "type", proof="tests/engine/test_loops.py", values=_SCHEDULERS),
+    *works("", "scheduler"),
+    *works("scheduler", "type", values=_SCHEDULERS),
     *works("scheduler", "type", "a class of torch.optim.lr_scheduler"),
     *works("scheduler", "params", "what its class takes", below=True),
 )
 
 PRECISION = (
-    *works("", "bf16", proof="tests/engine/test_matrix.py", switch=_ENABLED),
+    *works("", "bf16", switch=_ENABLED),
     *works("bf16", "enabled"),
-    *works("bf16", "immediate_grad_update", "BF16_Optimizer (stage 1) alone asks for it", proof=_HERE),
-    *works("bf16", "check_grad_overflow", "stages 1 and 2 alone ask for it, the others always look", proof=_HERE),
+    *works("bf16", "immediate_grad_update", "BF16_Optimizer (stage 1) alone asks for it"),
+    *works("bf16", "check_grad_overflow", "stages 1 and 2 alone ask for it, the others always look"),
     *refused("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", _LOW_MASTERS),
     *refused("", "bfloat16", "DeepSpeed's old name of bf16", "call it bf16", switch=_ENABLED, below=True),
-    *works("", "fp16", "at stage 0 the loss is scaled too, which DeepSpeed 0.19.8 forgets", _HERE, switch=_ENABLED),
-    *works("fp16", "enabled auto_cast"),
-    *works("fp16", "loss_scale initial_scale_power loss_scale_window min_loss_scale", proof=_HERE),
-    *works("fp16", "hysteresis consecutive_hysteresis", "stage 0 has none: the count waits until it is left", _HERE),
+    *works("", "fp16", "at stage 0 the loss is scaled too, which DeepSpeed 0.19.8 forgets", switch=_ENABLED),
+    *works("fp16", "enabled auto_cast loss_scale initial_scale_power loss_scale_window min_loss_scale"),
+    *works("fp16", "hysteresis consecutive_hysteresis", "stage 0 has none: the count waits until it is left"),
     *refused("fp16", "fp16_master_weights_and_grads", _LOW_MASTERS),
     *works(
         "",
         "torch_autocast",
         "of a fp32 model; at stage 3 with a persistence threshold of 0",
-        _HERE,
         switch=_ENABLED,
         at_layout=autocast_at_stage_3,
     ),
-    *works("torch_autocast", "enabled lower_precision_safe_modules", proof=_HERE),
+    *works("torch_autocast", "enabled lower_precision_safe_modules"),
     *refused(
         "torch_autocast",
         "dtype",
@@ -237,46 +205,41 @@ PRECISION = (
         "take bfloat16, or the fp16 block instead of autocast",
         values=HALF,
     ),
-    *works("torch_autocast", "dtype", "bfloat16", _HERE),
+    *works("torch_autocast", "dtype", "bfloat16"),
     *works("", "data_types"),
     *works(
         "data_types",
         "grad_accum_dtype",
         "fp32; not at stage 0 with low weights. BF16_Optimizer is what DeepSpeed takes with bf16 at stage 1",
-        proof=_HERE,
         at_start=accumulates_in_fp32,
         at_layout=accumulation_at_stage_0,
     ),
     *works("data_types", "param_dtype", "that of the bf16 or fp16 block"),
-    *works("data_types", "buffer_dtype", proof=_HERE),
-    *works("data_types", "keep_in_fp32_modules", "it is about buffers alone", _HERE, off=("auto",)),
+    *works("data_types", "buffer_dtype"),
+    *works("data_types", "keep_in_fp32_modules", "it is about buffers alone", off=("auto",)),
 )
 
 ZERO = (
-    *works("", _ZERO, proof=_MATRIX),
-    *works(_ZERO, "stage", "the stage of the start, unless dynatrain.layout has one", _MATRIX),
-    *works(_ZERO, "sub_group_size param_persistence_threshold stage3_param_persistence_threshold", proof=_MATRIX),
-    *works(_ZERO, "contiguous_gradients reduce_scatter overlap_comm", proof="tests/engine/test_reductions.py"),
+    *works("", _ZERO),
+    *works(_ZERO, "stage", "the stage of the start, unless dynatrain.layout has one"),
     *works(
         _ZERO,
-        "reduce_bucket_size allgather_partitions allgather_bucket_size "
-        "use_multi_rank_bucket_allreduce ignore_unused_parameters load_from_fp32_weights "
-        "max_live_parameters max_reuse_distance prefetch_bucket_size stage3_max_live_parameters "
-        "stage3_max_reuse_distance stage3_prefetch_bucket_size model_persistence_threshold "
-        "stage3_model_persistence_threshold gather_16bit_weights_on_model_save "
-        "stage3_gather_16bit_weights_on_model_save memory_efficient_linear override_module_apply "
-        "use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params "
-        "allgather_sequential stage3_allgather_sequential log_trace_cache_warnings "
-        "enable_sanity_checks leaf_module",
-        proof=_SETTINGS,
+        "sub_group_size param_persistence_threshold stage3_param_persistence_threshold contiguous_gradients "
+        "reduce_scatter overlap_comm reduce_bucket_size allgather_partitions allgather_bucket_size "
+        "use_multi_rank_bucket_allreduce ignore_unused_parameters load_from_fp32_weights max_live_parameters "
+        "max_reuse_distance prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_prefetch_bucket_size model_persistence_threshold stage3_model_persistence_threshold "
+        "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save memory_efficient_linear "
+        "override_module_apply use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params "
+        "allgather_sequential stage3_allgather_sequential log_trace_cache_warnings enable_sanity_checks "
+        "leaf_module parameter_alignment",
     ),
-    *works(f"{_ZERO}.leaf_module", "classes names name_suffixes", proof=_SETTINGS),
+    *works(f"{_ZERO}.leaf_module", "classes names name_suffixes"),
     *refused(_ZERO, "stage3_gather_fp16_weights_on_model_save", "an old name", "write 16bit for fp16"),
     *works(
         _ZERO,
         "compute_grad_norm",
         "false: a switch to stage 0 or 3 is refused, DeepSpeed has it in stages 1 and 2",
-        _SETTINGS,
         off=(None, True),
         at_layout=norm_needs_stage_1_or_2,
     ),
@@ -286,9 +249,7 @@ ZERO = (
         "round_robin_gradients",
         "changing the data axis reorders the flat buffers, which sends more bytes; `_hp_mapping` is right here, "
         "wrong in stock 0.19.8",
-        _FLAT,
     ),
-    *works(_ZERO, "parameter_alignment", proof=_FLAT),
     *refused(
         _ZERO,
         "zero_hpz_partition_size",
@@ -311,13 +272,12 @@ OFFLOAD = (
         _ZERO,
         "offload_optimizer",
         "stages 1 to 3; in stage 0 DeepSpeed only takes its CPU optimizer. The last gradients move too",
-        _PROOF,
         switch=("device", "none"),
         at_start=keeps_pinned_memory,
     ),
-    *works(_HOST_STATE, "device", proof=_PROOF, values=("cpu",)),
+    *works(_HOST_STATE, "device", values=("cpu",)),
     *refused(_HOST_STATE, "device", _DISK, "use cpu", off=(None, "none")),
-    *works(_HOST_STATE, "pin_memory", proof=_PROOF),
+    *works(_HOST_STATE, "pin_memory"),
     *works(_HOST_STATE, "fast_init nvme_path buffer_count pipeline_read pipeline_write", _FOR_DISK),
     *works(_HOST_STATE, "cpuadam_cores_perc", "only read by SuperOffload"),
     *refused(
@@ -334,13 +294,12 @@ OFFLOAD = (
         _ZERO,
         "offload_param",
         "stage 3; DeepSpeed ignores it in the others",
-        _PROOF,
         switch=("device", "none"),
         at_start=keeps_pinned_memory,
     ),
-    *works(_HOST_WEIGHTS, "device", proof=_PROOF, values=("cpu",)),
+    *works(_HOST_WEIGHTS, "device", values=("cpu",)),
     *refused(_HOST_WEIGHTS, "device", _DISK, "use cpu", off=(None, "none")),
-    *works(_HOST_WEIGHTS, "pin_memory", proof=_PROOF),
+    *works(_HOST_WEIGHTS, "pin_memory"),
     *works(_HOST_WEIGHTS, "max_in_cpu nvme_path buffer_count buffer_size", _FOR_DISK),
     *refused(
         _ZERO,
@@ -353,12 +312,11 @@ OFFLOAD = (
 )
 
 FEATURES = (
-    *works("", "activation_checkpointing", "read by deepspeed.checkpointing.configure only", _CHECKPOINTING),
+    *works("", "activation_checkpointing", "read by deepspeed.checkpointing.configure only"),
     *works(
         "activation_checkpointing",
         "partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
         "synchronize_checkpoint_boundary profile",
-        proof=_CHECKPOINTING,
     ),
     *refused(
         "",
@@ -368,23 +326,20 @@ FEATURES = (
         switch=("deepcompile", False),
         below=True,
     ),
-    *works("", "data_efficiency", proof=_DATA_EFFICIENCY),
-    *works("data_efficiency", "enabled seed data_routing", proof=_DATA_EFFICIENCY),
-    *works("data_efficiency.data_routing", "enabled", proof=_DATA_EFFICIENCY),
+    *works("", "data_efficiency"),
+    *works("data_efficiency", "enabled seed data_routing data_sampling"),
+    *works("data_efficiency.data_routing", "enabled"),
     *works(
         "data_efficiency.data_routing",
         "random_ltd",
         "its schedule is carried; call convert_to_random_ltd on every process. DeepSpeed has kernels for CUDA only",
-        _DATA_EFFICIENCY,
         below=True,
     ),
-    *works("data_efficiency", "data_sampling"),
     *works("data_efficiency.data_sampling", "enabled num_epochs num_workers pin_memory"),
     *works(
         "data_efficiency.data_sampling",
         "curriculum_learning",
         "every process reads the index files and keeps clusters of its own below data_cluster_path while it lives",
-        _DATA_EFFICIENCY,
         switch=_ENABLED,
         below=True,
     ),
@@ -407,27 +362,23 @@ PARALLELISM = (
         "`partition`: the partition_method for other numbers of stages, for all if "
         '["profile"](balance.md#boundaries-of-the-start); '
         "activation_checkpoint_interval and use_reentrant as in DeepSpeed; other keys do nothing",
-        _PIPELINE,
         below=True,
     ),
-    *works("", "tensor_parallel", proof=_TENSOR),
+    *works("", "tensor_parallel"),
     *works(
         "tensor_parallel",
         "autotp_size",
         "this axis at the start, where dynatrain.layout names none; see [axes](axes.md)",
-        f"{_TENSOR}::test_a_start_from_the_size_of_deepspeed",
     ),
     *works(
         "tensor_parallel",
         "preset_model tp_overlap_comm vocab_parallel_lm_head",
         "AutoTP's own, the same in every layout; some of these were tried",
-        "tests/engine/test_experts.py",
     ),
     *works(
         "tensor_parallel",
         "partition_config",
         "AutoTP's own rules, the same in every layout; what they cut and AutoTP does not describe is refused",
-        f"{_TENSOR}::test_rules_in_the_configuration_hold_in_every_layout",
         below=True,
     ),
     *refused(
@@ -437,13 +388,12 @@ PARALLELISM = (
         off=(None, False, "torch"),
     ),
     *refused("tensor_parallel", "tp tensor_parallel", off=(None, {}), below=True),
-    *works("", "expert_parallel", proof=_EXPERTS, switch=_ENABLED),
-    *works("expert_parallel", "enabled", proof=_EXPERTS),
+    *works("", "expert_parallel", switch=_ENABLED),
+    *works("expert_parallel", "enabled"),
     *works(
         "expert_parallel",
         "autoep_size",
         "this axis at the start, where dynatrain.layout names none; see [axes](axes.md)",
-        "tests/engine/test_experts.py::test_a_start_with_experts_apart",
     ),
     *works(
         "expert_parallel",
@@ -452,7 +402,6 @@ PARALLELISM = (
         "disable_triton_grouped_mm route_norm route_scale score_apply combine_impl gate_up_impl num_expert_groups "
         "num_limited_groups score_func top_k routed_scaling_factor expert_activation validate_folding_routing",
         "about AutoEP's layers, the same in every layout; some of these were tried",
-        "tests/engine/test_experts.py::test_options_of_the_layers",
         off=(None, False, {}, "auto"),
     ),
     *refused(
@@ -474,7 +423,6 @@ PARALLELISM = (
         "",
         "sequence_parallel_size",
         "this axis at the start, where dynatrain.layout names none; see [axes](axes.md)",
-        "tests/engine/test_sequence.py",
         off=(None, 1),
     ),
     *refused(

@@ -67,7 +67,6 @@ class Row:
     off: values that turn the feature off.
     switch: for a section, the key in it that turns it on, and the value of that key that leaves it off.
     below: whether the row also covers all keys below its own.
-    proof: the test that shows that the feature works, with real ranks.
     at_start: a further condition at the start, called if the key is given and not off.
     at_layout: a further condition on the layout, called if the key is given and not off.
     """
@@ -80,7 +79,6 @@ class Row:
     off: tuple[object, ...] = OFF
     switch: tuple[str, object] | None = None
     below: bool = False
-    proof: str = ""
     at_start: StartCheck | None = None
     at_layout: LayoutCheck | None = None
 
@@ -109,7 +107,7 @@ class Row:
         return SwitchRefused(f"{subject or self.key}: {self.why}", self.instead)
 
 
-def works(section: str, keys: str, why: str = "", proof: str = "", **more: Any) -> tuple[Row, ...]:
+def works(section: str, keys: str, why: str = "", **more: Any) -> tuple[Row, ...]:
     """Return rows for keys that work, each with the same note.
 
     section: the section of the keys; "" for the top level.
@@ -117,7 +115,7 @@ def works(section: str, keys: str, why: str = "", proof: str = "", **more: Any) 
     why: the note.
     """
     verdict = Verdict.NOTE if why else Verdict.WORKS
-    return tuple(Row(_path(section, key), verdict, why, proof=proof, **more) for key in keys.split())
+    return tuple(Row(_path(section, key), verdict, why, **more) for key in keys.split())
 
 
 def refused(section: str, keys: str, why: str = NOT_TRIED, instead: str = REMOVE, **more: Any) -> tuple[Row, ...]:

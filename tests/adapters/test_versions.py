@@ -6,7 +6,7 @@ import ast
 import contextlib
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +24,12 @@ ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "ds_dynatrain" / "adapters"
 GONE = object()
 NEWEST, MIDDLE, OLDER = versions.SERIES
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[versions.Series], None]:
+    """Make a series the installed one."""
+    return lambda series: monkeypatch.setattr(versions, "present", lambda: series)
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------
@@ -84,46 +90,60 @@ def test_a_name_of_one_series_is_checked_too(monkeypatch: pytest.MonkeyPatch) ->
         ({"zero_optimization": {"parameter_alignment": True}}, "zero_optimization.parameter_alignment"),
     ],
 )
-def test_what_the_older_series_cannot_do_is_refused_by_name(config: dict[str, Any], key: str) -> None:
-    with pytest.raises(UnsupportedError, match=re.escape(key)):
-        versions.refuse_for_series(config, MIDDLE)
-    with pytest.raises(UnsupportedError, match=re.escape(key)):
-        versions.refuse_for_series(config, OLDER)
-    versions.refuse_for_series(config, NEWEST)
+def test_what_the_older_series_cannot_do_is_refused_by_name(
+    config: dict[str, Any], key: str, install: Callable[[versions.Series], None]
+) -> None:
+    for series in (MIDDLE, OLDER):
+        install(series)
+        with pytest.raises(UnsupportedError, match=re.escape(key)):
+            versions.refuse_for_series(config)
+    install(NEWEST)
+    versions.refuse_for_series(config)
 
 
-def test_defaults_are_not_refused() -> None:
+def test_defaults_are_not_refused(install: Callable[[versions.Series], None]) -> None:
+    install(OLDER)
     zero = {"contiguous_gradients": True, "parameter_alignment": False, "stage": 2}
-    versions.refuse_for_series({"disable_python_gc": False, "zero_optimization": zero}, OLDER)
-    versions.refuse_for_series({"zero_optimization": None}, OLDER)
+    versions.refuse_for_series({"disable_python_gc": False, "zero_optimization": zero})
+    versions.refuse_for_series({"zero_optimization": None})
 
 
-def test_frozen_16_bit_parameters_in_a_group_are_refused_where_they_would_be_stepped() -> None:
+def test_frozen_16_bit_parameters_in_a_group_are_refused_where_they_would_be_stepped(
+    install: Callable[[versions.Series], None],
+) -> None:
+    install(OLDER)
     frozen, trained = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(UnsupportedError, match="group 1"):
-        versions.refuse_groups([[trained], [trained, frozen]], OLDER)
-    versions.refuse_groups([[trained, frozen]], NEWEST)
-    versions.refuse_groups([[trained], [torch.zeros(2)]], OLDER)
+        versions.refuse_groups([[trained], [trained, frozen]])
+    versions.refuse_groups([[trained], [torch.zeros(2)]])
+    install(NEWEST)
+    versions.refuse_groups([[trained, frozen]])
 
 
-def test_optimizers_of_deepspeed_s_own_are_refused_where_they_were_not_tested() -> None:
+def test_optimizers_of_deepspeed_s_own_are_refused_where_they_were_not_tested(
+    install: Callable[[versions.Series], None],
+) -> None:
+    install(OLDER)
     kind: Any = type("Own", (torch.optim.SGD,), {"__module__": "deepspeed.ops.somewhere"})
     own = kind([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.raises(UnsupportedError, match="optimizer Own"):
-        versions.refuse_optimizer(own, OLDER)
-    versions.refuse_optimizer(own, NEWEST)
-    versions.refuse_optimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), OLDER)
+        versions.refuse_optimizer(own)
+    versions.refuse_optimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+    install(NEWEST)
+    versions.refuse_optimizer(own)
 
 
-def test_other_axes_of_the_older_series() -> None:
+def test_other_axes_of_the_older_series(install: Callable[[versions.Series], None]) -> None:
+    install(OLDER)
     layout = Layout(data=2, tensor=2, sequence=2, zero_stage=1)
     with pytest.raises(
         SwitchRefused,
         match=r"^tensor=2, sequence=2: tested with DeepSpeed 0\.19\.8 only; install DeepSpeed 0\.19\.8, or leave",
     ):
-        versions.refuse_axes(layout, OLDER)
-    versions.refuse_axes(layout, NEWEST)
-    versions.refuse_axes(Layout(data=4, zero_stage=3), OLDER)
+        versions.refuse_axes(layout)
+    versions.refuse_axes(Layout(data=4, zero_stage=3))
+    install(NEWEST)
+    versions.refuse_axes(layout)
 
 
 def test_flat_groups_lose_their_history() -> None:

@@ -82,12 +82,10 @@ def check_job(block: dict[str, Any], sizes: dict[str, int] = SIZES) -> None:
     extension.check_job({**sizes, "zero_optimization": ZERO}, nn.Linear(2, 2), None)
 
 
-def test_a_series_of_deepspeed() -> None:
-    newest, *older = versions.SERIES
-    refusals.refuse_series(newest)
-    for series in older:
-        with pytest.raises(UnsupportedError, match=r"dynatrain.exact: tested with DeepSpeed 0.19.8 only"):
-            refusals.refuse_series(series)
+def test_a_series_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for series in versions.SERIES[1:]:
+        monkeypatch.setattr(refusals, "present", lambda series=series: series)
+        refused("^dynatrain.exact: tested with DeepSpeed 0.19.8 only")
 
 
 def test_a_model() -> None:

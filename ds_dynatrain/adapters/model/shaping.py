@@ -58,7 +58,7 @@ def shaper_of(
         return experts.AutoEPShaper(model, config, listed=bool(lists), factory=factory)
     if layers_with_experts(model):
         return moe.NativeShaper(model, member, lists, factory)
-    if present().has_autotp:
+    if present().is_newest:
         from ds_dynatrain.adapters.model.auto_tp import TensorShaper
 
         return TensorShaper.of(model, config, factory)

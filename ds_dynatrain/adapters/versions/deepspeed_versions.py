@@ -45,28 +45,24 @@ class Series:
     names: the private names on which the adapters rely in this series alone.
     collector: the module in which ZeRO-3's constructor looks up `gc`.
     refused: a map from each dotted key of the configuration that this series refuses to the reason.
-    steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters in their groups.
     gathers_by_address: whether ZeRO-3 begins the gathers of several groups in the order of memory addresses.
-    waits_for_last_gather: whether ZeRO-3 waits only for the last of many gathers, although gloo ends them in any order.
-    follows_own_optimizers: whether DeepSpeed's own optimizer classes were tested.
-    follows_axes: whether axes other than data were tested.
-    has_autotp: whether AutoTP records on each parameter how the parameter was cut.
-    follows_leaves: whether adding gradients leaf by leaf (a leaf is a micro-batch of fixed size) was tested.
-    needs_elements: the ZeRO stages that refuse a parameter without elements.
+    is_newest: whether everything was tested: DeepSpeed's own optimizers, axes other than data, and gradients added leaf
+        by leaf (a leaf is a micro-batch of fixed size). The other series step (and decay) frozen parameters in groups
+        of 16-bit optimizers at stage 0, wait in ZeRO-3 only for the last of many gathers, although gloo ends them in
+        any order, and do not record how AutoTP has cut a parameter.
     """
 
     tested: tuple[str, ...]
     names: Names
     collector: str
     refused: Mapping[str, RefusedKey] = field(default_factory=dict)
-    steps_frozen: bool = False
-    gathers_by_address: bool = False
-    waits_for_last_gather: bool = False
-    follows_own_optimizers: bool = True
-    follows_axes: bool = True
-    has_autotp: bool = True
-    follows_leaves: bool = True
-    needs_elements: tuple[int, ...] = (3,)
+    gathers_by_address: bool = True
+    is_newest: bool = False
+
+    @property
+    def needs_elements(self) -> tuple[int, ...]:
+        """The ZeRO stages that refuse a parameter without elements."""
+        return (3,) if self.is_newest else (1, 2, 3)
 
 
 NEWER = "DeepSpeed before 0.19.8 lacks it or is untested with it; leave it out, or install DeepSpeed 0.19.8"
@@ -116,37 +112,33 @@ _NEWEST = Series(
         "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer": "_is_autoep_layer",
     },
     collector="deepspeed.runtime.zero.utils",
-    gathers_by_address=True,
+    is_newest=True,
 )
 
 _REFUSED_BEFORE_0_19_8 = {
-    "data_efficiency.enabled": RefusedKey(UNTRIED),
-    "data_types.buffer_dtype": RefusedKey(NEWER),
+    **dict.fromkeys(
+        ("data_types.buffer_dtype", "data_types.keep_in_fp32_modules", "data_types.param_dtype", "disable_python_gc"),
+        RefusedKey(NEWER),
+    ),
+    **dict.fromkeys(("data_efficiency.enabled", "expert_parallel.enabled"), RefusedKey(UNTRIED)),
+    **dict.fromkeys(("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"), RefusedKey(UNTRIED)),
     "data_types.grad_accum_dtype": RefusedKey(
         "BF16_Optimizer of DeepSpeed before 0.19.8 leaves the last micro-batch of a window unreduced; leave it out, or "
         "install DeepSpeed 0.19.8",
         (None, "auto"),
     ),
-    "data_types.keep_in_fp32_modules": RefusedKey(NEWER),
-    "data_types.param_dtype": RefusedKey(NEWER),
-    "disable_python_gc": RefusedKey(NEWER),
-    "expert_parallel.enabled": RefusedKey(UNTRIED),
     "fp16.enabled": RefusedKey("its loss scale is followed with DeepSpeed 0.19.8 only; take bf16, or install that"),
     "gradient_allreduce_op": RefusedKey(NEWER, (None, "mean", "auto")),
     "managed_gradient_accumulation": RefusedKey(NEWER, (None, True, "auto")),
     "zero_optimization.compute_grad_norm": RefusedKey(NEWER, (None, True, "auto")),
     "zero_optimization.parameter_alignment": RefusedKey(NEWER),
-    "zero_optimization.offload_optimizer.device": RefusedKey(
-        "offload was not tried with DeepSpeed before 0.19.8; leave it out, or install DeepSpeed 0.19.8", (None, "none")
-    ),
-    "zero_optimization.offload_param.device": RefusedKey(
-        "offload was not tried with DeepSpeed before 0.19.8; leave it out, or install DeepSpeed 0.19.8", (None, "none")
+    **dict.fromkeys(
+        ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
+        RefusedKey(UNTRIED, (None, "none")),
     ),
     "zero_optimization.round_robin_gradients": RefusedKey(
         "DeepSpeed before 0.19.8 cannot link parameters to their masters then; leave it out, or install 0.19.8"
     ),
-    "zero_optimization.cpu_offload": RefusedKey(UNTRIED),
-    "zero_optimization.cpu_offload_param": RefusedKey(UNTRIED),
     "zero_optimization.contiguous_gradients": RefusedKey(
         "false leaves gradients unreduced on a CPU in DeepSpeed before 0.19.8; leave it out, or install 0.19.8",
         (None, True, "auto"),
@@ -162,13 +154,7 @@ _SINCE_0_18_9 = Series(
     },
     collector="deepspeed.runtime.zero.stage3",
     refused=_REFUSED_BEFORE_0_19_8,
-    steps_frozen=True,
-    waits_for_last_gather=True,
-    follows_own_optimizers=False,
-    follows_axes=False,
-    has_autotp=False,
-    follows_leaves=False,
-    needs_elements=(1, 2, 3),
+    gathers_by_address=False,
 )
 
 _SINCE_0_19_2 = replace(
@@ -214,12 +200,9 @@ def present() -> Series:
     return series_of(deepspeed.__version__)
 
 
-def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -> None:
-    """Raise UnsupportedError, naming the key, for settings that the series does not support or gets wrong.
-
-    series: the installed series by default.
-    """
-    for key, refusal in (series or present()).refused.items():
+def refuse_for_series(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError, naming the key, for settings that the series does not support or gets wrong."""
+    for key, refusal in present().refused.items():
         value: Any = config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -227,26 +210,26 @@ def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -
             raise UnsupportedError(f"{key}: {refusal.reason}")
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer, series: Series | None = None) -> None:
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedError for one of DeepSpeed's own optimizers if the series' optimizers were not tested."""
     kind = type(optimizer)
-    if not (series or present()).follows_own_optimizers and kind.__module__.startswith("deepspeed."):
+    if not present().is_newest and kind.__module__.startswith("deepspeed."):
         raise UnsupportedError(f"optimizer {kind.__name__}: {UNTRIED}, or take torch's (`torch_adam`: true)")
 
 
-def refuse_axes(layout: Layout, series: Series | None = None) -> None:
+def refuse_axes(layout: Layout) -> None:
     """Raise SwitchRefused for a layout with an axis other than data if such axes were not tested with the series."""
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
-    if wide and not (series or present()).follows_axes:
+    if wide and not present().is_newest:
         raise SwitchRefused(
             f"{', '.join(wide)}: {UNTRIED.partition(';')[0]}",
             "install DeepSpeed 0.19.8, or leave the axis at 1",
         )
 
 
-def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | None = None) -> None:
+def refuse_groups(groups: Sequence[Sequence[torch.Tensor]]) -> None:
     """Raise UnsupportedError for frozen 16-bit parameters in an optimizer group if stage 0 would decay them."""
-    if not (series or present()).steps_frozen:
+    if present().is_newest:
         return
     for number, group in enumerate(groups):
         if any(not held.requires_grad and held.dtype != torch.float32 for held in group):
@@ -261,7 +244,7 @@ def mend() -> None:
 
     Called once in a process, before an engine is built.
     """
-    if present().waits_for_last_gather:
+    if not present().is_newest:
         gather_one_by_one(importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init)
     if present().gathers_by_address:
         coordinators = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")

@@ -21,7 +21,7 @@ from ds_dynatrain.adapters.model.moe import layers
 from ds_dynatrain.adapters.model.pipeline_layers import is_pipeline
 from ds_dynatrain.adapters.model.ulysses import spread_layers
 from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compiled_in_place
-from ds_dynatrain.adapters.versions.deepspeed_versions import UNTRIED, Series, present
+from ds_dynatrain.adapters.versions.deepspeed_versions import UNTRIED, present
 from ds_dynatrain.adapters.zero.optimizers import full_name, rule_of
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.exact.bits.rows import refuse_inexact, usage
@@ -33,18 +33,13 @@ LOOSE_MODES = ("", "OFF", "AUTO")
 """Values of MKL_CBWR with which MKL chooses kernels by the processor, or by the alignment of memory."""
 
 
-def refuse_series(series: Series | None = None) -> None:
-    """Raise UnsupportedError if exact jobs were not tested with a DeepSpeed series, by default the installed one."""
-    if not (series or present()).follows_leaves:
-        raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
-
-
 def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
     """Raise UnsupportedError, naming the feature, if a job uses anything that was not tested in exact jobs.
 
     config: DeepSpeed's configuration.
     """
-    refuse_series()
+    if not present().is_newest:
+        raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
     if is_accelerated():
         raise usage("exact: an accelerator").error(f"exact on {compute_device().type!r}")
     if torch.backends.mkl.is_available() and os.environ.get(MODE, "").upper() in LOOSE_MODES:
