@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.deepspeed.support_checks import refuse_module
 from ds_dynatrain.adapters.model.shaper import Shaper
-from ds_dynatrain.adapters.model.shaping import start_expert_size, start_tensor_size
+from ds_dynatrain.adapters.model.shaping import start_size
 from ds_dynatrain.adapters.model.ulysses import first_size
 from ds_dynatrain.adapters.versions.deepspeed_versions import present
 from ds_dynatrain.adapters.zero.buffers import provide, zeros
@@ -58,10 +58,9 @@ def first_layout(
     Raises ConfigError if there are too few processes, or if the axes do not divide their number.
     """
     block = settings.layout
-    named = set() if block is None else block.model_fields_set
+    named = {} if block is None else {axis: getattr(block, axis) for axis in block.model_fields_set}
     sequence = first_size(mpu, own.get("sequence_parallel_size"))
-    expert = start_expert_size(model, own, block.expert if block is not None and "expert" in named else None)
-    tensor = start_tensor_size(own, block.tensor if block is not None and "tensor" in named else None)
+    expert, tensor = (start_size(axis, model, own, named.get(axis)) for axis in ("expert", "tensor"))
     if block is None:
         wide = pipe * sequence * tensor
         if processes % wide:

@@ -36,8 +36,8 @@ from ds_dynatrain.adapters.groups.worlds import (
 )
 from ds_dynatrain.adapters.model.pipeline_layers import is_pipeline, refuse_stage_of_another
 from ds_dynatrain.adapters.model.shaper import ModelFactory, Shaper
-from ds_dynatrain.adapters.model.shaping import features_of, shaper_of
-from ds_dynatrain.adapters.model.stage_module import put_together, start_stages
+from ds_dynatrain.adapters.model.shaping import features_of, shaper_of, start_size
+from ds_dynatrain.adapters.model.stage_module import put_together
 from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes, layout_config
 from ds_dynatrain.adapters.zero.incoming import Incoming, ParamInit, Row, install_zero_init
 from ds_dynatrain.config import DynatrainConfig, split_config
@@ -277,7 +277,8 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
     """Enter the job, and return the engine of this working or idle member."""
     own, settings, arguments, mpu = given.own, given.settings, given.arguments, given.mpu
     model, block = arguments["model"], settings.layout
-    pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
+    asked = block.pipe if block is not None and "pipe" in block.model_fields_set else None
+    pipe = start_size("pipe", model, own, asked)
     import_what_is_lazy()
     entry = _enter(settings, place, early)
     PROCESS.membership = entry.membership

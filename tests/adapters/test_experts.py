@@ -348,14 +348,14 @@ def test_the_settings_of_a_layout() -> None:
 
 def test_experts_that_deepspeed_does_not_describe_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the name of the parameter."""
-    convert = experts.convert
     shaper = experts.AutoEPShaper(models.autoep_model("mixtral"), settings())
+    dealt = shaper.dealt
 
     def undescribed(*arguments: Any) -> torch.nn.Module:
-        made = convert(*arguments)
+        made = dealt(*arguments)
         del made.get_parameter("model.layers.0.mlp.experts.w2").ds_autoep_uc_meta
         return made
 
-    monkeypatch.setattr(experts, "convert", undescribed)
+    monkeypatch.setattr(shaper, "dealt", undescribed)
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\.mlp\.experts\.w2'"):
         shaper.cuts(Layout(data=2, expert=2, zero_stage=1))

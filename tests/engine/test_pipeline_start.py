@@ -182,7 +182,7 @@ def refused() -> None:
             config={**settings(), "dynatrain": {"layout": {"data": 4}}},
         )
     cannot: list[tuple[dict[str, Any], Any, str]] = [
-        ({"data": 1, "pipe": 4}, decay_groups, r"layout\.pipe is 4 and .* num_stages=2; leave dynatrain"),
+        ({"data": 1, "pipe": 4}, decay_groups, r"layout\.pipe is 4 and .* num_stages is 2; leave dynatrain"),
         ({"data": 4}, decay_groups, "needs 8 processes and this launch has 4"),
         ({"data": 2}, lambda model: decay_groups(model)[: 1 + model.stage_id], "2 optimizer groups on member 2 and 1"),
         (

@@ -291,7 +291,11 @@ def started_by_deepspeed(block: dict[str, Any], layout: dict[str, int]) -> str:
         ({"autotp_size": 2}, {}, "data=2 tensor=2 zero_stage=1"),
         ({"autotp_size": 2}, {"data": 1, "tensor": 2}, "data=1 tensor=2 zero_stage=1"),
         ({"autotp_size": 4}, {"data": 1}, "data=1 tensor=4 zero_stage=1"),
-        ({"autotp_size": 2}, {"data": 1, "tensor": 4}, "autotp_size is 2 and dynatrain.layout.tensor is 4"),
+        (
+            {"autotp_size": 2},
+            {"data": 1, "tensor": 4},
+            "layout.tensor is 4 and tensor_parallel.autotp_size is 2",
+        ),
         ({"autotp_size": 3}, {}, "tensor=3 does not divide the 4 processes"),
     ],
 )

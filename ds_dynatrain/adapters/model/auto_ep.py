@@ -159,7 +159,9 @@ class AutoEPShaper(Conversion, Shaper):
 
     def dealt(self, size: int, index: int) -> nn.Module:
         """Return a copy of the template, converted by AutoEP for one expert index."""
-        return convert(copied(self._template), self._block, size, index)
+        made = copied(self._template)
+        replace_layers(made, self._block, size, index)
+        return made
 
     def user_tensors(self) -> list[UserTensor]:
         """Return the tensors of the user's model that AutoEP has replaced."""
@@ -205,18 +207,6 @@ class AutoEPShaper(Conversion, Shaper):
         self._tensor.configure(config, layout)
 
 
-def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) -> nn.Module:
-    """Give a module DeepSpeed's layers for one expert index, and return the module.
-
-    module: the user's model, unconverted, on the meta device.
-    block: `expert_parallel` of the configuration.
-
-    Raises LayoutError if the size does not divide the experts of a layer.
-    """
-    replace_layers(module, block, size, index)
-    return module
-
-
 def replace_layers(
     module: nn.Module,
     block: Mapping[str, Any],
@@ -227,19 +217,18 @@ def replace_layers(
 ) -> Any:
     """Give a module, on the meta device or real, DeepSpeed's layers for one expert index.
 
+    block: `expert_parallel` of the configuration.
     each: function that is called with each new layer before the next one is made.
     listed: whether to return which parameters replace which.
 
-    Raises LayoutError as `convert` does, and ValueError if DeepSpeed refuses the settings.
+    Raises LayoutError if the size does not divide the experts of a layer, and ValueError if DeepSpeed refuses the
+    settings.
     """
-    from deepspeed.module_inject.auto_ep import AutoEP
-    from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_post_detection
+    from deepspeed.module_inject.auto_ep_config import validate_autoep_post_detection
 
-    settings = parse_autoep_config({**block, "autoep_size": size})
-    conversion = AutoEP(module, settings)
-    specs = conversion.ep_parser()
+    conversion, specs = _detected(module, block, size)
     check_size({spec.moe_module_name: spec.num_experts for spec in specs}, size)
-    validate_autoep_post_detection(settings, specs)
+    validate_autoep_post_detection(conversion.config, specs)
     device = next(module.parameters()).device
     with torch.device(device):
         given: dict[str, Any] = {"collect_sources": listed, "on_moe_layer_replaced": each}
@@ -250,6 +239,15 @@ def replace_layers(
             if buffer.is_meta:  # a count of tokens, which begins at zero
                 setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=compute_device()))
     return replaced
+
+
+def _detected(module: nn.Module, block: Mapping[str, Any], size: int) -> tuple[Any, list[Any]]:
+    """Return DeepSpeed's conversion of a module that is not converted yet, and the layers that it has detected."""
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+
+    conversion = AutoEP(module, parse_autoep_config({**block, "autoep_size": size}))
+    return conversion, conversion.ep_parser()
 
 
 class UserTensor(NamedTuple):
@@ -268,11 +266,8 @@ def user_tensors(module: nn.Module, block: Mapping[str, Any]) -> list[UserTensor
 
     Raises UnsupportedError for experts that it transposes.
     """
-    from deepspeed.module_inject.auto_ep import AutoEP
-    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-
     found = []
-    for spec in AutoEP(module, parse_autoep_config({**block, "autoep_size": 1})).ep_parser():
+    for spec in _detected(module, block, 1)[1]:
         path, layer = spec.moe_module_name, module.get_submodule(spec.moe_module_name)
         renamed = {"router.gate": spec.router_name, "shared_experts": spec.shared_experts_name}
         renamed["shared_experts_gate"] = spec.shared_experts_gate_name
@@ -367,8 +362,26 @@ def leave(engine: Any) -> None:
 
 
 def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
-    """Return a map from the name of each tensor of a converted module to its cuts."""
-    return {name: _cut(name, held) for name, held in module.named_parameters()}
+    """Return a map from the name of each tensor of a converted module to its cuts.
+
+    DeepSpeed's record of which rank holds which experts becomes a cut into whole experts.
+    """
+    from deepspeed.checkpoint import constants as keys
+
+    found = {}
+    for name, held in module.named_parameters():
+        found[name] = AxisCuts()
+        if getattr(held, "allreduce", True):
+            continue
+        placement = getattr(held, keys.DS_AUTOEP_UC_META, {}).get(keys.AUTOEP_EXPERT_PLACEMENT)
+        if placement is None:
+            raise UnsupportedError(
+                f"{name!r} is an expert parameter that DeepSpeed does not describe; set expert_parallel.enabled to "
+                "false"
+            )
+        ranks = placement[keys.AUTOEP_PLACEMENT_RANKS]
+        found[name] = AxisCuts(expert=Dealt(tuple(tuple(rank[keys.AUTOEP_PLACEMENT_EXPERTS]) for rank in ranks)))
+    return found
 
 
 def validate(config: Mapping[str, Any], layout: Layout) -> None:
@@ -424,21 +437,6 @@ def _hold_groups(engine: Any, handles: Any) -> None:
             part.folding_group_handles = part.tp_group = None
         else:
             part.set_deepspeed_parallelism(False, handles)
-
-
-def _cut(name: str, held: nn.Parameter) -> AxisCuts:
-    """Return DeepSpeed's record of which rank holds which experts, as a cut into whole experts."""
-    if getattr(held, "allreduce", True):
-        return AxisCuts()
-    from deepspeed.checkpoint import constants as keys
-
-    placement = getattr(held, keys.DS_AUTOEP_UC_META, {}).get(keys.AUTOEP_EXPERT_PLACEMENT)
-    if placement is None:
-        raise UnsupportedError(
-            f"{name!r} is an expert parameter that DeepSpeed does not describe; set expert_parallel.enabled to false"
-        )
-    ranks = placement[keys.AUTOEP_PLACEMENT_RANKS]
-    return AxisCuts(expert=Dealt(tuple(tuple(rank[keys.AUTOEP_PLACEMENT_EXPERTS]) for rank in ranks)))
 
 
 def _layer_of(name: str) -> str:

@@ -32,7 +32,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_dynatrain.adapters.groups.process_groups import make_fake_group, register, unregister
-from ds_dynatrain.adapters.model.shaper import Made, ModelFactory, Shaper, adopt, copied, template_of, with_memory
+from ds_dynatrain.adapters.model.shaper import Made, ModelFactory, Shaper, copied, template_of
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.versions.torch_versions import attends_without_heads
 from ds_dynatrain.errors import LayoutError, UnsupportedError
@@ -254,16 +254,13 @@ class TensorShaper(Shaper):
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """Give `root` the children of this rank, and set or remove the attributes that AutoTP sets on a root."""
-        made = made or self.make(layout, td.get_rank())
-        with_memory(made.module, next(root.parameters()).dtype)
-        for held in made.module.parameters():
+        _take_off(root, self._known)
+        super().reshape(root, layout, made)
+        for held in root.parameters():
             for name in _METHODS & held.__dict__.keys():
                 setattr(held, name, _loosely(getattr(held, name)))
             if getattr(held, _PARTIAL, False):
                 held.register_hook(_sum_over_ranks)
-        _take_off(root, self._known)
-        adopt(root, made.module)
-        root.__dict__.update(made.on_root)
         if layout.tensor > 1:
             _speak_over(root, groups.get_tensor_model_parallel_group())
 

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -218,47 +219,44 @@ def _name(part: nn.Module) -> str:
     return f"{type(part).__module__}.{type(part).__qualname__}"
 
 
-def _mark(value: Any, depth: int = 0) -> Any:
+def _mark(value: Any) -> list[Any]:
     """Return a fingerprint of a value that compares equal as long as the value is unchanged."""
+    return [_mark_of_leaf(leaf) for leaf in _leaves(value)]
+
+
+def _mark_of_leaf(value: Any) -> Any:
     if type(value) in _SIMPLE:
         return type(value), repr(value)
     if isinstance(value, nn.Parameter):
         return nn.Parameter
     if isinstance(value, torch.Tensor):
         return _Same(value), None if value.is_inference() else value._version
-    parts = _parts(value, depth)
-    if parts is not None and len(value) <= MOST_PARTS:
-        return type(value), [_mark(part, depth + 1) for part in parts]
     return _Same(value)
 
 
-def _travels(value: Any, depth: int = 0) -> bool:
+def _travels(value: Any) -> bool:
     """Return whether a value can be transferred to another member."""
-    if type(value) in _SIMPLE:
-        return not isinstance(value, str) or len(value) <= MOST_BYTES
-    if type(value) is torch.Tensor and not depth:
+    if type(value) is torch.Tensor:
         return value.layout is torch.strided and value.nbytes <= MOST_BYTES and not value.requires_grad
-    parts = _parts(value, depth)
-    if parts is not None and len(value) <= MOST_PARTS:
-        return all(_travels(part, depth + 1) for part in parts)
-    return False
+    leaves = _leaves(value)
+    return all(type(leaf) in _SIMPLE and (not isinstance(leaf, str) or len(leaf) <= MOST_BYTES) for leaf in leaves)
 
 
-def _is_output(value: Any, depth: int = 0) -> bool:
+def _is_output(value: Any) -> bool:
     """Return whether a forward pass computed a value for its own backward pass. Such a value is useless afterwards."""
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    return any(_is_output(part, depth + 1) for part in _parts(value, depth) or ())
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _leaves(value))
 
 
-def _parts(value: Any, depth: int) -> list[Any] | None:
-    """Return the entries of a list or tuple, or the keys and values of a dictionary.
+def _leaves(value: Any, depth: int = 0) -> list[Any]:
+    """Return a list with the value, or with what lists, tuples and dictionaries in it hold, after the sizes of these.
 
-    Returns None for any other value, or if `depth` exceeds the limit.
+    A container with too many entries, or too far inside of others, counts as one value.
     """
-    if type(value) not in (list, tuple, dict) or depth >= _MOST_DEPTH:
-        return None
-    return [each for pair in value.items() for each in pair] if isinstance(value, dict) else list(value)
+    if type(value) not in (list, tuple, dict) or depth >= _MOST_DEPTH or len(value) > MOST_PARTS:
+        return [value]
+    entries = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+    inside = (leaf for entry in entries for leaf in _leaves(entry, depth + 1))
+    return [f"{type(value).__name__} of {len(value)}", *inside]
 
 
 def _placed(value: Any, present: Any) -> Any:

@@ -49,7 +49,6 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-import torch.distributed as td
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.moe.utils import is_moe_param
@@ -62,10 +61,8 @@ from ds_dynatrain.adapters.model.shaper import (
     Made,
     ModelFactory,
     Shaper,
-    adopt,
     copied,
     template_of,
-    with_memory,
     without_memory,
 )
 from ds_dynatrain.errors import LayoutError, UnsupportedError
@@ -277,11 +274,6 @@ class NativeShaper(Shaper):
     def make(self, layout: Layout, rank: int) -> Made:
         """Return copies of the template's children, with the number of experts that a rank has."""
         return Made(convert(copied(self._template), layout.expert))
-
-    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Do what `Shaper.reshape` specifies. New parameters have uninitialized memory; buffers are the template's."""
-        made = made or self.make(layout, td.get_rank())
-        adopt(root, with_memory(made.module, next(root.parameters()).dtype))
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """Return the parameters by logical name, which contains each expert's number in the whole layer."""

@@ -14,6 +14,7 @@ from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
+import torch.distributed as td
 from torch import nn
 
 from ds_dynatrain.adapters.groups.device import HOST, compute_device
@@ -99,9 +100,6 @@ def _culprit(module: nn.Module, memo: dict[int, Any]) -> str:
     return "the model"
 
 
-_TABLES = ("_modules", "_parameters")
-
-
 @dataclass(frozen=True, eq=False)
 class Made:
     """Children for a root module, inside another module on the meta device, and attributes to set on the root."""
@@ -144,12 +142,6 @@ def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> 
                 made[id(held)].__dict__.update(held.__dict__)
             part._parameters[name] = made[id(held)]
     return module
-
-
-def adopt(root: nn.Module, made: nn.Module) -> None:
-    """Give `root` the children and parameters of `made`, which must not be used afterwards. The root's buffers stay."""
-    for table in _TABLES:
-        setattr(root, table, getattr(made, table))
 
 
 def pass_hooks_on(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
@@ -213,11 +205,17 @@ class Shaper:
 
         made: the result of `make` for this rank, which this call uses up; None to make it now.
 
-        Every parameter is a new one of its local shape. Children are replaced, never changed, so a switch that fails
-        puts the old ones back.
+        Every parameter is a new one of its local shape, over uninitialized memory; buffers are the template's. Children
+        are replaced, never changed, so a switch that fails puts the old ones back.
         """
-        if is_partitioned(layout):
-            self.cuts(layout)
+        made = made or self.make(layout, td.get_rank())
+        if made is None:
+            if is_partitioned(layout):
+                self.cuts(layout)
+            return
+        with_memory(made.module, next(root.parameters()).dtype)
+        root._modules, root._parameters = made.module._modules, made.module._parameters
+        root.__dict__.update(made.on_root)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """Return the root's parameters, in the shape of `layout` on this rank, keyed by the logical tensors' names."""

@@ -65,38 +65,25 @@ def shaper_of(
     return Shaper()
 
 
-def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
-    """Return the initial tensor size: `named` from `dynatrain.layout`, otherwise DeepSpeed's own setting, otherwise 1.
+def start_size(axis: str, model: Any, config: Mapping[str, Any], asked: int | None) -> int:
+    """Return the initial pipe, tensor or expert size: that of the model or of DeepSpeed's settings, else `asked`, or 1.
 
-    Raises ConfigError if both are given and differ.
+    asked: the size in `dynatrain.layout`; None if it is not given.
+
+    Raises ConfigError if `asked` differs from the other size.
     """
-    own = (config.get("tensor_parallel") or {}).get("autotp_size") or None  # 0 means none
-    if named is not None and own is not None and own != named:
-        raise ConfigError(
-            f"tensor_parallel.autotp_size is {own} and dynatrain.layout.tensor is {named}; leave "
-            "tensor_parallel.autotp_size out"
-        )
-    return named or own or 1
-
-
-def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
-    """Return the initial expert size.
-
-    asked: the size in the `dynatrain` block; None if the block leaves the size to DeepSpeed's settings.
-
-    Raises ConfigError if `asked` differs from DeepSpeed's size.
-    """
-    settled: int | None = None
-    if experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:
-        settled, where = experts.start_size(config), "expert_parallel.autoep_size"
-    elif layers_with_experts(model) and moe.start_size(model) > 1:
-        settled, where = moe.start_size(model), "ep_size of the model's layers"
-    if settled is not None and asked not in (None, settled):
-        raise ConfigError(
-            f"dynatrain.layout.expert is {asked} and {where} is {settled}; leave dynatrain.layout.expert out, or set "
-            f"it to {settled}"
-        )
-    return settled or asked or 1
+    own, where = None, ""
+    if axis == "pipe" and is_pipeline(model) and model.num_stages > 1:
+        own, where = int(model.num_stages), "the PipelineModule's num_stages"
+    elif axis == "tensor":
+        own, where = (config.get("tensor_parallel") or {}).get("autotp_size") or None, "tensor_parallel.autotp_size"
+    elif axis == "expert" and experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:
+        own, where = experts.start_size(config), "expert_parallel.autoep_size"
+    elif axis == "expert" and moe.start_size(model) > 1:
+        own, where = moe.start_size(model), "ep_size of the model's layers"
+    if own is not None and asked not in (None, own):
+        raise ConfigError(f"dynatrain.layout.{axis} is {asked} and {where} is {own}; leave dynatrain.layout.{axis} out")
+    return own or asked or 1
 
 
 def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Partition:
@@ -138,17 +125,14 @@ WHOLE_SHAPE = Shape(1, None, 1, 1, (0, 0, 0))
 
 @dataclass(frozen=True, eq=False)
 class Children:
-    """A record of a root module's children and own tensors, from which they can be restored."""
+    """A record of a root module's children, own tensors and attributes, from which they can be restored."""
 
-    tables: Mapping[str, Any]
-    others: Mapping[str, Any]
+    attributes: Mapping[str, Any]
 
     @staticmethod
     def of(root: nn.Module) -> Children:
         """Record a root's children. Later changes of the root must replace the children and never alter them."""
-        tables = {name: type(root.__dict__[name])(root.__dict__[name]) for name in _STRUCTURE}
-        others = {name: value for name, value in root.__dict__.items() if name not in _STRUCTURE}
-        return Children(tables, others)
+        return Children(_copied(root.__dict__))
 
     def pass_on(self, root: nn.Module, is_resized: bool) -> None:
         """Give the root's new children the state of their predecessors, except parameters, and the user's hooks.
@@ -157,8 +141,10 @@ class Children:
 
         is_resized: see `module_state.pass_on`.
         """
-        old = {name: child for first, part in self._named() for name, child in _below(first, part)}
-        new = {name: child for first, part in root.named_children() for name, child in _below(first, part)}
+        before = nn.Module()
+        before.__dict__.update(self.attributes)
+        old, new = (dict(each.named_modules(remove_duplicate=False)) for each in (before, root))
+        del old[""], new[""]
         for name, child in new.items():
             note_one(child)
             child.training = new.get(name.rpartition(".")[0], root).training
@@ -166,20 +152,14 @@ class Children:
                 pass_on(old[name], child, is_resized)
         pass_hooks_on(old, new)
 
-    def _named(self) -> list[tuple[str, nn.Module]]:
-        return [(name, child) for name, child in self.tables["_modules"].items() if child is not None]
-
     def put_back(self, root: nn.Module) -> None:
         """Give the root these children and tensors again."""
         root.__dict__.clear()
-        root.__dict__.update(self.others)
-        for name, table in self.tables.items():
-            root.__dict__[name] = type(table)(table)
+        root.__dict__.update(_copied(self.attributes))
 
 
-def _below(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name in the root, module) for a module and all its submodules."""
-    return [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: type(held)(held) if name in _STRUCTURE else held for name, held in attributes.items()}
 
 
 ALIGNED_BYTES = 16

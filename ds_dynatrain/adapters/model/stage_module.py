@@ -15,7 +15,6 @@ values, `requires_grad` and buffers. Lists of parameters, which each process has
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -179,7 +178,8 @@ class PipelineShaper(Shaper):
         """Release the groups of the engine's world."""
         if self.autoep:
             experts.leave(engine)
-        leave_groups(engine.module)
+        else:
+            leave_groups(engine.module)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Write AutoEP's expert size into the configuration. The module itself determines everything else."""
@@ -313,7 +313,7 @@ class StageExperts(Conversion):
     def _converted(self, size: int, index: int) -> PipelineTemplate:
         def convert(whole: nn.Module) -> None:
             whole.config = self._named
-            experts.convert(whole, self._block, size, index)
+            experts.replace_layers(whole, self._block, size, index)
 
         return self._source.converted(convert)
 
@@ -332,20 +332,6 @@ def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
 Exchange = Callable[[Any], Mapping[int, Any]]
 """Function that posts this process's record (plain JSON) and returns all records, keyed by launch number."""
 Lists = Sequence[list[nn.Parameter]]
-
-
-def start_stages(model: Any, named: int | None) -> int:
-    """Return the initial number of stages: `named` from `dynatrain.layout`, otherwise the module's own number.
-
-    Raises ConfigError if the module was built with a different number of stages.
-    """
-    built = int(model.num_stages) if is_pipeline(model) else 1
-    if built > 1 and named not in (None, built):
-        raise ConfigError(
-            f"dynatrain.layout.pipe is {named} and the PipelineModule was built with num_stages={built}; leave "
-            "dynatrain.layout.pipe out, or build the module with num_stages=1"
-        )
-    return named or built
 
 
 def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:
@@ -373,7 +359,7 @@ def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]
         title = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
         owners.setdefault(title, first_of[model.stage_owner(number)])
     _complete(model)
-    record["buffers"] = {name: _mark(held) for name, held in model.named_buffers()}
+    record["buffers"] = {name: f"{tuple(held.shape)} {held.dtype}" for name, held in model.named_buffers()}
     records = exchange(record)
     _list_all(model, lists, records)
     _equal_buffers(model, owners, records)
@@ -442,26 +428,16 @@ def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> Non
 
 
 def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
-    """Copy the owner's value into each buffer that differs between processes.
+    """Copy the owner's value into each buffer, because a constructor may draw a buffer at random.
 
-    A buffer differs, for example, if a constructor draws it at random. Afterwards all buffers are on the device, where
-    DeepSpeed has put the buffers of the process's own stage.
+    Afterwards all buffers are on the device, where DeepSpeed has put the buffers of the process's own stage.
     """
     for name, held in model.named_buffers():
-        marks = [record["buffers"][name] for record in records.values()]
-        if any(mark[:2] != marks[0][:2] for mark in marks):
+        if len({record["buffers"][name] for record in records.values()}) > 1:
             raise UnsupportedError(
                 f"buffer {name!r} has another shape or type where another stage builds its layer; register it with "
                 "one shape and type on all stages"
             )
-        if any(mark != marks[0] for mark in marks):
-            value = held.detach().to(HOST, copy=True)  # only some processes have moved the buffer to the device
-            td.broadcast(value, owners.get(layer_of(name), 0))
-            held.copy_(value)
-        held.data = held.data.to(compute_device())
-
-
-def _mark(held: torch.Tensor) -> list[str]:
-    """Return a buffer's shape, element type and digest."""
-    flat = held.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return [str(tuple(held.shape)), str(held.dtype), hashlib.blake2b(flat.numpy().tobytes()).hexdigest()]
+        value = held.detach().to(HOST, copy=True)  # only some processes have moved the buffer to the device
+        td.broadcast(value.view(-1).view(torch.uint8), owners.get(layer_of(name), 0))
+        held.data = value.to(compute_device())
