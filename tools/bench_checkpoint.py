@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from figures import keep, machine, table
 
-from ds_dynatrain.adapters.zero.buffers import provide, zeros
-from ds_dynatrain.adapters.zero.state_memory import Memory
+from ds_dynatrain.adapters.zero.state import Memory, provide, zeros
 from ds_dynatrain.checkpoint import HostMemory, Manifest, Reader, shares_of, write_shares
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 

@@ -86,7 +86,7 @@ def main() -> None:
     from workload import GPT, SIZES, Samples, config
 
     import ds_dynatrain
-    from ds_dynatrain.adapters.zero.buffers import bucket_bytes
+    from ds_dynatrain.adapters.zero.state import bucket_bytes
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(backend, verbose=False)

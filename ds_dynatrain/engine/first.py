@@ -17,10 +17,9 @@ from ds_dynatrain.adapters.model.shaper import Shaper
 from ds_dynatrain.adapters.model.shaping import start_size
 from ds_dynatrain.adapters.model.ulysses import first_size
 from ds_dynatrain.adapters.versions.deepspeed_versions import present
-from ds_dynatrain.adapters.zero.buffers import provide, zeros
 from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
 from ds_dynatrain.adapters.zero.incoming import Incoming, fill
-from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.adapters.zero.state import Buffers, provide, zeros
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import LeafArithmetic
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError

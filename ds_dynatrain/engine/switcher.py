@@ -17,8 +17,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.groups.device import HOST, compute_device, is_accelerated
 from ds_dynatrain.adapters.groups.worlds import installed, stand_in_world
-from ds_dynatrain.adapters.zero.buffers import Untouched, provide
-from ds_dynatrain.adapters.zero.state import Scalars
+from ds_dynatrain.adapters.zero.state import Scalars, Untouched, provide
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.lean import LeanTransaction

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from ds_dynatrain.adapters.deepspeed.host import Host
 from ds_dynatrain.adapters.zero.stages import stage_of
-from ds_dynatrain.adapters.zero.state import Buffers
-from ds_dynatrain.adapters.zero.state_memory import is_pinned
+from ds_dynatrain.adapters.zero.state import Buffers, is_pinned
 from ds_dynatrain.errors import CensusError
 from ds_dynatrain.space import VirtualParameterSpace
 

@@ -17,7 +17,7 @@ from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import LaunchWorld, install
 from ds_dynatrain.adapters.zero.deepspeed_config import layout_config
 from ds_dynatrain.adapters.zero.process_wide import ProcessWide
-from ds_dynatrain.adapters.zero.state_memory import Memory
+from ds_dynatrain.adapters.zero.state import Memory
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.membership.control import Control

@@ -8,8 +8,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import drop
-from ds_dynatrain.adapters.zero.buffers import release
-from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.adapters.zero.state import Buffers, release
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.reshard.ways import Ways

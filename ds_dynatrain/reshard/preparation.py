@@ -20,9 +20,7 @@ from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.adapters.model.shaper import Made
-from ds_dynatrain.adapters.zero.buffers import is_one_memory, provide, reusable, zeros
-from ds_dynatrain.adapters.zero.state import Buffers
-from ds_dynatrain.adapters.zero.state_memory import HERE, Memory
+from ds_dynatrain.adapters.zero.state import HERE, Buffers, Memory, is_one_memory, provide, reusable, zeros
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership import agreement
@@ -236,7 +234,8 @@ class Preparation:
         errors = [] if error is None else [f"member {mine}: {error}"]
         said = {"errors": errors, "own_groups": [[mine, self.own_count]]}
         doing = "building the next world's groups"
-        return self._session.reduce("building", said, joined_readiness, judged_readiness, doing)
+        wrong: str = self._session.reduce("building", said, joined_readiness, judged_readiness, doing)
+        return wrong
 
     def _build(self, own: Mapping[str, tuple[int, ...]]) -> None:
         """Build the next world, which may inherit groups of the current one, and compute the moves between members.

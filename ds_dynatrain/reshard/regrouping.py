@@ -22,8 +22,7 @@ from ds_dynatrain.adapters.deepspeed.support_checks import refuse_at_boundary
 from ds_dynatrain.adapters.zero.incoming import Place, pieces_by_tensor
 from ds_dynatrain.adapters.zero.optimizers import rule_of
 from ds_dynatrain.adapters.zero.regroup import Regrouping, RegroupRequest, lists_per_group, regroup, wanted_of
-from ds_dynatrain.adapters.zero.state import Buffers
-from ds_dynatrain.adapters.zero.state_memory import Memory
+from ds_dynatrain.adapters.zero.state import Buffers, Memory
 from ds_dynatrain.errors import CertificateError, MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership.session import ASK_ALIKE, ASK_ALL, MemberRequest, Session
 from ds_dynatrain.reshard.census import check_census

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ds_dynatrain.adapters.groups.world import World
-from ds_dynatrain.adapters.zero.buffers import provide, release, zeros
 from ds_dynatrain.adapters.zero.optimizers import forget_running_products
 from ds_dynatrain.adapters.zero.regroup import Regrouping
-from ds_dynatrain.adapters.zero.state import Buffers
-from ds_dynatrain.adapters.zero.state_memory import Memory
+from ds_dynatrain.adapters.zero.state import Buffers, Memory, provide, release, zeros
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 from ds_dynatrain.membership.control import Control

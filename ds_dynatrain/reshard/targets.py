@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ds_dynatrain.adapters.deepspeed.support_checks import refuse_module
+from ds_dynatrain.adapters.deepspeed.support_checks import refuse_module, refuse_moved_states
 from ds_dynatrain.adapters.groups.device import HOST, compute_device, training_bytes
 from ds_dynatrain.adapters.model.pipeline_layers import is_pipeline
-from ds_dynatrain.adapters.zero.buffers import bucket_bytes
-from ds_dynatrain.adapters.zero.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.zero.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.zero.optimizers import rule_of as optimizer_rule_of
 from ds_dynatrain.adapters.zero.regroup import refuse_changes
+from ds_dynatrain.adapters.zero.state import bucket_bytes, working_bytes
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.membership.destinations import growing, rule_of
 from ds_dynatrain.plan import Assignment, assign_slots, nearest

@@ -12,7 +12,7 @@ from deepspeed.utils import groups
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from ds_dynatrain.adapters.zero.stage3 import reset_counters, restore_linear
+from ds_dynatrain.adapters.zero.stages import reset_counters, restore_linear
 
 
 @contextmanager

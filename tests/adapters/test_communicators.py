@@ -24,9 +24,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_dynatrain.adapters.groups import communicators
 from ds_dynatrain.adapters.groups.communicators import Communicator, Connections, Endpoint, make_communicator
-from ds_dynatrain.adapters.groups.group_of_one import GroupOfOne
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
-from ds_dynatrain.adapters.groups.process_groups import make_fake_group, make_group, register, serve_host, unregister
+from ds_dynatrain.adapters.groups.process_groups import (
+    GroupOfOne,
+    make_fake_group,
+    make_group,
+    register,
+    serve_host,
+    unregister,
+)
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import WorldSpec, add_groups, build_world, drop, stand_in_world
 from ds_dynatrain.errors import DynatrainError

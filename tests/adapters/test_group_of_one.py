@@ -16,8 +16,7 @@ from torch.distributed.nn import functional as differentiable
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_dynatrain.adapters.groups.device import devices
-from ds_dynatrain.adapters.groups.group_of_one import MEANINGS, GroupOfOne
-from ds_dynatrain.adapters.groups.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.groups.process_groups import MEANINGS, GroupOfOne, make_fake_group, register, unregister
 from ds_dynatrain.adapters.versions.torch_versions import COLLECTIVES
 from tests.adapters.test_watched import CALLS
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.zero.offload import working_bytes
 from ds_dynatrain.adapters.zero.optimizers import forget_running_products
+from ds_dynatrain.adapters.zero.state import working_bytes
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from ds_dynatrain.support import refuse_config

@@ -21,8 +21,7 @@ from ds_dynatrain.adapters.zero.optimizers import (
     register_optimizer,
     rule_of,
 )
-from ds_dynatrain.adapters.zero.state import Scalars
-from ds_dynatrain.adapters.zero.state_memory import ElementTypes
+from ds_dynatrain.adapters.zero.state import ElementTypes, Scalars
 from ds_dynatrain.adapters.zero.zero_stage import common_scalars, level_counts, read_state, write_state
 from ds_dynatrain.errors import CensusError, ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_dynatrain.adapters.zero.buffers import provide, reusable, zeros
-from ds_dynatrain.adapters.zero.state_memory import Memory
+from ds_dynatrain.adapters.zero.state import Memory, provide, reusable, zeros
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Kind, Layout, VirtualParameterSpace, standard_kinds
 from tests.plan.simulate import play

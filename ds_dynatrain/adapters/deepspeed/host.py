@@ -1,8 +1,20 @@
-"""Operations on DeepSpeed's engine that a live switch needs: replacing its optimizer and reshaping its module."""
+"""Operations on DeepSpeed's engine that a live switch needs: replacing its optimizer and reshaping its module.
+
+ZeRO-3 steps a parameter that got no gradient with the last gradient that it had, so a hook records the parameters that
+get one.
+
+An evaluation may leave ZeRO-3's parameters gathered by DeepSpeed's own hooks. No code relies on these, and a switch
+partitions them again. A user's own `GatheredParameters` block is different: the values that it reads would vanish
+during a switch, and its end would partition into memory that is gone. DeepSpeed keeps no list of open blocks, so the
+class's `__init__`, `__enter__` and `__exit__` are wrapped while an engine lives, and restored when the engine is
+destroyed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +24,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.torch_autocast import init_autocast_params
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import nn
 
 from ds_dynatrain.adapters.deepspeed.curriculum import CurriculumOrder
@@ -22,18 +35,89 @@ from ds_dynatrain.adapters.model.module_state import forget
 from ds_dynatrain.adapters.model.shaper import Made, Shaper
 from ds_dynatrain.adapters.model.shaping import WHOLE_SHAPE, Children, Shape
 from ds_dynatrain.adapters.versions.compiled import CompileWatch, compiled_in_place
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero import loss_scale as scaler
 from ds_dynatrain.adapters.zero.logical_model import ModelMap
 from ds_dynatrain.adapters.zero.no_alloc import no_alloc, stand_in
 from ds_dynatrain.adapters.zero.optimizers import moment_types
-from ds_dynatrain.adapters.zero.stage3 import forget_traces, reset_counters, restore_linear
-from ds_dynatrain.adapters.zero.stages import in_order, stage_of
-from ds_dynatrain.adapters.zero.state import Buffers, Scalars
-from ds_dynatrain.adapters.zero.state_memory import ElementTypes, Memory, place_of
-from ds_dynatrain.adapters.zero.windows import GatherWatch, GradientWatch
+from ds_dynatrain.adapters.zero.stages import forget_traces, in_order, reset_counters, restore_linear, stage_of
+from ds_dynatrain.adapters.zero.state import Buffers, ElementTypes, Memory, Scalars, place_of
 from ds_dynatrain.adapters.zero.zero_stage import fill_empty_groups
 from ds_dynatrain.space import IN_EMPTY_GROUP, MASTER, Layout, LogicalTensor
 from ds_dynatrain.space.leaves import MicroStep
+
+_ASKED = "_dynatrain_asked"
+
+
+class GatherWatch:
+    """A watch on the `GatheredParameters` blocks that contain some of these parameters, at any stage.
+
+    open: ids of the open blocks.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        mine = {id(parameter) for parameter in parameters}
+        self.open: set[int] = set()
+        self._wrapped = ExitStack()
+        init, enter, leave = GatheredParameters.__init__, GatheredParameters.__enter__, GatheredParameters.__exit__
+
+        @functools.wraps(init)
+        def note(block: Any, params: Any, *arguments: Any, **named: Any) -> None:
+            """Record whether a block asks for one of our parameters. Below stage 3, DeepSpeed ignores such a block."""
+            listed = [params] if isinstance(params, torch.Tensor) else params
+            listed = list(listed) if isinstance(listed, Iterable) else listed
+            init(block, listed, *arguments, **named)
+            asked = arguments[2] if len(arguments) > 2 else named.get("enabled", True)
+            block.__dict__[_ASKED] = bool(asked) and any(id(each) in mine for each in listed)
+
+        @functools.wraps(enter)
+        def opened(block: Any) -> Any:
+            entered = enter(block)
+            if block.__dict__.get(_ASKED, False):
+                self.open.add(id(block))
+            return entered
+
+        @functools.wraps(leave)
+        def closed(block: Any, *error: Any) -> Any:
+            self.open.discard(id(block))
+            return leave(block, *error)
+
+        for name, own in {"__init__": note, "__enter__": opened, "__exit__": closed}.items():
+            self._wrapped.enter_context(replaced(GatheredParameters, name, own))
+
+    def stop(self) -> None:
+        """Put DeepSpeed's own methods back. A second call does nothing."""
+        self._wrapped.close()
+        self.open.clear()
+
+
+class GradientWatch:
+    """Hooks on the trainable parameters that record which parameters get a gradient.
+
+    seen: names of the parameters that got a gradient since the last call of `missing`.
+    """
+
+    def __init__(self, model: ModelMap) -> None:
+        pairs = zip(model.tensors, model.parameters, strict=True)
+        held = {tensor.name: parameter for tensor, parameter in pairs if tensor.trainable and tensor.numel}
+        self._names = tuple(held)
+        self.seen: set[str] = set()
+        self._hooks = [each.register_post_accumulate_grad_hook(self._hook(name)) for name, each in held.items()]
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        seen = self.seen
+        return lambda _: seen.add(name)
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of the parameters that got no gradient since the last call."""
+        names = tuple(name for name in self._names if name not in self.seen)
+        self.seen.clear()
+        return names
+
+    def stop(self) -> None:
+        """Remove the hooks from the parameters."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 @dataclass(frozen=True, eq=False)

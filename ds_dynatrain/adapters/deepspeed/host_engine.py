@@ -21,8 +21,7 @@ from ds_dynatrain.adapters.versions.deepspeed_versions import refuse_groups, ref
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero import loss_scale as scaler
 from ds_dynatrain.adapters.zero.optimizers import check_optimizer
-from ds_dynatrain.adapters.zero.stage3 import reset_counters
-from ds_dynatrain.adapters.zero.stages import correct_fragments
+from ds_dynatrain.adapters.zero.stages import correct_fragments, reset_counters
 from ds_dynatrain.errors import DataError
 from ds_dynatrain.support import usage
 

@@ -23,7 +23,7 @@ from torch.utils.file_baton import FileBaton
 
 from ds_dynatrain.adapters.deepspeed.host import Host
 from ds_dynatrain.adapters.versions.deepspeed_versions import configure_python_gc, mend
-from ds_dynatrain.adapters.zero.stage3 import restore_linear
+from ds_dynatrain.adapters.zero.stages import restore_linear
 from ds_dynatrain.report import telling_if_long
 
 E = TypeVar("E", bound=DeepSpeedEngine)

@@ -19,7 +19,6 @@ from ds_dynatrain.adapters.model.pipeline_layers import is_pipeline, refuse_uncu
 from ds_dynatrain.adapters.model.ulysses import refuse_sequence
 from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.versions.deepspeed_versions import refuse_axes, refuse_for_series
-from ds_dynatrain.adapters.zero.offload import refuse_moved_states
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import refuse_config, usage
@@ -98,6 +97,14 @@ def refuse_at_boundary(host: Any) -> None:
     if host.gradients.seen:
         have = f"gradients of {len(host.gradients.seen)} parameters wait for an optimizer step"
         raise usage("gradients without a step").refused(have)
+
+
+def refuse_moved_states(host: Any) -> None:
+    """Raise SwitchRefused if `engine.offload_states()` has moved state to where a switch cannot read it."""
+    away = getattr(host.optimizer, "offloaded_states", None)
+    if away:
+        names = ", ".join(sorted(str(getattr(kind, "value", kind)) for kind in away))
+        raise usage("engine.offload_states").refused(f"engine.offload_states() has moved {names} away")
 
 
 def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero.deepspeed_config import SIZES
 from ds_dynatrain.adapters.zero.no_alloc import stand_in
 from ds_dynatrain.adapters.zero.process_wide import further_streams, restore_further_streams, seed_accelerator
-from ds_dynatrain.adapters.zero.stage3 import forget_module, forget_parameter, reset_counters
+from ds_dynatrain.adapters.zero.stages import forget_module, forget_parameter, reset_counters
 from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace

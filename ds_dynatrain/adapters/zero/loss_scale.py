@@ -23,7 +23,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScal
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ds_dynatrain.adapters.zero.offload import old_gradients_kept
+from ds_dynatrain.adapters.zero.zero_stage import keeps_gradients
 
 State = dict[str, Any]
 """A map from each field to its value: a number, a boolean or None."""
@@ -195,6 +195,32 @@ def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None
         return
     with old_gradients_kept(optimizer, divisor), multiplied(optimizer, divisor):
         yield
+
+
+@contextmanager
+def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
+    """Context manager in which the optimizer's step divides new gradients by `divisor`, but not those of earlier steps.
+
+    Gradients from earlier steps were divided when they were new. DeepSpeed records a norm (`norm_for_param_grads`) for
+    each new gradient; a parameter without a recorded norm has an old gradient.
+    """
+    if not keeps_gradients(zero):
+        yield
+        return
+    is_flat = hasattr(zero, "params_in_partition")
+    groups = zero.params_in_partition if is_flat else zero.fp16_groups
+    masters = zero.single_partition_of_fp32_groups if is_flat else zero.fp32_partitioned_groups_flat
+    numbers = [zero.get_param_id(parameter) for group in groups for parameter in group]
+    places = [zero.grad_position[number] for number in numbers if number not in zero.norm_for_param_grads]
+    left = [masters[place[0]].grad.narrow(0, place[-2], place[-1]) for place in places]
+    for gradient in left:
+        gradient.mul_(divisor)
+    try:
+        yield
+    finally:
+        if getattr(zero, "overflow", False):  # the step was skipped
+            for gradient in left:
+                gradient.div_(divisor)
 
 
 @contextmanager

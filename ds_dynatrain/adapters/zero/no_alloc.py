@@ -13,7 +13,7 @@ import gc
 import importlib
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_dynatrain.adapters.groups.group_of_one import CompletedWork
+from ds_dynatrain.adapters.groups.process_groups import CompletedWork
 from ds_dynatrain.adapters.versions.deepspeed_versions import present
 from ds_dynatrain.adapters.versions.replaced import replaced
 
@@ -48,20 +48,12 @@ class NoAllocMode(TorchDispatchMode):
     refuses to write to it. Small tensors behave as always.
 
     keeps_zeros: whether the optimizer keeps the tensors of zeros that it makes. On a device these are then allocated.
+    cuts: whether ZeRO-3 is cutting a parameter; large empty tensors on a device are then stand-ins.
     """
 
     def __init__(self, keeps_zeros: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.keeps_zeros = keeps_zeros
-        self._cuts = False
-
-    def cut(self, partition: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call `partition`, with which ZeRO-3 cuts a parameter. Its large empty tensors on a device are stand-ins."""
-        self._cuts = True
-        try:
-            return partition(*given, **named)
-        finally:
-            self._cuts = False
+        self.keeps_zeros, self.cuts = keeps_zeros, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,7 +65,7 @@ class NoAllocMode(TorchDispatchMode):
         if func is _aten.view.dtype and is_stand_in(args[0]):  # torch cannot view its one element as another type
             *rows, last = args[0].shape
             return stand_in((*rows, last * args[0].element_size() // args[1].itemsize), args[1], args[0].device)
-        is_part = func is _EMPTY and self._cuts
+        is_part = func is _EMPTY and self.cuts
         made = _outline(func, args, kwargs) if is_part or func in _NO_ALLOC else None
         if made is None or math.prod(made[0]) < LARGE or made[2].type == "meta":
             return func(*args, **kwargs)
@@ -150,7 +142,8 @@ def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iter
     cut, collector = Init._partition_param, importlib.import_module(present().collector)
 
     def partition(*given: Any, **named: Any) -> Any:
-        return mode.cut(cut, *given, **named)
+        with replaced(mode, "cuts", True):
+            return cut(*given, **named)
 
     with (
         replaced(collector, "gc", SimpleNamespace(**{**vars(gc), "collect": lambda *_: 0})),

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-from ds_dynatrain.adapters.zero.state_memory import ElementTypes
+from ds_dynatrain.adapters.zero.state import ElementTypes
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import STATE, Kind, Layout
 from ds_dynatrain.support.checks import gradients_apart, is_low, offloads
@@ -255,50 +255,51 @@ def refuse_optimizer_layout(
 
 def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
     """Raise SwitchRefused if Muon, or the type or partition of its momentum, would differ in a layout."""
-    stage = layout.zero_stage
-    if stage:
-        _refuse_muon_under_zero(config, layout)
-    elif is_low(config):
-        raise SwitchRefused(
-            "Muon under ZeRO stage 0 in low precision: its momentum is fp32 there, and not in stages 1 to 3",
-            "stay in stages 1 to 3",
-        )
-    if layout.tensor > 1:
-        raise SwitchRefused(
-            f"Muon with tensor={layout.tensor}: each rank would orthogonalize its own part of a matrix", "use tensor=1"
-        )
-    if present is not None and bool(present.zero_stage) != bool(stage) and config.get("gradient_clipping"):
-        raise SwitchRefused(
-            "Muon with gradient_clipping: DeepSpeed clips its gradients under ZeRO stage 0 and its updates under "
-            "stages 1 to 3, so the losses would change with the stage",
-            f"stay in {'stages 1 to 3' if present.zero_stage else 'stage 0'}, or leave gradient_clipping out",
-        )
-
-
-def _refuse_muon_under_zero(config: Mapping[str, Any], layout: Layout) -> None:
-    stage, apart = layout.zero_stage, gradients_apart(config)
-    wide = [f"{axis}={layout.axes()[axis]}" for axis in ("pipe", "expert") if layout.axes()[axis] > 1]
-    if offloads(config):
-        raise SwitchRefused(
+    stage, apart, axes = layout.zero_stage, gradients_apart(config), layout.axes()
+    wide = [f"{axis}={axes[axis]}" for axis in ("pipe", "expert") if axes[axis] > 1]
+    reasons = (
+        (
+            stage and offloads(config),
             "Muon with zero_optimization.offload_optimizer: its momentum is fp32 there and cut in another way, which "
             "is not carried",
             "leave zero_optimization.offload_optimizer out, or use AdamW",
-        )
-    if apart:
-        raise SwitchRefused(
+        ),
+        (
+            stage and apart,
             f"Muon with {apart} of another type than the weights: each ZeRO stage keeps its momentum in another type",
             f"leave {apart} out of the configuration",
-        )
-    if wide and stage < 3:
-        raise SwitchRefused(
+        ),
+        (
+            0 < stage < 3 and wide,
             f"Muon under ZeRO stage {stage} with {', '.join(wide)}: momentum of whole tensors is carried with data and "
             "sequence alone",
             "give these axes size 1",
-        )
-    if stage == 3 and (config.get("zero_optimization") or {}).get("reduce_scatter", True):
-        raise SwitchRefused(
-            "Muon under ZeRO stage 3 needs whole gradients", "set zero_optimization.reduce_scatter to false"
-        )
+        ),
+        (
+            stage == 3 and (config.get("zero_optimization") or {}).get("reduce_scatter", True),
+            "Muon under ZeRO stage 3 needs whole gradients",
+            "set zero_optimization.reduce_scatter to false",
+        ),
+        (
+            not stage and is_low(config),
+            "Muon under ZeRO stage 0 in low precision: its momentum is fp32 there, and not in stages 1 to 3",
+            "stay in stages 1 to 3",
+        ),
+        (
+            layout.tensor > 1,
+            f"Muon with tensor={layout.tensor}: each rank would orthogonalize its own part of a matrix",
+            "use tensor=1",
+        ),
+        (
+            present is not None and bool(present.zero_stage) != bool(stage) and config.get("gradient_clipping"),
+            "Muon with gradient_clipping: DeepSpeed clips its gradients under ZeRO stage 0 and its updates under "
+            "stages 1 to 3, so the losses would change with the stage",
+            f"stay in {'stage 0' if stage else 'stages 1 to 3'}, or leave gradient_clipping out",
+        ),
+    )
+    for holds, why, instead in reasons:
+        if holds:
+            raise SwitchRefused(why, instead)
 
 
 def full_name(cls: type) -> str:

@@ -18,7 +18,7 @@ from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from ds_dynatrain.adapters.groups.device import is_accelerated
-from ds_dynatrain.adapters.zero.stage3 import restore_linear
+from ds_dynatrain.adapters.zero.stages import restore_linear
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,12 @@ Each optimizer steps some tensors, the *masters*, with a torch optimizer, and ca
 master per tensor, per optimizer group (or a rank's part of the group), or per sub-group. A `ZeroStage` determines which
 tensors are masters and where DeepSpeed keeps them; reading and writing them is the same for all stages. Moments and
 scalars of a master are read and written by the rule of the torch optimizer's class (see `optimizers`).
+
+With ZeRO-Offload, the gradient of a master part (`master.grad`) is allocated once and never cleared (DeepSpeed 0.19.8):
+a parameter that got no gradient in a step is stepped with the gradient left from an earlier step. These gradients are
+therefore state in stages 1 to 3: `host_grad`. All other fields of offload
+(`param_buffer_of_bit16_for_cpu_offload_groups`, `temp_grad_buffer_*`, `accumulated_grads_in_cpu`,
+`norm_for_param_grads`) are written before they are read, or cleared by a step.
 """
 
 from __future__ import annotations
@@ -17,7 +23,6 @@ from torch import nn
 
 from ds_dynatrain.adapters.groups.device import HOST, compute_device
 from ds_dynatrain.adapters.zero.logical_model import ModelMap
-from ds_dynatrain.adapters.zero.offload import keeps_gradients
 from ds_dynatrain.adapters.zero.optimizers import full_name, rule_of
 from ds_dynatrain.adapters.zero.state import Buffers, Found, Scalars
 from ds_dynatrain.errors import CensusError, SwitchRefused
@@ -125,6 +130,11 @@ class ZeroStage(ABC):
         for number, parameter in model.frozen():
             part = getattr(parameter, "ds_tensor", parameter)
             part.data = buffers[WEIGHT, BufferId(self.alone, number)].view(part.shape)
+
+
+def keeps_gradients(zero: Any) -> bool:
+    """Return whether a ZeRO optimizer offloads to the host, so that its masters keep their gradients between steps."""
+    return bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
 
 
 def rows_of(kind: str, held: torch.Tensor, slots: Slots, low: int = 0) -> list[Found]:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_dynatrain.adapters.zero.regroup import Regrouping
-from ds_dynatrain.adapters.zero.state import Buffers
-from ds_dynatrain.adapters.zero.state_memory import Memory
+from ds_dynatrain.adapters.zero.state import Buffers, Memory
 from ds_dynatrain.checkpoint import Manifest, Reader, Saved
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of, streams_for

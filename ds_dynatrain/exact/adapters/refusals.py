@@ -33,13 +33,18 @@ LOOSE_MODES = ("", "OFF", "AUTO")
 """Values of MKL_CBWR with which MKL chooses kernels by the processor, or by the alignment of memory."""
 
 
+def refuse_series() -> None:
+    """Raise UnsupportedError if exact jobs were not tested with the installed series of DeepSpeed."""
+    if not present().is_newest:
+        raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
+
+
 def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
     """Raise UnsupportedError, naming the feature, if a job uses anything that was not tested in exact jobs.
 
     config: DeepSpeed's configuration.
     """
-    if not present().is_newest:
-        raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
+    refuse_series()
     if is_accelerated():
         raise usage("exact: an accelerator").error(f"exact on {compute_device().type!r}")
     if torch.backends.mkl.is_available() and os.environ.get(MODE, "").upper() in LOOSE_MODES:
