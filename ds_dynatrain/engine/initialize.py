@@ -487,7 +487,7 @@ def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
 
     A process that joins a job takes the description of each parameter from the job, because all values come from there.
     """
-    rows = incoming.rows()
+    rows = incoming.rows
     if entry.record is None:
         return rows
     forms = {name: form for name, _, _, form, _ in entry.record["rows"]}

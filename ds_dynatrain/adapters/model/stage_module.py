@@ -377,12 +377,10 @@ def _complete(model: PipelineModule) -> None:
     specs = []
     for number, spec in enumerate(model._layer_specs):
         if isinstance(spec, LayerSpec):
-            is_tied = isinstance(spec, TiedLayerSpec)
-            here = tied.get(spec.key) if is_tied else model._modules.get(str(number))
-            layer = _built(spec, number, dtype) if here is None else here
-            if is_tied:
-                tied[spec.key] = layer
-            spec = giving(spec, partial(_same, layer))
+            held, key = (tied, spec.key) if isinstance(spec, TiedLayerSpec) else ({**model._modules}, str(number))
+            if key not in held:
+                held[key] = _built(spec, number, dtype)
+            spec = giving(spec, partial(_same, held[key]))
         specs.append(spec)
     for tie in model.tied_comms.values():
         td.destroy_process_group(tie["group"])
@@ -405,23 +403,22 @@ def _same(layer: nn.Module) -> nn.Module:
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
     """Extend each list with the parameters that the list of that number has on any process, in the module's order."""
+    place: dict[str, int] = {}
     for member, record in sorted(records.items()):
         if len(record["lists"]) != len(records[0]["lists"]):
             raise ConfigError(
                 f"{len(record['lists'])} optimizer groups on member {member} and {len(records[0]['lists'])} on member "
                 "0: give every process all groups, also those of which its stage has no parameter"
             )
-    place: dict[str, int] = {}
-    for member, record in sorted(records.items()):
         for number, listed in enumerate(record["lists"]):
-            for name in listed:
-                if place.setdefault(name, number) != number:
-                    raise ConfigError(
-                        f"{name!r} is in optimizer group {number} on member {member} and in group {place[name]} on "
-                        "another: group parameters alike on every process"
-                    )
+            wrong = next((name for name in listed if place.setdefault(name, number) != number), None)
+            if wrong is not None:
+                raise ConfigError(
+                    f"{wrong!r} is in optimizer group {number} on member {member} and in group {place[wrong]} on "
+                    "another: group parameters alike on every process"
+                )
     named = dict(model.named_parameters())
-    known = set(map(id, named.values()))
+    known = {*map(id, named.values())}
     for number, listed in enumerate(lists):
         others = [held for held in listed if id(held) not in known]
         listed[:] = [*(held for name, held in named.items() if place.get(name) == number), *others]

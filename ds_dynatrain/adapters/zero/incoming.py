@@ -165,6 +165,7 @@ Place = tuple[int, int, BufferId, int]
 class Incoming:
     """The parameters of a model, in the module's order, before its engine is built.
 
+    rows: descriptions of the parameters, as plain JSON. They must be equal on all processes.
     forms: a map from each parameter's id to how the parameter arrives.
     types: a map from each parameter's id to its element type.
     owners: a map from a parameter's id to the process that has its value; process 0 if not listed.
@@ -200,19 +201,19 @@ class Incoming:
         if not joins:
             refuse_undrawable(model, param_init_fn)
         self.model, self.param_init_fn, self.owners, self.place = model, param_init_fn, owners or {}, 0
-        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.held: dict[int, torch.Tensor] = {}
         self.forms: dict[int, str] = {}
         self.types: dict[int, torch.dtype] = {}
-        self.held: dict[int, torch.Tensor] = {}
+        self.rows: list[Row] = []
         each: Any
         for name, each in model.named_parameters():
             is_part = hasattr(each, "ds_id")
             if is_part:
                 _refuse_part(name, each, launch)
                 self.place = each.ds_process_group.rank()
-            self.shapes[id(each)] = tuple(each.ds_shape if is_part else each.shape)
-            self.forms[id(each)] = PART if is_part else META if each.is_meta else WHOLE
-            self.types[id(each)] = each.dtype
+            form, shape = PART if is_part else META if each.is_meta else WHOLE, each.ds_shape if is_part else each.shape
+            self.forms[id(each)], self.types[id(each)] = form, each.dtype
+            self.rows.append((name, list(shape), str(each.dtype), form, each.requires_grad))
 
     @property
     def draws(self) -> bool:
@@ -224,39 +225,30 @@ class Incoming:
         """Whether every parameter is already whole, which DeepSpeed's own constructor requires."""
         return set(self.forms.values()) <= {WHOLE}
 
-    def rows(self) -> list[Row]:
-        """Return descriptions of the parameters, as plain JSON. They must be equal on all processes."""
-        return [
-            (name, list(self.shapes[id(each)]), str(each.dtype), self.forms[id(each)], each.requires_grad)
-            for name, each in self.model.named_parameters()
-        ]
-
     def take_apart(self, config: DeepSpeedConfig) -> None:
         """Detach the parameters' data from the module, whether `zero.Init` or the model holds the data.
 
         Afterwards each parameter has its shape, its configured element type, and no memory. Raises ConfigError, naming
         the parameter, if a parameter was partitioned in a type other than the configured one.
         """
-        wanted = _configured_dtype(config)
-        for name, parameter in self.model.named_parameters():
-            if wanted is None and self.forms[id(parameter)] == PART and parameter.dtype != torch.float32:
+        wanted = torch.float16 if config.float16_config.enabled else None
+        wanted = torch.bfloat16 if config.bfloat16_config.enabled else wanted
+        for name, _, dtype, form, _ in self.rows:
+            if wanted is None and form == PART and dtype != str(torch.float32):
                 raise ConfigError(
-                    f"{name!r} was built as {parameter.dtype} under deepspeed.zero.Init and the configuration says "
-                    "float32: give zero.Init the same configuration (config_dict_or_path=...)"
+                    f"{name!r} was built as {dtype} under deepspeed.zero.Init and the configuration says float32: give "
+                    "zero.Init the same configuration (config_dict_or_path=...)"
                 )
         each: Any
-        for each in list(self.model.parameters()):
-            form, dtype = self.forms[id(each)], each.dtype
-            if form != META:
-                self.held[id(each)] = each.ds_tensor.data if form == PART else each.data
-            if form == PART:
-                forget_parameter(each)
-            dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
-            outline = stand_in(self.shapes[id(each)], dtype, compute_device())
+        for (_, shape, _, form, _), each in zip(self.rows, list(self.model.parameters()), strict=True):
+            outline = stand_in(shape, wanted if wanted and each.is_floating_point() else each.dtype, compute_device())
             if form == META:
                 swap_in(each, outline)
-            else:
-                each.data = outline
+                continue
+            self.held[id(each)] = each.ds_tensor.data if form == PART else each.data
+            if form == PART:
+                forget_parameter(each)
+            each.data = outline
         for module in self.model.modules():
             forget_module(module)
         reset_counters()
@@ -268,12 +260,12 @@ class Incoming:
         Parameters on the meta device are initialized, and yielded only if this member works.
         """
         places = self._places(launch)
-        for each in self.model.parameters():
-            if self.forms[id(each)] == META:
+        for (_, shape, _, form, _), each in zip(self.rows, self.model.parameters(), strict=True):
+            if form == META:
                 continue
             mine = self.held.pop(id(each))
-            if self.forms[id(each)] == PART:
-                mine = _gathered(mine, launch, places)[: math.prod(self.shapes[id(each)])]
+            if form == PART:
+                mine = _gathered(mine, launch, places)[: math.prod(shape)]
             elif launch.size > 1:
                 mine = mine.reshape(-1).to(HOST, copy=True)  # the memory may belong to the user, on any device
                 td.broadcast(mine.view(torch.uint8), self.owners.get(id(each), 0), group=launch.group)
@@ -404,13 +396,6 @@ def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
         raise UnsupportedError(f"{name!r} is gathered now; end the `with GatheredParameters` block before initialize")
 
 
-def _configured_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
-    """Return the type to which DeepSpeed casts a model's parameters; None if it does not cast them."""
-    if config.bfloat16_config.enabled:
-        return torch.bfloat16
-    return torch.float16 if config.float16_config.enabled else None
-
-
 class ElasticInit(Init):  # type: ignore[misc]
     """Variant of `deepspeed.zero.Init` that first brings this process into the job. It takes the same arguments.
 
@@ -489,9 +474,9 @@ def _undrawn() -> Iterator[None]:
 
         return leave
 
+    fills = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     with ExitStack() as stack:
-        for name, fill in list(vars(nn.init).items()):
-            if name.endswith("_") and not name.startswith("_"):
-                stack.enter_context(replaced(nn.init, name, instead_of(fill)))
+        for name in fills:
+            stack.enter_context(replaced(nn.init, name, instead_of(getattr(nn.init, name))))
         yield
     is_open = False
