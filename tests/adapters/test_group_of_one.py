@@ -16,7 +16,8 @@ from torch.distributed.nn import functional as differentiable
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_dynatrain.adapters.groups.device import devices
-from ds_dynatrain.adapters.groups.process_groups import MEANINGS, GroupOfOne, make_fake_group, register, unregister
+from ds_dynatrain.adapters.groups.managed_process_group import MESSAGES
+from ds_dynatrain.adapters.groups.process_groups import KNOWN, GroupOfOne, make_fake_group, register, unregister
 from ds_dynatrain.adapters.versions.torch_versions import COLLECTIVES
 from tests.adapters.test_watched import CALLS
 
@@ -221,8 +222,12 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, Group], Any], str]]
     "size of an exchanged": (lambda out, given, group: td.all_to_all([out[:5]], [given], group), r"shape \(5,\)"),
     "count": (lambda out, given, group: td.all_gather([out, out], given, group), "1 input tensors for 2 output"),
     "count of inputs": (lambda out, given, group: td.reduce_scatter(out, [given] * 2, group=group), "2 input tensors"),
-    "count of exchanged": (lambda out, given, group: td.all_to_all([out], [given] * 2, group), "a list of 2"),
-    "count of lists": (lambda out, given, group: td.all_gather_coalesced([[out]] * 2, [given], group), "a list of 2"),
+    "count of exchanged": (lambda out, given, group: td.all_to_all([out], [given] * 2, group), "2 input tensors"),
+    "count of both": (lambda out, given, group: td.all_to_all([out] * 2, [given] * 2, group), "2 input tensors"),
+    "count of lists": (
+        lambda out, given, group: td.all_gather_coalesced([[out]] * 2, [given], group),
+        "1 input tensors for 2 output",
+    ),
     "rows": (lambda out, given, group: td.all_to_all_single(out, given, [3, 3], [6], group), r"\[3, 3\] for 6 rows"),
     "type": (lambda out, given, group: group._allgather_base(out.double(), given), "float64"),
     "root": (lambda out, given, group: td.broadcast(out, group=group, group_src=1), "invalid root rank 1"),
@@ -247,7 +252,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(group: Group, na
 
 def test_what_is_not_known_here_is_no_success(group: Group) -> None:
     """A collective of a newer torch, or one that C++ asks of the back-end, says so."""
-    assert not set(COLLECTIVES) - set(MEANINGS) - {"use_pg_for_symm_mem_rendezvous", "new_window"}
+    assert not set(COLLECTIVES) - KNOWN - {*MESSAGES} - {"use_pg_for_symm_mem_rendezvous", "new_window"}
     backend = group._get_backend(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="error_on_collective"):
         backend.allreduce([torch.ones(1)])

@@ -14,8 +14,7 @@ import ctypes
 import datetime
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as td
@@ -28,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_dynatrain.adapters.groups.communicators import Endpoint, make_backend
 from ds_dynatrain.adapters.groups.device import HOST, device_backend, devices, start_thread
-from ds_dynatrain.adapters.groups.managed_process_group import PythonGroup
+from ds_dynatrain.adapters.groups.managed_process_group import MESSAGES, PythonGroup
 from ds_dynatrain.adapters.versions.torch_versions import (
     failing_backend,
     fake_backend,
@@ -198,10 +197,6 @@ def give_back_memory() -> None:
 # ---- a group of one rank -----------------------------------------------------------------------------------------
 
 
-Tensors = Sequence[torch.Tensor]
-T = TypeVar("T")
-
-
 class GroupOfOne(PythonGroup):
     """A group whose only member is this process. It has no connection, no thread and no file descriptor.
 
@@ -219,14 +214,36 @@ class GroupOfOne(PythonGroup):
             self._register_backend(device, td.ProcessGroup.BackendType.CUSTOM, backend)
         self._set_group_name(GroupName(name))
 
-    def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Do what the collective means for one rank.
+    def collective(self, name: str, *arguments: Any, **named: Any) -> Work:
+        """Copy each input to its output. Tensors of a collective without outputs are left as they are.
 
-        Raises RuntimeError for a collective that this package does not know.
+        With one rank, these already are the sum and the values of all ranks. All pairs are compared before the first
+        output is written.
         """
-        if name not in MEANINGS:
+        if name in MESSAGES:
+            raise _wrong("there is no other rank to send to, or to receive from")
+        if name not in KNOWN:
             raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
-        return MEANINGS[name](*arguments, **named)
+        for options in (*arguments, *named.values()):
+            if getattr(options, "rootRank", 0) != 0:
+                raise _wrong(f"invalid root rank {options.rootRank}")
+            if getattr(options, "reduceOp", None) == td.ReduceOp.PREMUL_SUM:
+                raise _wrong("ReduceOp.PREMUL_SUM, which multiplies before it adds, is not supported")
+        outputs, inputs, *_ = (*filter(None, map(_tensors, arguments)), [], [])
+        pairs = list(zip(outputs, inputs, strict=False)) if inputs else []
+        for sizes, tensors in zip(arguments[2:4], (outputs, inputs), strict=False):
+            if isinstance(sizes, list | tuple) and sizes and [*sizes] != [tensors[0].shape[0]]:
+                raise _wrong(f"split sizes {[*sizes]} for {tensors[0].shape[0]} rows and one rank")
+        if inputs and (len(outputs) != len(inputs) or (name == "alltoall" and len(outputs) > 1)):
+            raise _wrong(f"{len(inputs)} input tensors for {len(outputs)} output tensors")
+        for output, given in pairs:
+            if (output.numel(), output.dtype, output.device) != (given.numel(), given.dtype, given.device):
+                raise _wrong(f"output {_described(output)} for input {_described(given)}")
+        # Hidden from autograd like a message: the output may be a view, and the input may require a gradient.
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            for output, given in pairs:
+                output.copy_(given.reshape(output.shape))
+        return CompletedWork(outputs)
 
 
 class CompletedWork(Work):
@@ -236,7 +253,7 @@ class CompletedWork(Work):
     collective, and the host continues at once, as with torch's own collectives.
     """
 
-    def __init__(self, outputs: Tensors = ()) -> None:
+    def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self._outputs = list(outputs)
         self._devices = list({tensor.device: None for tensor in self._outputs if tensor.device.type != HOST.type})
@@ -277,83 +294,11 @@ class CompletedWork(Work):
         return future
 
 
-def _keep(tensors: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """Leave the tensors as they are: with one rank, they already are the sum and the values of all ranks."""
-    _check(opts)
-    return CompletedWork(tensors)
-
-
-def _copy(
-    outputs: Any, inputs: Any, opts: Any = None, *_: Any, to_ranks: bool = False, from_ranks: bool = False, **__: Any
-) -> Work:
-    """Copy each input to its output. All pairs are compared before the first output is written.
-
-    outputs: a tensor, or a list of tensors.
-    inputs: a tensor, or a list of tensors.
-    to_ranks: whether `outputs` lists what each rank gets.
-    from_ranks: whether `inputs` lists what each rank gives. (On the root of a `gather`, `outputs` has a list for each
-        input, which amounts to the same with one rank.)
-    """
-    _check(opts)
-    outputs, inputs = _only(outputs) if to_ranks else outputs, _only(inputs) if from_ranks else inputs
-    outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-    inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-    if len(outputs) != len(inputs):
-        raise _wrong(f"{len(inputs)} input tensors for {len(outputs)} output tensors")
-    for output, given in zip(outputs, inputs, strict=True):
-        if (output.numel(), output.dtype, output.device) != (given.numel(), given.dtype, given.device):
-            raise _wrong(f"output {_described(output)} for input {_described(given)}")
-    # Hidden from autograd like a message: the output may be a view, and the input may require a gradient.
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        for output, given in zip(outputs, inputs, strict=True):
-            output.copy_(given.reshape(output.shape))
-    return CompletedWork(outputs)
-
-
-def _exchange_rows(
-    output: torch.Tensor,
-    given: torch.Tensor,
-    output_sizes: Sequence[int] = (),
-    input_sizes: Sequence[int] = (),
-    *_: Any,
-    **__: Any,
-) -> Work:
-    """Copy the rows of `given` to `output`.
-
-    output_sizes: number of rows for each rank; () means all rows.
-    input_sizes: number of rows from each rank; () means all rows.
-    """
-    for sizes, tensor in ((output_sizes, output), (input_sizes, given)):
-        if sizes and list(sizes) != [tensor.shape[0]]:
-            raise _wrong(f"split sizes {list(sizes)} for {tensor.shape[0]} rows and one rank")
-    return _copy(output, given)
-
-
-def _meet(*_: Any, **__: Any) -> Work:
-    return CompletedWork()
-
-
-def _meet_here(*_: Any, **__: Any) -> None:
-    """Return at once, because all ranks are here."""
-
-
-def _talk(*_: Any, **__: Any) -> Work:
-    raise _wrong("there is no other rank to send to, or to receive from")
-
-
-def _check(opts: Any) -> None:
-    """Raise RuntimeError if the root is not the only rank, or if the operation would change the value of one rank."""
-    root = getattr(opts, "rootRank", 0)
-    if root != 0:
-        raise _wrong(f"invalid root rank {root}")
-    if getattr(opts, "reduceOp", None) == td.ReduceOp.PREMUL_SUM:
-        raise _wrong("ReduceOp.PREMUL_SUM, which multiplies before it adds, is not supported")
-
-
-def _only(of_ranks: Sequence[T]) -> T:
-    if len(of_ranks) != 1:
-        raise _wrong(f"a list of {len(of_ranks)}, where it takes one for each rank")
-    return of_ranks[0]
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    """Return the tensors of a collective's argument: a tensor, a list of tensors, or a list of lists, one per rank."""
+    if isinstance(argument, list | tuple):
+        return [tensor for each in argument for tensor in _tensors(each)]
+    return [argument] if isinstance(argument, torch.Tensor) else []
 
 
 def _described(tensor: torch.Tensor) -> str:
@@ -364,17 +309,12 @@ def _wrong(what: str) -> RuntimeError:
     return RuntimeError(f"a collective of a group of one rank: {what}")
 
 
-MEANINGS: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce"), _keep),
-    **dict.fromkeys(("_allgather_base", "all_gather_single", "gather_into_tensor", "gather_single"), _copy),
-    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _copy),
-    **dict.fromkeys(("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"), _copy),
-    **dict.fromkeys(("all_gather_single_coalesced", "reduce_scatter_single_coalesced"), _copy),
-    **dict.fromkeys(("allgather", "allgather_coalesced", "gather"), partial(_copy, to_ranks=True)),
-    **dict.fromkeys(("scatter", "reduce_scatter", "alltoall"), partial(_copy, to_ranks=True, from_ranks=True)),
-    **dict.fromkeys(("alltoall_base", "all_to_all_single"), _exchange_rows),
-    **dict.fromkeys(("barrier", "_start_coalescing", "_end_coalescing"), _meet),
-    "monitored_barrier": _meet_here,
-    **dict.fromkeys(("send", "recv", "recv_anysource"), _talk),
-}
-"""A map from the name of each `ProcessGroup` method, in any version of torch, to its function for one rank."""
+KNOWN = frozenset(
+    """
+    allreduce allreduce_coalesced broadcast reduce _allgather_base all_gather_single gather_into_tensor gather_single
+    _reduce_scatter_base reduce_scatter_single allgather_into_tensor_coalesced reduce_scatter_tensor_coalesced
+    all_gather_single_coalesced reduce_scatter_single_coalesced allgather allgather_coalesced gather scatter
+    reduce_scatter alltoall alltoall_base all_to_all_single barrier monitored_barrier _start_coalescing _end_coalescing
+    """.split()
+)
+"""Names of the methods of `ProcessGroup`, in any version of torch, that a group of one rank carries out."""
