@@ -49,13 +49,13 @@ from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.carry import LoadReason, rest_carry, scalars_of, shared_carry, take
+from ds_dynatrain.reshard.carry import LoadReason, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import SIDES, Shares, certify, differing, explained, folded, joined_sides, shares
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.digest_sides import SideDigests, side_digests
-from ds_dynatrain.reshard.encoding import blank_tensors, decode, encode, fingerprint
-from ds_dynatrain.reshard.layers import LayerStates
+from ds_dynatrain.reshard.encoding import decode, encode, fingerprint
+from ds_dynatrain.reshard.layers import MovingStates
 from ds_dynatrain.reshard.meeting import Outcome, connect, drain, meet
 from ds_dynatrain.reshard.old_state import OldState
 from ds_dynatrain.reshard.preparation import ABANDON_SECONDS, Preparation
@@ -64,7 +64,7 @@ from ds_dynatrain.reshard.replicas import Settlement, furthest
 from ds_dynatrain.reshard.replicas import judge as judge_replicas
 from ds_dynatrain.reshard.swap import Before, Swap
 from ds_dynatrain.space import Layout, row_of
-from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute, send_down
+from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute
 
 POLL_SECONDS = 0.02
 
@@ -97,19 +97,16 @@ class Transaction:
             "source": (proposal.source_layout, proposal.source_members, self.source_rank),
             "target": (proposal.layout, proposal.members, self.target_rank),
         }
-        self.newcomers = sorted({*proposal.members} - {*proposal.source_members})
-        """Members that have a rank after this switch but none before it."""
-        self.layers = LayerStates(engine, self.control, proposal) if engine.job.has_stages else None
+        self.moving = MovingStates(engine, self.control, proposal)
         self.before: Before | None = None
         self.source: Buffers = {}
         self.target: Buffers = {}
         self.carried: dict[str, Any] = {}
-        """Record of rank 0's extra state: shared; rest, without tensors; rest_print, its hash; kinds."""
+        """Record of rank 0's extra state: shared; kinds."""
         self.kinds: tuple[str, ...] = ()
         """State kinds that exist now."""
         self.proved_at_once: tuple[str, ...] = ()
         """State kinds whose digests are computed in the pause."""
-        self.rest: dict[str, Any] = {}
         self.new_streams: streams.Streams | None = None
         self.digests: dict[str, SideDigests] = {"source": {}, "target": {}}
         self.shares: dict[str, Shares | None] = {}
@@ -200,13 +197,10 @@ class Transaction:
             self.swap.on_undo(_put_back, held)
         own = self.swap.streams
         self.control.post(f"stream/{generation}/{rank}", {"states": own, "print": fingerprint(own)})
-        if self.layers is not None:
-            self.layers.offer()
+        self.moving.offer()
         if rank == 0:
-            self.rest = rest_carry(engine, has_module=self.layers is None)
             kinds = engine.vps.present_kinds(among={kind for kind, _ in self.source})
-            self.carried = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
-            self.carried["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
+            self.carried = {"shared": encode(self.before.shared, None), "kinds": kinds}
 
     def _meet(self) -> None:
         """Wait until all members are prepared and have reached one boundary; take rank 0's carry."""
@@ -296,10 +290,7 @@ class Transaction:
         self.outcome.cost = self.preparation.cost(self.kinds)
         self.outcome.best = self.preparation.best.get(self.kinds)
         self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport, link)
-        if self.newcomers:
-            self._send_rest(transport)
-        if self.layers is not None:
-            self.outcome.layer_bytes = self.layers.exchange(transport, seconds)
+        self.outcome.layer_bytes = self.moving.exchange(transport, seconds)
 
     def _execute(self, plan: ReadyPlan, transport: Transport, link: DeviceLink | None = None) -> TransferStats:
         return execute(plan, self.source, self.target, transport, self.control.timeout_seconds, link)
@@ -320,27 +311,6 @@ class Transaction:
         """Return whether moves over a communicator of the old world may begin; the first caller decides for all."""
         return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
 
-    def _send_rest(self, transport: Transport) -> None:
-        """Send tensors of the per-rank extra state (module buffers, user objects) from rank 0 to newcomers.
-
-        They are forwarded along a tree in which each member sends to at most two others. Raises CertificateError if
-        what has arrived differs from what rank 0 had.
-        """
-        deadline = time.monotonic() + self.control.timeout_seconds
-        tree = [self.proposal.source_members[0], *self.newcomers]
-        if self.source_rank == 0:
-            tensors: list[torch.Tensor] = []
-            encode(self.rest, tensors)
-            send_down(tree, self.control.member, tensors, transport, deadline)
-        elif self.control.member in self.newcomers:
-            tensors = blank_tensors(self.carried["rest"])
-            send_down(tree, self.control.member, tensors, transport, deadline)
-            self.rest = decode(self.carried["rest"], tensors)
-            if fingerprint(self.rest) != self.carried["rest_print"]:
-                raise CertificateError(
-                    f"module buffers or carried objects of member {self.control.member} are not those of rank 0"
-                )
-
     def _carry(self) -> None:
         """Load rank 0's counters and hyper-parameters, and the random streams that belong to this member's new rank."""
         source, target, rank = self.proposal.source_layout, self.proposal.layout, self.target_rank
@@ -348,11 +318,10 @@ class Transaction:
             return
         is_resized = (source.expert, source.tensor) != (target.expert, target.tensor)
         if self.source_rank is None:
-            take(self.engine, {**self.carried["shared"], **self.rest, "resized": is_resized}, LoadReason.START)
+            take(self.engine, {**self.carried["shared"], **self.moving.rest(), "resized": is_resized}, LoadReason.START)
         else:
             take(self.engine, self.carried["shared"], LoadReason.NEW_OPTIMIZER)
-        if self.layers is not None:
-            self.layers.put(is_resized)
+        self.moving.put(is_resized)
         seed, generation = self.engine.job.job_seed, self.proposal.generation
         self.new_streams = streams.continued(source, target, rank, seed, generation, self._streams_of)
         streams.restore(self.new_streams)

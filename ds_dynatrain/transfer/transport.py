@@ -178,8 +178,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def send_down(
     tree: Sequence[int], mine: int, tensors: Sequence[torch.Tensor], transport: Transport, deadline: float
-) -> None:
+) -> int:
     """Broadcast tensors from the first member of `tree` to all others in it. All members of `tree` must call this.
+
+    Return how many bytes this member has sent.
 
     tree: the members as a binary tree: the one at index i sends to those at 2i + 1 and 2i + 2.
     mine: this member.
@@ -202,3 +204,4 @@ def send_down(
         sent += [transport.send(part, member, RELAY_TAG) for member in below]
     for handle in sent:
         handle.wait(deadline)
+    return len(below) * sum(part.nbytes for part in parts)
