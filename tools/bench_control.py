@@ -35,11 +35,8 @@ from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Join, Session, VoteResult, joined_requests
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.certificate import SIDES, certify, folded, joined_sides, shares
-from ds_dynatrain.reshard.digest_sides import SideDigests
-from ds_dynatrain.reshard.meeting import over_all
-from ds_dynatrain.reshard.preparation import joined_readiness, judged_readiness
-from ds_dynatrain.reshard.ways import POLL_SECONDS
+from ds_dynatrain.reshard.certificate import SIDES, SideDigests, certify, folded, joined_sides, shares
+from ds_dynatrain.reshard.preparation import POLL_SECONDS, joined_readiness, judged_readiness, over_all
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 LAYERS, WIDTH, FEED, KEYS, WORDS = 80, 8192, 28672, 1024, 32000

@@ -124,7 +124,7 @@ def digest(vps: Any, layout: Any, rank: int, held: dict[Any, torch.Tensor], kind
     """Of all members' parts of a kind, one number a tensor."""
     import torch.distributed as td
 
-    from ds_dynatrain.reshard.digest_sides import side_digests
+    from ds_dynatrain.reshard.certificate import side_digests
 
     mine = torch.zeros(len(vps.tensors), dtype=torch.int64)
     if held:

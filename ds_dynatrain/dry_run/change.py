@@ -201,7 +201,7 @@ def _pairs(apart: Ints, names: tuple[str, ...], nodes: list[answer.NodeBytes]) -
 def _rounds(plan: SwitchPlan, topology: Topology) -> list[answer.ExchangeRound]:
     """Return the rounds of exchanges in their order; nothing if there are many members.
 
-    Pairs with the same key of `plan.rounds` exchange at the same time.
+    Pairs with the same key of `plan.plan.rounds` exchange at the same time.
     """
     count = len(plan.members)
     if count > MOST_FOR_ROUNDS:

@@ -68,8 +68,7 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import registration
 from ds_dynatrain.reshard.context import Context
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.meeting import Outcome
-from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.preparation import Outcome, Preparation
 from ds_dynatrain.reshard.switch import Transaction
 from ds_dynatrain.reshard.targets import NodeMemory, needs
 from ds_dynatrain.space import Layout

@@ -33,8 +33,7 @@ from ds_dynatrain.membership.tally import told
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.reshard.context import Context, Job
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.meeting import Outcome
-from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.preparation import Outcome, Preparation
 from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.support import usage
 

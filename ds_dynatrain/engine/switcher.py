@@ -33,11 +33,10 @@ from ds_dynatrain.report import Outcome as HowItEnded
 from ds_dynatrain.reshard import feasible, regrouping, streams
 from ds_dynatrain.reshard.context import Boards
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.meeting import Outcome, connect_ahead
 from ds_dynatrain.reshard.pending import PendingSwitch, Steps, SwitchEstimate
-from ds_dynatrain.reshard.preparation import Preparation, nothing
+from ds_dynatrain.reshard.preparation import Outcome, Preparation, nothing
 from ds_dynatrain.reshard.process import PROCESS
-from ds_dynatrain.reshard.switch import Transaction
+from ds_dynatrain.reshard.switch import Transaction, connect_ahead
 from ds_dynatrain.reshard.targets import Targets
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support.proved import warning

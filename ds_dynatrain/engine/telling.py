@@ -9,9 +9,8 @@ from typing import Any
 from ds_dynatrain.report import CertificateSummary, EventWriter, Outcome, Side, SwitchEvent, log_event, logger
 from ds_dynatrain.report.monitors import rows
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.meeting import SUMS, UNKNOWN
-from ds_dynatrain.reshard.meeting import Outcome as Measured
-from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.preparation import SUMS, UNKNOWN, Preparation
+from ds_dynatrain.reshard.preparation import Outcome as Measured
 from ds_dynatrain.space import Layout
 
 

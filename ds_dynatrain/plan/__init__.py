@@ -4,8 +4,8 @@
 `placement` chooses the node of each rank, and `matching` keeps the most and proves it. `owners` chooses the order of
 tensors in flat buffers. `sides` compares source and
 target: it finds what each member lacks and which member sends it. `moves` turns that into moves. `plan` is the whole
-plan as one member sees it, and the parts of absent members that another member carries out; `rounds` orders its
-exchanges. `picture` counts the bytes of all members at once, `cost` estimates memory and time, and `topology` knows
+plan as one member sees it, in the order of its exchanges, and the parts of absent members that another member carries
+out. `picture` counts the bytes of all members at once and estimates memory and time, and `topology` knows
 nodes and the speed of the links between members. `copies` determines which state is lost when a member dies, and which
 buffers of a rank must be copied.
 Nothing here communicates: a plan follows from two layouts and two lists of members alone.
@@ -20,20 +20,19 @@ from ds_dynatrain.plan.copies import (
     needs_copies,
     outlives_a_node,
 )
-from ds_dynatrain.plan.cost import Cost, estimate, peak_bytes
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.owners import nearest
-from ds_dynatrain.plan.picture import Picture, held_bytes, memory_of, picture_of
+from ds_dynatrain.plan.picture import Cost, Picture, estimate, held_bytes, memory_of, peak_bytes, picture_of
 from ds_dynatrain.plan.plan import (
     Exchange,
     MemberPlan,
     StandInPlan,
     SwitchPlan,
     plan_switch,
+    rounds,
     split,
     standing_in,
 )
-from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.slots import Assignment, assign_slots
 from ds_dynatrain.plan.topology import LinkClass, LinkSeconds, Topology
 

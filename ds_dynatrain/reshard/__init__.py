@@ -7,14 +7,13 @@ Start with `switch` (the source is the members' own state) and `restoration` (th
 | `context`, `core`, `process` | a member's surroundings; the state of an engine; the engines of this process |
 | `membership`, `sync_points` | who trains together with this process; where members' scripts meet between two steps |
 | `feasible`, `registration` | reasons to refuse a switch; trained parameters, their groups and their space |
-| `targets`, `pending`, `preparation` | target layouts; answers to the user; what is prepared while training continues |
-| `ways` | the transport between any two members |
+| `targets`, `pending`, `preparation` | target layouts; answers to the user; what is prepared while training runs |
 | `carry`, `encoding`, `streams` | extra state that is no tensor element; its encoding as JSON; random streams |
-| `layers` | transfer of what layers keep besides parameters, between pipeline stages |
-| `census`, `digest_sides`, `certificate` | where elements lie; digests of them; the proof of a switch |
+| `layers` | transfer of what newcomers load, and of what layers keep besides parameters |
+| `certificate` | digests of elements; the proof of a switch |
 | `replicas` | replicas that each rank computes by itself, compared within a tolerance |
-| `meeting`, `switch` | how members meet and connect the next world; the switch, with one vote or two |
-| `swap`, `old_state` | moving an optimizer to other memory, and undoing that; what is held after a commit |
+| `switch` | how members meet and connect the next world; the switch, with one vote or two |
+| `swap` | moving an optimizer to other memory, and undoing that; where elements lie |
 | `restoration`, `regrouping` | new buffers, filled from a source and proved; the same state in other parameter groups |
 
 May import `membership` and `checkpoint`.

@@ -12,24 +12,58 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as td
+
 from ds_dynatrain.adapters.deepspeed.host import Host
 from ds_dynatrain.adapters.groups.world import World
-from ds_dynatrain.adapters.groups.worlds import LaunchWorld, install
+from ds_dynatrain.adapters.groups.worlds import LaunchWorld, drop, install
 from ds_dynatrain.adapters.zero.deepspeed_config import layout_config
 from ds_dynatrain.adapters.zero.process_wide import ProcessWide
-from ds_dynatrain.adapters.zero.state import Memory
+from ds_dynatrain.adapters.zero.state import Buffers, Memory, release
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.reshard.context import Candidates, Context, Job, OwnGroups
 from ds_dynatrain.reshard.feasible import dealt
-from ds_dynatrain.reshard.old_state import OldState
 from ds_dynatrain.reshard.pending import PendingSwitch
-from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.preparation import ACKNOWLEDGED, Preparation, Ways
 from ds_dynatrain.reshard.streams import GeneratorStates
 from ds_dynatrain.space import Layout, VirtualParameterSpace
+
+
+@dataclass(frozen=True)
+class OldState:
+    """Buffers, process groups and transports from before a committed switch.
+
+    A member that has not acknowledged the commit may still be in the switch. This object is therefore released only
+    once all members have acknowledged it, or a later generation is entered, whose members have all left the switch.
+    """
+
+    session: Session
+    buffers: Buffers
+    world: World | None
+    ways: Ways
+
+    def is_needed(self, board: Control) -> bool:
+        """Return whether a member may still be in the switch. Polls and never blocks.
+
+        board: the board of the current generation.
+        """
+        try:
+            return board is self.session.board and not self.session.have_come(ACKNOWLEDGED)
+        except td.DistError:  # the board is gone: the job ends, or another generation follows
+            return True
+
+    def release(self) -> None:
+        """Free the buffers and destroy the groups, in background threads."""
+        self.ways.end()
+        track = self.session.board.track_teardown
+        track(release(self.buffers))
+        if self.world is not None:
+            track(drop(self.world))
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from ds_dynatrain.membership.liveness import Watch
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.meeting import Outcome
-from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.preparation import Outcome, Preparation
 
 T = TypeVar("T")
 

@@ -1,4 +1,9 @@
-"""Preparation of a switch while training continues: the next world's groups, the plan, modules, and touched memory."""
+"""Preparation of a switch while training continues: the next world's groups, the plan, modules, and touched memory.
+
+The transports (ways) of bytes between any two members are chosen here as well, the same by both ends of a pair. Members
+on one machine read each other's memory if the system permits it, including accelerator memory. Other accelerators use
+the library of their collectives. All remaining bytes go through gloo, over the transfer group.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,21 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.groups.communicators import Connections
-from ds_dynatrain.adapters.groups.device import HOST, is_accelerated, start_thread
+from ds_dynatrain.adapters.groups.communicators import (
+    Communicator,
+    CommunicatorLink,
+    Connections,
+    can_send_between_devices,
+)
+from ds_dynatrain.adapters.groups.device import HOST, compute_device, device_backend, is_accelerated, start_thread
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import WorldSpec, build_world, drop
@@ -27,11 +37,166 @@ from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Session, first_and_other
-from ds_dynatrain.plan import Assignment, Cost, MemberPlan, SwitchPlan, assign_slots, peak_bytes, plan_switch
-from ds_dynatrain.reshard.digest_sides import DigestSide
-from ds_dynatrain.reshard.ways import POLL_SECONDS, Ways
+from ds_dynatrain.plan import Assignment, Cost, MemberPlan, SwitchPlan, assign_slots, peak_bytes, plan_switch, split
+from ds_dynatrain.reshard.certificate import DigestSide
 from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, row_of
-from ds_dynatrain.transfer import ReadyPlan, allocate, prefault
+from ds_dynatrain.transfer import (
+    Batching,
+    GroupTransport,
+    Neighbors,
+    NeighborTransport,
+    ReadyPlan,
+    Sharing,
+    TransferStats,
+    Transport,
+    allocate,
+    device_memory,
+    find_neighbors,
+    prefault,
+)
+from ds_dynatrain.transfer.neighbors import NOBODY, machine, permit_readers
+
+POLL_SECONDS = 0.05
+"""Time between two polls; it can be long, because training continues meanwhile."""
+
+
+@dataclass
+class Ways:
+    """The transports between one member and all others, in both directions.
+
+    way: the setting `dynatrain.transport`.
+    stop: called in every wait; raises if the switch will not happen.
+    neighbors: members on this machine whose memory can be read.
+    batching: the moves that use the library of the accelerators' collectives.
+    """
+
+    way: str
+    control: Control
+    proposal: Proposal
+    stop: Callable[[], None]
+    neighbors: Neighbors | None = None
+    batching: Batching | None = None
+    _machine: str = ""
+    """Key of the list of members on this machine."""
+    _on_machine: Sequence[int] = ()
+    """Members on this machine, including this one."""
+
+    def announce(self) -> None:
+        """Post which machine this member is on. All members must do so before any of them calls `meet`."""
+        if self.way != "gloo":
+            self._machine = f"machine/{self.proposal.generation}/{machine()}"
+            self.control.add_to_list(self._machine, self.control.member)
+
+    def meet(self) -> None:
+        """Find the members whose memory can be read.
+
+        Raises SwitchRefused if the user asked for memory reads between all members and some cannot read each other.
+        """
+        if self.way == "gloo":
+            return
+        self._on_machine = self.control.read_list(self._machine)
+        member, device = self.control.member, compute_device()
+        self.neighbors = find_neighbors(member, self._share, None if self.way == "nccl" else device)
+        if self.way == "ipc" and self._far:
+            far = sorted(self._far)
+            self.end()
+            raise SwitchRefused(
+                f'dynatrain.transport is "ipc", and member {member} on {device} and members {far} cannot read each '
+                "other's accelerator memory",
+                'set it to "auto", which takes other ways between these',
+            )
+
+    def agree_on_batching(
+        self, plan: MemberPlan, kinds: frozenset[str], budget_bytes: int, session: Session, world: World
+    ) -> None:
+        """Agree with all members on the moves that use the library of the accelerators' collectives.
+
+        These are the moves of state on accelerators between members that do not read each other's memory. If the user
+        asked for another transport, no member has such moves. Raises SwitchRefused if the user asked for this one and
+        there is no such library.
+
+        plan: this member's moves.
+        kinds: the state kinds that are on accelerators before and after the switch.
+        world: the next world; its `moves_by_device` is set to whether there are such moves.
+        """
+        if self.way == "nccl" and not can_send_between_devices():
+            device = compute_device()
+            has = "which has none" if device == HOST else f"whose library is {device_backend()}"
+            raise SwitchRefused(
+                f'dynatrain.transport is "nccl", and member {self.control.member} computes on {device}, {has}',
+                'set it to "auto", which takes what there is',
+            )
+        if self.way not in ("auto", "nccl") or not can_send_between_devices():
+            return
+        mine = max(len(split(phase, self._far, kinds, kinds)[1]) for phase in (plan.rounds, plan.relays))
+        most = session.reduce("batches", mine, max, doing="finding the way between devices")
+        world.moves_by_device = most > 0
+        self.batching = Batching(self._far, kinds, most, budget_bytes) if most else None
+
+    def sharing(self, kinds: frozenset[str], after: frozenset[str]) -> Sharing | None:
+        """Return the members whose accelerator memory this member reads; None if it reads none.
+
+        kinds, after: the state kinds whose buffers are on accelerators before, and after the switch.
+        """
+        memory, lenders = device_memory(compute_device()), self._lenders
+        return Sharing(memory, lenders, kinds, after) if memory is not None and lenders else None
+
+    def transport(self, world: World | None) -> Transport:
+        """Return the transport through host memory between all members of both worlds.
+
+        Raises SwitchFailed if there is no next world.
+        """
+        if world is None or world.transfer is None:
+            raise SwitchFailed("the groups of the next world are not there")
+        stop = None if self.control.watch is None else self.stop
+        group = GroupTransport(world.transfer, world.transfer_members, stop)
+        if self.neighbors is None:
+            return group
+        permit_readers()
+        return NeighborTransport(group, self.neighbors.processes)
+
+    def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:
+        """Return the connected link between the accelerators of all members of both worlds.
+
+        Return None if there is no connected link, or if no moves use it.
+        """
+        if self.batching is None or world is None or world.moving is None:
+            return None
+        return CommunicatorLink(world.moving, self.control.member, world.transfer_members, stop)
+
+    def may_lend(self, old: World | None) -> Communicator | None:
+        """Return the communicator of the old world that moves between accelerators may use; None if there is none.
+
+        All members of the old world get the same answer, even before they reach the moves. The new world uses the
+        communicator as well, unless it connects members that leave. An elastic job keeps no communicators.
+        """
+        if self.way not in ("auto", "nccl") or not can_send_between_devices() or old is None or old.status is not None:
+            return None
+        return old.communicators.get(("", self.proposal.union))
+
+    def end(self) -> None:
+        """Stop letting other members read this member's memory."""
+        if self.neighbors is not None:
+            permit_readers(NOBODY)
+            self.neighbors = None
+
+    @property
+    def _lenders(self) -> frozenset[int]:
+        """Members whose accelerator memory this member reads."""
+        return frozenset() if self.neighbors is None else self.neighbors.lenders
+
+    @property
+    def _far(self) -> frozenset[int]:
+        """Other members whose accelerator memory this member does not read."""
+        return frozenset(self.proposal.union) - {self.control.member} - self._lenders
+
+    def _share(self, what: str, record: Any) -> Mapping[int, Any]:
+        """Post a record for all members on this machine, and return their records by member."""
+        board, key = self.control, f"{what}/{self.proposal.generation}"
+        board.post(f"{key}/{board.member}", record)
+        keys = {member: f"{key}/{member}" for member in self._on_machine}
+        return board.wait(keys, "finding neighbors", stop=self.stop, longest=POLL_SECONDS, is_there=False)
+
 
 LIMITS = (*map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)), "can't allocate memory")
 """Fragments of error messages (also of torch and gloo) about a lack of open files or memory."""
@@ -388,3 +553,105 @@ def judged_readiness(found: dict[str, Any]) -> str:
             "every process, before the first batch"
         )
     return wrong
+
+
+# ---- what it came to ---------------------------------------------------------------------------------------------
+
+ACKNOWLEDGED = "acknowledged"
+"""Step of a switch's session in which members report that they have read the commit."""
+NO_MOVES = TransferStats(0, 0, 0, 0, 0.0, 0.0, 0.0)
+SUMS = frozenset({"kept", "local", "sent", "planned", "late_bytes"})
+"""Names of measurements that are summed over all members; for all others the event has the maximum."""
+
+UNKNOWN = -1
+"""Measurement that this member has not made."""
+
+
+@dataclass
+class Outcome:
+    """The end of a switch on this member, and its measurements. Times are in milliseconds, sizes in bytes.
+
+    is_rebuilt: whether the optimizer was detached, even if it was attached again.
+    stats: statistics of the moves in the pause.
+    late_stats: statistics of the moves after the pause.
+    cost: what this member's part of the plan costs.
+    best: on rank 0, the assignment of members to ranks that moves the fewest bytes, if it was computed.
+    layer_bytes: bytes sent to transfer what layers keep besides parameters.
+    late_ms: duration of the moves after the pause, digests included.
+    late_wait_ms: how long the optimizer step had to wait for these moves.
+    pause_ms: duration of the pause of a late switch; None for any other.
+    certificate_ms: time spent on the digests and the census of both sides, excluding waits for other members.
+    connections: the connections to the next world's members.
+    """
+
+    committed: bool = False
+    is_rebuilt: bool = False
+    is_uncertain: bool = False
+    """Whether the board was lost, so that this member rolled back while others may have committed."""
+    reason: str = ""
+    digest: str = ""
+    kinds: tuple[str, ...] = ()
+    stats: TransferStats | None = None
+    late_stats: TransferStats | None = None
+    cost: Cost = field(default_factory=Cost)
+    best: Assignment | None = None
+    layer_bytes: int = 0
+    late_ms: float = 0.0
+    late_wait_ms: float = 0.0
+    pause_ms: float | None = None
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    certificate_ms: float = 0.0
+    peak_memory: int = 0
+    connections: Connections = field(default_factory=Connections)
+    over_all: dict[str, Any] = field(default_factory=dict)
+    """Measurements over all members: sums of bytes kept, copied locally and sent; the maximum of all others."""
+    warnings: list[str] = field(default_factory=list)
+
+    def measured(self) -> dict[str, Any]:
+        """Return this member's measurements, as a record for `over_all`."""
+        now, late = self.stats or NO_MOVES, self.late_stats or NO_MOVES
+        return {
+            "kept": now.bytes_in_place + late.bytes_in_place,
+            "local": now.bytes_local + late.bytes_local,
+            "sent": now.bytes_sent + late.bytes_sent + self.layer_bytes,
+            "planned": self.cost.bytes_sent + self.layer_bytes,
+            "bound": UNKNOWN if self.best is None else self.best.bytes_bound,
+            "rank_zero": UNKNOWN if self.best is None else self.best.rank_zero_bytes,
+            "busiest": self.cost.bytes_busiest,
+            "memory_bound": self.cost.highest_peak_bytes,
+            "move_ms": self.phases_ms.get("move", 0.0) + self.late_ms,
+            "late_bytes": late.bytes_sent,
+            "late_ms": self.late_ms,
+            "certificate_ms": self.certificate_ms,
+            "peak_memory": self.peak_memory,
+            "communicators_built": self.connections.built,
+            "communicators_kept": self.connections.kept,
+            "connect_ms": self.connections.milliseconds,
+            "connect_pause_ms": 0.0 if self.connections.is_ahead else self.connections.milliseconds,
+        }
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context manager that records the duration of its block as that of phase `name`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
+
+    def acknowledge(self, session: Session) -> bool:
+        """Wait until all members have read the commit, and collect their measurements in `over_all`.
+
+        Return whether all members have read it. A missing member only causes a warning, because the switch can no
+        longer be undone.
+        """
+        try:
+            self.over_all = session.reduce(ACKNOWLEDGED, self.measured(), over_all, doing="acknowledging the commit")
+        except (DynatrainError, td.DistError) as missing:
+            self.warnings.append(str(missing))
+        return bool(self.over_all)
+
+
+def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Merge the measurements of two groups of members."""
+    return {name: (mine + other[name]) if name in SUMS else max(mine, other[name]) for name, mine in one.items()}

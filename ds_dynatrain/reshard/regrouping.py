@@ -25,13 +25,11 @@ from ds_dynatrain.adapters.zero.regroup import Regrouping, RegroupRequest, lists
 from ds_dynatrain.adapters.zero.state import Buffers, Memory
 from ds_dynatrain.errors import CertificateError, MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership.session import ASK_ALIKE, ASK_ALL, MemberRequest, Session
-from ds_dynatrain.reshard.census import check_census
-from ds_dynatrain.reshard.certificate import agreed
+from ds_dynatrain.reshard.certificate import agreed, side_digests, state_digest
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digest_sides import side_digests, state_digest
 from ds_dynatrain.reshard.registration import require_as
 from ds_dynatrain.reshard.restoration import Goal, Restoration, StateSource
-from ds_dynatrain.reshard.swap import Before
+from ds_dynatrain.reshard.swap import Before, check_census
 from ds_dynatrain.space import MASTER, WEIGHT, is_partitioned
 from ds_dynatrain.transfer import digest
 

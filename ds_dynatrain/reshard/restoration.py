@@ -22,11 +22,10 @@ from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.session import Session, VoteResult, first_and_other
 from ds_dynatrain.reshard import feasible, streams
 from ds_dynatrain.reshard.carry import LoadReason, scalars_of, shared_carry, take
-from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.encoding import fingerprint
 from ds_dynatrain.reshard.registration import Adoption, note
-from ds_dynatrain.reshard.swap import Before, Swap
+from ds_dynatrain.reshard.swap import Before, Swap, check_census
 from ds_dynatrain.reshard.targets import needs
 from ds_dynatrain.space import Layout, VirtualParameterSpace, row_of
 

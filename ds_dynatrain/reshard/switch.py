@@ -40,31 +40,132 @@ from typing import Any
 import torch
 import torch.distributed as td
 
+from ds_dynatrain.adapters.deepspeed.support_checks import refuse_at_boundary
 from ds_dynatrain.adapters.groups.communicators import END_SECONDS, end
 from ds_dynatrain.adapters.groups.device import beside, is_accelerated, start_thread, synchronize
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import drop
 from ds_dynatrain.adapters.zero.optimizers import forget_running_products
+from ds_dynatrain.adapters.zero.regroup import refuse_changes
 from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
+from ds_dynatrain.membership import agreement
+from ds_dynatrain.membership.proposal import CONNECTING, Proposal
 from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import LoadReason, scalars_of, shared_carry, take
-from ds_dynatrain.reshard.census import check_census
-from ds_dynatrain.reshard.certificate import SIDES, Shares, certify, differing, explained, folded, joined_sides, shares
-from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digest_sides import SideDigests, side_digests
+from ds_dynatrain.reshard.certificate import (
+    SIDES,
+    Shares,
+    SideDigests,
+    certify,
+    differing,
+    explained,
+    folded,
+    joined_sides,
+    shares,
+    side_digests,
+)
+from ds_dynatrain.reshard.core import EngineCore, OldState
 from ds_dynatrain.reshard.encoding import decode, encode, fingerprint
 from ds_dynatrain.reshard.layers import MovingStates
-from ds_dynatrain.reshard.meeting import Outcome, connect, drain, meet
-from ds_dynatrain.reshard.old_state import OldState
-from ds_dynatrain.reshard.preparation import ABANDON_SECONDS, Preparation
+from ds_dynatrain.reshard.preparation import ABANDON_SECONDS, Outcome, Preparation
 from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.replicas import Settlement, furthest
 from ds_dynatrain.reshard.replicas import judge as judge_replicas
-from ds_dynatrain.reshard.swap import Before, Swap
+from ds_dynatrain.reshard.swap import Before, Swap, check_census
 from ds_dynatrain.space import Layout, row_of
 from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute
+
+
+def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str, carry: Any = None) -> Any:
+    """Wait until all members are prepared and have reached the same boundary; return the carry of rank 0.
+
+    carry: on rank 0, a record for all other members.
+
+    Raises SwitchFailed if a member could not be prepared.
+    """
+    agreement.wait_until_prepared(preparation.board, preparation.proposal, session.stop)
+    carry = agreement.meet(session, preparation.proposal, int(engine.global_steps), place, carry)
+    preparation.join()
+    return carry
+
+
+def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:
+    """Return a working member's state, after checking that no global batch is open and every element is in its place.
+
+    Raises SwitchRefused if a global batch is open or the registered parameters have changed, and CensusError if an
+    element is not where the layout predicts it.
+    """
+    refuse_at_boundary(engine.host)
+    refuse_changes(engine.host)
+    before = Before.of(engine)
+    check_census(engine.host, engine.vps, rank, before.buffers, "before the moves")
+    if engine.host.without_gradient:
+        outcome.warnings += last_gradients_warning(engine, proposal)
+    return before
+
+
+def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
+    """Return a warning if parameters without a gradient are updated differently before and after the switch.
+
+    ZeRO-3, and CPU offload in stages 1 to 3, update such a parameter with its last gradient; other stages do not.
+    """
+    names, vps = engine.host.without_gradient, engine.vps
+    rows = [row_of(kind.name) for kind in vps.kinds]
+    offloads = any(row.is_offloaded for row in rows)
+    keeping = {stage for row in rows if row.is_gradient for stage in row.stages}
+    if len({layout.zero_stage in keeping for layout in (proposal.source_layout, proposal.layout)}) == 1:
+        return []
+    where = "stages 1 to 3 re-use their last gradient under CPU offload, stage 0 does"
+    where = where if offloads else "stage 3 re-uses their last gradient, the other stages do"
+    return [
+        f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO {where} not, "
+        "so their updates change with the stage"
+    ]
+
+
+def connect(preparation: Preparation, old_world: World | None, session: Session) -> None:
+    """Connect the next world's groups over the accelerator, while all members wait and no device work is in progress.
+
+    Called on all members of either world. Does nothing without an accelerator, or if the groups are connected already.
+
+    Raises MemberMissing if a member does not arrive, and RuntimeError if connecting does not succeed within the
+    time-out. Connections made so far are closed together with the preparation.
+    """
+    world = preparation.world
+    if not is_accelerated() or world is None or preparation.connections is not None:
+        return
+    synchronize()
+    session.reduce(CONNECTING, None, _nothing, doing="connecting the next world's members")
+    preparation.connections = world.connect(preparation.board.timeout_seconds, old_world, session.stop)
+
+
+def connect_ahead(preparation: Preparation, old_world: World | None) -> VoteResult:
+    """Connect the next world's groups at an earlier boundary than that of the switch; return all members' decision.
+
+    If the decision is a no, the switch cannot happen; members have changed nothing else. Raises OutcomeUnknown if the
+    board is lost.
+    """
+    board, proposal = preparation.board, preparation.proposal
+    what = f"connecting for the switch to {proposal.layout}"
+    session = Session(board, proposal.ahead_key, proposal.union, what, stop=preparation.stop)
+
+    def work() -> None:
+        preparation.join()
+        connect(preparation, old_world, session)
+
+    decision = session.vote(work)
+    if decision.commit and preparation.connections is not None:
+        preparation.connections = replace(preparation.connections, is_ahead=True)
+    elif session.is_first and not decision.commit:  # members that take no part in the vote read this record
+        board.decide(f"record/{proposal.generation}", {"commit": False, "reason": decision.reason})
+    return decision
+
+
+def _nothing(one: None, other: None) -> None:
+    """Merge two empty reports; all that matters is that every member has arrived."""
+
 
 POLL_SECONDS = 0.02
 

@@ -9,13 +9,11 @@ May import `plan`; start with `executor`.
 from ds_dynatrain.transfer.batched import Batching, DeviceLink
 from ds_dynatrain.transfer.device_memory import device_memory
 from ds_dynatrain.transfer.digests import Form, ReadyDigest, digest, digest_on_device, digest_pieces
-from ds_dynatrain.transfer.executor import TransferStats, execute
+from ds_dynatrain.transfer.executor import ReadyPlan, TransferStats, execute, execute_standing_in
 from ds_dynatrain.transfer.neighbors import Neighbors, NeighborTransport, find_neighbors
 from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.pulling import Sharing
-from ds_dynatrain.transfer.ready import ReadyPlan
 from ds_dynatrain.transfer.regions import Buffers
-from ds_dynatrain.transfer.stand_in import execute_standing_in
 from ds_dynatrain.transfer.transport import GroupTransport, Handle, Transport, send_down
 from ds_dynatrain.transfer.weighing import is_compiled
 

@@ -7,7 +7,7 @@ from ds_dynatrain.engine.discarded import DISCARDED
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import CensusError, MemberMissing, WeightsError, WorldChanged
 from ds_dynatrain.membership.session import ASK_ALL, Session
-from ds_dynatrain.reshard.census import check_census
+from ds_dynatrain.reshard.swap import check_census
 
 
 def read_buffers(engine: EngineParts, what: str, in_the_way: str) -> Buffers:

@@ -38,8 +38,8 @@ from ds_dynatrain.adapters.groups.worlds import WorldSpec, add_groups, build_wor
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.session import Session, VoteResult
-from ds_dynatrain.reshard.meeting import Outcome, over_all
-from ds_dynatrain.reshard.meeting import connect as connect_members
+from ds_dynatrain.reshard.preparation import Outcome, over_all
+from ds_dynatrain.reshard.switch import connect as connect_members
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import GroupTransport
 

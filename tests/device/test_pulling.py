@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as td
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.transfer.ready import MINIMUM_BUDGET_BYTES
+from ds_dynatrain.transfer.executor import MINIMUM_BUDGET_BYTES
 from ds_dynatrain.transfer.stream import Stream
 from tests.device.sharing import LabMemory
 from tests.engine import jobs, oracle

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as td
 
-from ds_dynatrain.reshard.old_state import OldState
+from ds_dynatrain.reshard.core import OldState
 from ds_dynatrain.reshard.switch import Transaction
 from tests.engine import faults, jobs
 from tests.engine.pool import Died, RankPool

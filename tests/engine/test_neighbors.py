@@ -9,7 +9,7 @@ import pytest
 
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.reshard.ways import Ways
+from ds_dynatrain.reshard.preparation import Ways
 from ds_dynatrain.transfer import Transport, neighbors
 from tests.engine import jobs
 from tests.engine.pool import RankPool

@@ -17,8 +17,18 @@ from torch._C._distributed_c10d import HashStore
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.membership.control import Control, pack, unpack
 from ds_dynatrain.membership.session import Session
-from ds_dynatrain.reshard.certificate import Shares, agreed, certify, differing, doubts, folded, joined, shares
-from ds_dynatrain.reshard.digest_sides import SideDigests, fold
+from ds_dynatrain.reshard.certificate import (
+    Shares,
+    SideDigests,
+    agreed,
+    certify,
+    differing,
+    doubts,
+    fold,
+    folded,
+    joined,
+    shares,
+)
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes as axes
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_dynatrain.adapters.zero.state import Buffers
-from ds_dynatrain.reshard.digest_sides import DigestSide, side_digests
+from ds_dynatrain.reshard.certificate import DigestSide, side_digests
 from ds_dynatrain.space import (
     MASTER,
     WEIGHT,

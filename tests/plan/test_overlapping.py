@@ -15,8 +15,7 @@ from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.plan import plan_switch
-from ds_dynatrain.reshard.certificate import agreed
-from ds_dynatrain.reshard.digest_sides import SideDigests
+from ds_dynatrain.reshard.certificate import SideDigests, agreed
 from ds_dynatrain.space import Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes
 from tests.plan.dense import received

@@ -25,12 +25,11 @@ from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 from ds_dynatrain.extension import backups_of
 from ds_dynatrain.membership.session import Session, VoteResult
-from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.meeting import Outcome, connect, drain, meet
-from ds_dynatrain.reshard.old_state import OldState
-from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.core import EngineCore, OldState
+from ds_dynatrain.reshard.preparation import Outcome, Preparation
 from ds_dynatrain.reshard.restoration import Goal, let_go
 from ds_dynatrain.reshard.swap import Swap
+from ds_dynatrain.reshard.switch import connect, drain, meet
 from ds_dynatrain.space import Layout
 
 

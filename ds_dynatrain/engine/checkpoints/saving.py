@@ -31,12 +31,11 @@ from ds_dynatrain.membership.session import Session
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import rest_carry, shared_carry
-from ds_dynatrain.reshard.census import check_census
-from ds_dynatrain.reshard.certificate import differing
+from ds_dynatrain.reshard.certificate import SideDigests, differing, side_digests
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digest_sides import SideDigests, side_digests
 from ds_dynatrain.reshard.encoding import encode, fingerprint
 from ds_dynatrain.reshard.registration import registration_of
+from ds_dynatrain.reshard.swap import check_census
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 SAVING = "saving"

@@ -21,9 +21,8 @@ from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of, str
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.certificate import agreed
+from ds_dynatrain.reshard.certificate import agreed, side_digests, state_digest
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digest_sides import side_digests, state_digest
 from ds_dynatrain.reshard.registration import regrouping_to
 from ds_dynatrain.reshard.restoration import Goal, StateSource
 from ds_dynatrain.space import WEIGHT, LogicalTensor, Pieces, VirtualParameterSpace, row_of

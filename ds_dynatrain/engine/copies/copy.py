@@ -18,7 +18,7 @@ from ds_dynatrain.errors import LayoutError, TransferError
 from ds_dynatrain.membership.whole import Mark
 from ds_dynatrain.plan import has_one_holder, is_copied
 from ds_dynatrain.plan.copies import is_trained_weight
-from ds_dynatrain.reshard.digest_sides import Digests, only
+from ds_dynatrain.reshard.certificate import Digests, only
 from ds_dynatrain.reshard.encoding import fingerprint
 from ds_dynatrain.space import WEIGHT, Layout, VirtualParameterSpace, of_kind
 from ds_dynatrain.transfer import digest_pieces

@@ -25,9 +25,17 @@ from ds_dynatrain.membership.session import Session
 from ds_dynatrain.membership.whole import Frozen, WholeCopies
 from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_in
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.certificate import Shares, certify, joined, joined_sides, shares
+from ds_dynatrain.reshard.certificate import (
+    Shares,
+    SideDigests,
+    certify,
+    joined,
+    joined_sides,
+    only,
+    shares,
+    side_digests,
+)
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digest_sides import SideDigests, only, side_digests
 from ds_dynatrain.reshard.encoding import blank_tensors, decode
 from ds_dynatrain.reshard.restoration import Goal, StateSource
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, of_kind

@@ -21,9 +21,8 @@ import torch.distributed as td
 
 from ds_dynatrain.exact.bits.bit_records import ExactJob, ExactStep
 from ds_dynatrain.report import EventWriter
-from ds_dynatrain.reshard.certificate import shares
+from ds_dynatrain.reshard.certificate import Digests, shares, side_digests
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digest_sides import Digests, side_digests
 from ds_dynatrain.space import row_of
 
 Int64s = npt.NDArray[np.int64]
