@@ -119,7 +119,16 @@ class Coordinator:
         """Handle a peer that has proved the token. If the peer is refused, send it the reason."""
         self._peers.add(peer)
         try:
-            await self._attend(peer, hello)
+            said = await asyncio.wait_for(self._introduction(peer, hello), GREETING_SECONDS)
+            match said:
+                case Announce():
+                    await self._attend_worker(peer, said)
+                case Agent():
+                    await self._attend_agent(peer, said.node)
+                case Query():
+                    peer.send(self._status(time.monotonic()))
+                case Dismiss():
+                    peer.send(self._dismiss(said))
         except (PeerRefused, MessageError) as error:
             logger.warning("%s: refused: %s", peer.name, error)
             peer.refuse(str(error))
@@ -129,19 +138,6 @@ class Coordinator:
             pass
         finally:
             self._peers.discard(peer)
-
-    async def _attend(self, peer: Peer, hello: Hello) -> None:
-        """Serve a peer from its introduction to its last message."""
-        said = await asyncio.wait_for(self._introduction(peer, hello), GREETING_SECONDS)
-        match said:
-            case Announce():
-                await self._attend_worker(peer, said)
-            case Agent():
-                await self._attend_agent(peer, said.node)
-            case Query():
-                peer.send(self._status(time.monotonic()))
-            case Dismiss():
-                peer.send(self._dismiss(said))
 
     def _dismiss(self, said: Dismiss) -> Dismissed:
         """Ask the workers of a node to leave, and return them.
@@ -207,7 +203,7 @@ class Coordinator:
         before, self._workers[member] = self._workers.get(member), peer
         if before is not None:
             before.abort()
-        self.history.announced(time.monotonic())
+        self.history.goodput.begin(time.monotonic())
         self._stir()
         try:
             while True:
@@ -247,9 +243,7 @@ class Coordinator:
         if self.membership.is_finished:
             raise JobFinished
         peer.name = f"agent of {node}"
-        self.history.announced(time.monotonic())
-        if node in self._agents:
-            logger.warning("%s has connected again before its former connection ended; the new one counts", peer.name)
+        self.history.goodput.begin(time.monotonic())
         self._agents[node] = peer
         self.membership.watched.setdefault(node, time.monotonic())
         for fence in self._owed.pop(node, []):
@@ -287,7 +281,7 @@ class Coordinator:
                 self._act(effect)
             if self.membership.is_finished:
                 end = now + LINGER_SECONDS if end is None else end
-                if (not self._workers and not self._agents) or now > end:
+                if not self.connected or now > end:
                     return
             self._wakes_at = self.membership.deadline
             timer = asyncio.get_running_loop().call_later(self._wakes_at - time.monotonic(), self._stirred.set)
@@ -310,7 +304,7 @@ class Coordinator:
                 self._send_all(encode(Probe(peers=peers)), (member,))
             case Finish(to):
                 logger.info("the job has finished")
-                self.history.finished(time.monotonic())
+                self.history.goodput.end(time.monotonic())
                 self._send_all(encode(Finished()), to)
 
     def _publish(self, world: Generation, to: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_dynatrain.elastic.generation import Generation, Text, WireRecord, nodes_of
-from ds_dynatrain.elastic.messages import Count, Report, Seconds, Switched, Tally
+from ds_dynatrain.elastic.messages import Count, Report, Seconds, Switched, SwitchOutcome
 
 MOST_POINTS = 1024
 MOST_CHANGES = 256
@@ -64,39 +64,6 @@ class Blame:
     stands: bool
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Work of a member since its last report; all times are in seconds.
-
-    steps: number of optimizer steps taken.
-    lost_steps: number of steps taken that no longer count.
-    stepping: time spent in steps.
-    held: time spent at boundaries (the points between two optimizer steps) and in discarded global batches.
-    saving: the part of `held` that was spent on checkpoints.
-    """
-
-    steps: int
-    lost_steps: int
-    stepping: float
-    held: float
-    saving: float
-
-    @classmethod
-    def between(cls, before: Tally, after: Tally, advanced: int) -> Progress:
-        """Return the work between two tallies.
-
-        advanced: the change in the member's step number.
-        """
-        steps = max(0, after.steps - before.steps)
-        return cls(
-            steps=steps,
-            lost_steps=max(0, steps - advanced),
-            stepping=max(0.0, after.stepping_seconds - before.stepping_seconds),
-            held=max(0.0, after.held_seconds - before.held_seconds),
-            saving=max(0.0, after.saving_seconds - before.saving_seconds),
-        )
-
-
 class Goodput:
     """Account of how one job's time was spent. Times are in seconds of the caller's clock."""
 
@@ -122,8 +89,7 @@ class Goodput:
         """Close the account when the job has finished; later calls do nothing."""
         if self._end is None:
             self._end = now
-            for blame, seconds in self._standstills(now):
-                self._lost[blame.cause] += seconds
+            self._lost.update(self.lost(now))
             self.over()
 
     def blame(self, cause: Cause, now: float, stands: bool) -> None:
@@ -142,21 +108,26 @@ class Goodput:
         """Add the duration of a pause that a switch caused, in seconds."""
         self._pause += seconds
 
-    def add(self, made: Progress, now: float) -> float:
+    def add(self, steps: int, lost_steps: int, stepping: float, held: float, saving: float, now: float) -> float:
         """Add the work of the member of rank 0, and return for how many seconds training was stopped.
 
         The member may have missed part of a standstill, so the caller's clock counts as well.
+
+        steps: number of optimizer steps taken; `lost_steps` of them no longer count.
+        stepping: time spent in steps.
+        held: time spent at boundaries (the points between two optimizer steps) and in discarded global batches.
+        saving: the part of `held` that was spent on checkpoints.
         """
-        if made.steps:
-            self._step_seconds = made.stepping / made.steps
-        saving = min(made.saving, made.held)
+        if steps:
+            self._step_seconds = stepping / steps
+        saving = min(saving, held)
         stood = sum(seconds for _, seconds in self._standstills(now))
         pause = max(0.0, self._pause - self._attributed)
-        still = max(made.held - saving, stood - made.stepping if stood else pause)
+        still = max(held - saving, stood - stepping if stood else pause)
         self._lost["UNPRODUCTIVE_CHECKPOINT_SAVE_TIME"] += saving
         self._spread(still, now)
-        wasted = min(made.lost_steps * self._step_seconds, self.productive + made.stepping)
-        self.productive += made.stepping - wasted
+        wasted = min(lost_steps * self._step_seconds, self.productive + stepping)
+        self.productive += stepping - wasted
         self._lost["WASTED_PROGRESS_FROM_DISRUPTION"] += wasted
         return still
 
@@ -249,23 +220,10 @@ class GenerationChange(WireRecord):
     lost_steps: Count = 0
 
 
-class SwitchRecord(WireRecord):
-    """Record of one switch, as reported by the engine's rank 0. Its phases are in the order in which they ran."""
+class SwitchRecord(SwitchOutcome):
+    """Record of one switch. Its phases are in the order in which they ran."""
 
     at: float
-    engine: Count
-    committed: bool
-    step: Count
-    source: str
-    target: str
-    members: Count
-    pause_ms: Seconds
-    certificate_ms: Seconds
-    phases_ms: dict[str, Seconds]
-    bytes_sent: Count
-    bytes_minimum: Count
-    cause: str
-    reason: str
 
 
 @dataclass
@@ -310,17 +268,9 @@ class JobHistory:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def announced(self, now: float) -> None:
-        """Record that an agent or a worker has connected."""
-        self.goodput.begin(now)
-
     def gone(self, member: str) -> None:
         """Forget the last report of a member that has left."""
         self._reports.pop(member, None)
-
-    def finished(self, now: float) -> None:
-        """Record that the job has finished."""
-        self.goodput.end(now)
 
     def published(self, world: Generation, term: str, now: float) -> None:
         """Record a new generation.
@@ -358,8 +308,7 @@ class JobHistory:
         if member != self._leader or world is None or before is None:
             return
         if before.tally != said.tally or before.step != said.step:
-            made = Progress.between(before.tally, said.tally, said.step - before.step)
-            self._go_on(made, said, world, now)
+            self._go_on(before, said, world, now)
 
     def switched(self, said: Switched, now: float) -> None:
         """Record the outcome of a switch. Repeated reports are ignored: a member sends its last ones again after it has
@@ -384,29 +333,37 @@ class JobHistory:
 
     # -- what follows ------------------------------------------------------------------------------------------------
 
-    def _go_on(self, made: Progress, said: Report, world: Generation, now: float) -> None:
-        still, samples = self.goodput.add(made, now), max(0, said.tally.samples - self.samples)
+    def _go_on(self, before: Report, said: Report, world: Generation, now: float) -> None:
+        """Add what rank 0 has done between two reports."""
+        old, new = before.tally, said.tally
+        steps = max(0, new.steps - old.steps)
+        lost_steps = max(0, steps - (said.step - before.step))
+        stepping = max(0.0, new.stepping_seconds - old.stepping_seconds)
+        held = max(0.0, new.held_seconds - old.held_seconds)
+        saving = max(0.0, new.saving_seconds - old.saving_seconds)
+        still = self.goodput.add(steps, lost_steps, stepping, held, saving, now)
+        samples = max(0, new.samples - self.samples)
         if self._first_step is None:
-            self._first_step, samples = said.step - made.steps, 0
-        self.counts.lost_steps += made.lost_steps
-        self.counts.saved_member_seconds = said.tally.saved_member_seconds
+            self._first_step, samples = said.step - steps, 0
+        self.counts.lost_steps += lost_steps
+        self.counts.saved_member_seconds = new.saved_member_seconds
         self.counts.samples += samples
-        has_stepped = made.steps > 0 or said.step > self.step
-        self.step = max(self.step - made.lost_steps, said.step)
+        if steps or said.step > self.step:
+            self.stepped_at = now
+        self.step = max(self.step - lost_steps, said.step)
         self.counts.steps = self.step + self.counts.lost_steps - self._first_step
-        self.samples = said.tally.samples
-        self.stepped_at = now if has_stepped else self.stepped_at
-        self._note(Point(now, said.step, len(world.members), made.steps, samples, made.stepping, made.stepping + still))
-        if said.tally.generation >= world.generation:
+        self.samples = new.samples
+        self._note(Point(now, said.step, len(world.members), steps, samples, stepping, stepping + still))
+        if new.generation >= world.generation:
             self.goodput.over()
-        self._entered(said.tally.generation, still, made.lost_steps)
+        self._entered(new.generation, still, lost_steps)
 
     def _entered(self, generation: int, still: float, lost_steps: int) -> None:
         """Record the cost of entering a generation, even if the next one has already been published."""
-        place = next((at for at, one in enumerate(self.changes) if one.generation == generation), None)
-        if place is not None and self.changes[place].still_seconds is None:
-            cost = {"still_seconds": still, "lost_steps": lost_steps}
-            self.changes[place] = self.changes[place].model_copy(update=cost)
+        for place, one in enumerate(self.changes):
+            if one.generation == generation and one.still_seconds is None:
+                cost = {"still_seconds": still, "lost_steps": lost_steps}
+                self.changes[place] = one.model_copy(update=cost)
 
     def _note(self, point: Point) -> None:
         self._open = point if self._open is None else self._open.then(point)
@@ -415,9 +372,8 @@ class JobHistory:
         self.points.append(self._open)
         self._open = None
         if len(self.points) > MOST_POINTS:
-            whole = list(self.points)
-            pairs = zip(whole[::2], whole[1::2], strict=False)
-            self.points = deque([one.then(other) for one, other in pairs])
+            later = iter(self.points)
+            self.points = deque(one.then(other) for one, other in zip(later, later, strict=False))
             self._spacing *= 2
 
 

@@ -196,13 +196,10 @@ class Report(WireRecord):
     tally: Tally = Tally()
 
 
-class Switched(WireRecord):
-    """Outcome of an engine's switch, as the worker of rank 0 reports it."""
+class SwitchOutcome(WireRecord):
+    """Outcome of an engine's switch."""
 
-    kind: Literal["switched"] = "switched"
     engine: Count = 1
-    number: Count
-    """Number of the switch, unique within its engine."""
     committed: bool
     step: Count
     source: Words
@@ -218,6 +215,14 @@ class Switched(WireRecord):
     cause: Words = ""
     reason: Words = ""
     """Reason why the switch was rolled back; empty if it was not."""
+
+
+class Switched(SwitchOutcome):
+    """Outcome of a switch, as the worker of rank 0 reports it."""
+
+    kind: Literal["switched"] = "switched"
+    number: Count
+    """Number of the switch, unique within its engine."""
 
 
 class Probed(WireRecord):

@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import Generic, Literal, TypeVar, get_args
 
 from ds_dynatrain.elastic.generation import NO_WORLD, WireRecord, nodes_of
-from ds_dynatrain.elastic.history import MEANING, Cause, Counts, GenerationChange, JobHistory, Point, SwitchRecord
+from ds_dynatrain.elastic.history import MEANING, Cause, Counts, GenerationChange, JobHistory, SwitchRecord
 from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
     MOST_PARTED,
@@ -97,7 +97,7 @@ def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
     """
     counts, ago = history.counts, wall - now
     quiet = None if history.stepped_at is None else max(0.0, now - history.stepped_at)
-    usual = _usual_seconds(history)
+    usual = max((each.seconds / each.steps for each in list(history.points)[-8:]), default=0.0)
     state, why = standing(status, quiet, usual)
     failures = counts.changes["failure"] + counts.changes["restore"]
     return View(
@@ -117,26 +117,18 @@ def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
             max_productive_step=history.step,
         ),
         counts=deepcopy(counts),
-        points=tuple(_point(each, ago) for each in history.points),
+        points=tuple(
+            PointView(
+                at=each.at + ago,
+                step=each.step,
+                size=each.size,
+                step_seconds=each.stepping / each.steps,
+                samples_per_second=each.samples / each.seconds if each.seconds else 0.0,
+            )
+            for each in history.points
+        ),
         changes=tuple(each.model_copy(update={"at": each.at + ago}) for each in history.changes),
         switches=tuple(each.model_copy(update={"at": each.at + ago}) for each in history.switches),
-    )
-
-
-def _usual_seconds(history: JobHistory) -> float:
-    """Return the usual duration of a step in seconds: the longest time per step in the last eight points of the
-    history."""
-    last = list(history.points)[-8:]
-    return max((each.seconds / each.steps for each in last), default=0.0)
-
-
-def _point(point: Point, ago: float) -> PointView:
-    return PointView(
-        at=point.at + ago,
-        step=point.step,
-        size=point.size,
-        step_seconds=point.stepping / point.steps,
-        samples_per_second=point.samples / point.seconds if point.seconds else 0.0,
     )
 
 
@@ -217,12 +209,11 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
     """Return the status at time `now`. Workers with a rank come first, in the order of their ranks; the others follow
     by name."""
     world = membership.world or NO_WORLD
-    place = {member: rank for rank, member in enumerate(world.members)}
     members = [
         MemberStatus(
             member=entry.member,
             phase=membership.phase(entry),
-            rank=place.get(entry.member),
+            rank=world.rank(entry.member),
             pid=entry.pid,
             heard_seconds=max(0.0, now - entry.heard),
             **entry.report.model_dump(include=REPORTED),
@@ -241,6 +232,8 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
         for each, at in membership.changes
     )
     parted = sorted(membership.links.parted)
+    started = nodes_of(membership.roster.members)
+    starting = sorted((since, node) for node, since in membership.watched.items() if node not in started)
     return Status(
         job=job,
         term=membership.term,
@@ -251,17 +244,10 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
         finished=membership.is_finished,
         ranks=world.members,
         members=tuple(members),
-        starting=_starting(membership, now),
+        starting=tuple(StartingNode(node=node, seconds=max(0.0, now - since)) for since, node in starting),
         changes=changes,
         parted=tuple(f"{one} and {other} do not reach each other" for one, other in parted[:MOST_PARTED]),
     )
-
-
-def _starting(membership: MembershipStateMachine, now: float) -> tuple[StartingNode, ...]:
-    """Return the nodes whose agent is connected and that have no worker yet, longest waiting first."""
-    started = nodes_of(membership.roster.members)
-    waiting = sorted((since, node) for node, since in membership.watched.items() if node not in started)
-    return tuple(StartingNode(node=node, seconds=max(0.0, now - since)) for since, node in waiting)
 
 
 class Feed(Generic[Value]):

@@ -45,7 +45,7 @@ class Told:
 
     def come(self, *members: str) -> None:
         for member in members:
-            self.history.announced(self.now)
+            self.history.goodput.begin(self.now)
             self.tallies[member] = Tally()
             self.history.reported(member, Report(ready=True), self.world, self.now)
 
