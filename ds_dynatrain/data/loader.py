@@ -23,7 +23,6 @@ The loader of evaluation data has no position and no boundary, and returns the s
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from ds_dynatrain.data.batch import BatchArithmetic, Slot
 from ds_dynatrain.data.order import Cursor, EpochOrder
-from ds_dynatrain.data.source import DataSource, in_epoch
+from ds_dynatrain.data.source import DataSource, Sample
 from ds_dynatrain.data.workers import apart, like_stock, without_collection
 from ds_dynatrain.errors import DataError
 
@@ -92,10 +91,9 @@ class LoaderHost(Protocol):
         waiting.
         """
 
-    def deal(self, slot: Slot, first: bool, last: bool) -> None:
+    def deal(self, slot: Slot, last: bool) -> None:
         """Record the slot of the micro-batch that is about to be returned.
 
-        first: whether the micro-batch is the first one of its global batch.
         last: whether the micro-batch is the last one of its global batch.
         """
 
@@ -369,16 +367,11 @@ class Pass(Iterator[Any]):
     def __next__(self) -> Any:
         with self._host.turn():
             self.reach_boundary()
-            loader = self.loader
-            first, last, slot = loader._micro == 0, self._at_last, self._window[loader._micro]
+            return self._draw(self._deal).data
 
-            def deal() -> None:
-                self._host.deal(slot, first, last)
-                loader.samples = slot.samples
-
-            batch = self._take(deal)
-            self._advance(last)
-            return batch
+    def _deal(self, slot: Slot, last: bool) -> None:
+        self._host.deal(slot, last)
+        self.loader.samples = slot.samples
 
     def next_window(self) -> tuple[MicroBatch, ...]:
         """Return this rank's micro-batches of the next whole global batch.
@@ -395,28 +388,14 @@ class Pass(Iterator[Any]):
         with self._host.turn():
             while not (drawn and drawn[-1].is_last):
                 self.reach_boundary()
-                is_first = loader._micro == 0  # a boundary may have set the loader back
-                if is_first:
+                if not loader.mid_window:  # a boundary may have set the loader back
                     drawn.clear()
-                slot, last = self._window[loader._micro], self._at_last
-                batch = self._take((lambda: self._host.open_batch(self._window)) if is_first else lambda: None)
-                drawn.append(MicroBatch(batch, slot, last, self._key[0]))
-                self._advance(last)
+                drawn.append(self._draw(self._open))
         return tuple(drawn)
 
-    @property
-    def _at_last(self) -> bool:
-        return self.loader._micro + 1 == len(self._window)
-
-    def _advance(self, last: bool) -> None:
-        """Move the position past the micro-batch that is being returned.
-
-        last: whether this micro-batch ends its global batch.
-        """
-        loader = self.loader
-        self._stands = loader.is_under_way = False
-        loader._micro = 0 if last else loader._micro + 1
-        loader._at = loader._at.advance() if last else loader._at
+    def _open(self, slot: Slot, last: bool) -> None:
+        if not self.loader.mid_window:
+            self._host.open_batch(self._window)
 
     def close(self) -> None:
         """Drop the torch loader. Its worker processes end once nothing refers to the loader any longer."""
@@ -455,10 +434,14 @@ class Pass(Iterator[Any]):
         loader._at, loader.is_under_way, loader._live = loader._at.next_epoch(), False, None
         raise StopIteration
 
-    def _take(self, announce: Callable[[], None]) -> Any:
-        """Call `announce`, and return the next micro-batch. After an error the next call reads the same micro-batch
-        again."""
+    def _draw(self, announce: Callable[[Slot, bool], None]) -> MicroBatch:
+        """Return the next micro-batch, and move the position past it. After an error the next call reads the same
+        micro-batch again.
+
+        announce: called, before the position moves, with the slot and whether it ends its global batch.
+        """
         loader, host = self.loader, self._host
+        slot, is_last = self._window[loader._micro], loader._micro + 1 == len(self._window)
         if host.generation != self._key[0]:
             raise DataError(
                 f"loader {loader.name!r}: generation {self._key[0]} became {host.generation} in the middle of a "
@@ -470,7 +453,7 @@ class Pass(Iterator[Any]):
             batch = next(self._fetch)
             if loader.post_process is not None:
                 batch = loader.post_process(batch, loader.order.state(loader.order_epoch, loader._at.step))
-            announce()
+            announce(slot, is_last)
         except StopIteration as error:
             self.close()
             raise DataError(
@@ -480,7 +463,10 @@ class Pass(Iterator[Any]):
         except BaseException:
             self.close()
             raise
-        return batch
+        self._stands = loader.is_under_way = False
+        loader._micro = 0 if is_last else loader._micro + 1
+        loader._at = loader._at.advance() if is_last else loader._at
+        return MicroBatch(batch, slot, is_last, self._key[0])
 
     def _start(self) -> Iterator[Any]:
         """Return this rank's remaining micro-batches of the epoch, from the current torch loader or a new one."""
@@ -506,20 +492,17 @@ class _Remaining:
         self._host = host
 
     def __iter__(self) -> Iterator[list[Any]]:
-        rest: Iterator[list[Any]] = self._indices(self._loader._at.step, self._host.batch, self._host.data_rank)
-        if self._loader.source.seeds_samples:
-            rest = in_epoch(self._loader._at.epoch, rest)
-        return itertools.islice(rest, self._loader._micro, None)
-
-    def _indices(self, step: int, batch: BatchArithmetic, rank: int) -> Iterator[list[int]]:
-        """Yield the data set's indices of each micro-batch, starting with global batch `step`."""
+        loader, batch, rank = self._loader, self._host.batch, self._host.data_rank
+        at, dealt = loader._at, loader._micro
         rows: dict[int, list[torch.Tensor]] = {}
-        for chosen in self._loader.order.batches(self._loader.order_epoch, step):
+        for chosen in loader.order.batches(loader.order_epoch, at.step):
             samples = len(chosen)
             if samples not in rows:
                 rows[samples] = [torch.tensor(slot.positions) for slot in batch.deal(samples).rank(rank)]
-            for positions in rows[samples]:
-                yield chosen[positions].tolist()
+            for positions in rows[samples][dealt:]:
+                indices = chosen[positions].tolist()
+                yield [Sample(at.epoch, index) for index in indices] if loader.source.seeds_samples else indices
+            dealt = 0
 
 
 class EvaluationLoader(Loader):

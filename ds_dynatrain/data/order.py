@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -49,19 +50,18 @@ class Cursor:
 
     def to_dict(self) -> dict[str, int]:
         """Return the cursor as plain integers, for a checkpoint or a joining member."""
-        return {"epoch": self.epoch, "step": self.step}
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, object]) -> Cursor:
+    def from_dict(cls, state: Mapping[str, Any]) -> Cursor:
         """Return the cursor that `to_dict` wrote. Raises `DataError` if a field is missing or is not an integer."""
-        fields = {name: state.get(name) for name in ("epoch", "step")}
-        numbers = {name: value for name, value in fields.items() if isinstance(value, int)}
-        if len(numbers) < len(fields):
+        try:
+            return cls(index(state["epoch"]), index(state["step"]))
+        except (KeyError, TypeError):
             raise DataError(
-                f"a position in the data needs the integers epoch and step, not {fields}; give what state_dict() "
+                f"a position in the data needs the integers epoch and step, not {dict(state)}; give what state_dict() "
                 "returned"
-            )
-        return cls(**numbers)
+            ) from None
 
 
 @dataclass(frozen=True)

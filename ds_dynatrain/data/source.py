@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,11 +52,6 @@ class SeededSamples:
         np.random.seed(seed % 2**32)
         random.seed(seed)
         return self._dataset[sample.place]
-
-
-def in_epoch(epoch: int, indices: Iterable[list[int]]) -> Iterator[list[Sample]]:
-    """Convert each list of indices to a list of samples of this epoch."""
-    return ([Sample(epoch, index) for index in each] for each in indices)
 
 
 STOCK_WORKERS = 2

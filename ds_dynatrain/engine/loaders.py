@@ -111,7 +111,7 @@ class Loaders:
             "global batches, which loader.windows() gives"
         )
 
-    def deal(self, slot: Slot, first: bool, last: bool) -> None:
+    def deal(self, slot: Slot, last: bool) -> None:
         """Record the slot (weight and number of samples) of the micro-batch that a train loader is about to return."""
         host = self.engine.host
         host.slot_weight, host.slot_is_borrowed = slot.weight, slot.is_borrowed
@@ -147,7 +147,7 @@ class Loaders:
                     f"engine.micro_batch: the world of generation {one.generation} dealt it, and this is generation "
                     f"{self.generation}; draw the next global batch"
                 )
-            self.deal(one.slot, False, one.is_last)
+            self.deal(one.slot, one.is_last)
             self.engine.host.loss_is_divided = is_divided
         try:
             yield

@@ -20,7 +20,7 @@ class Member:
     def __init__(self, job: Job, member: int) -> None:
         self.job = job
         self.member = member
-        self.dealt: list[tuple[Slot, bool, bool]] = []
+        self.dealt: list[tuple[Slot, bool]] = []
         self.opened: list[tuple[Slot, ...]] = []
         self.boundaries = 0
         self.takes_part = True
@@ -64,8 +64,8 @@ class Member:
         if woken:
             loader.load_state_dict(self.job.state)
 
-    def deal(self, slot: Slot, first: bool, last: bool) -> None:
-        self.dealt.append((slot, first, last))
+    def deal(self, slot: Slot, last: bool) -> None:
+        self.dealt.append((slot, last))
 
     def open_batch(self, slots: Sequence[Slot]) -> None:
         self.opened.append(tuple(slots))
@@ -138,6 +138,6 @@ class Team:
         for _ in range(count - 1):
             samples = next(self.passes[taken.member])
             taken.slots.append((host.dealt[-1][0], samples))
-        if [flags for _, *flags in host.dealt[-count:]] != [[at == 0, at == count - 1] for at in range(count)]:
-            raise AssertionError(f"member {taken.member}: first and last are wrong: {host.dealt[-count:]}")
+        if [last for _, last in host.dealt[-count:]] != [at == count - 1 for at in range(count)]:
+            raise AssertionError(f"member {taken.member}: last is wrong: {host.dealt[-count:]}")
         return taken

@@ -171,7 +171,7 @@ def test_an_idle_member_asks_for_work_even_where_its_own_epoch_is_over(step: int
 class Restless(Member):
     """A member whose generation changes without a boundary."""
 
-    def deal(self, slot: Slot, first: bool, last: bool) -> None:
+    def deal(self, slot: Slot, last: bool) -> None:
         self.generation += 1
 
 

@@ -24,7 +24,7 @@ def make(member: int = 0, world: int = 3, batch: int = 8, limit: int = 2) -> tup
 @pytest.mark.parametrize("member", range(3))
 def test_they_hold_what_next_gives(member: int) -> None:
     (one_by_one, host), (at_once, other) = make(member), make(member)
-    singles = [(batch, host.dealt[-1][0], host.dealt[-1][2]) for batch in one_by_one]
+    singles = [(batch, host.dealt[-1][0], host.dealt[-1][1]) for batch in one_by_one]
     windows = list(at_once.windows())
     assert [(one.data, one.slot, one.is_last) for window in windows for one in window] == singles
     assert len(at_once.windows()) == len(windows) == 3
