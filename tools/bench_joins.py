@@ -300,7 +300,7 @@ def decisions(count: int) -> list[list[object]]:
 
     def report(**fields: object) -> None:
         report = Report(ready=True).model_copy(update=fields)
-        for member in machine_.roster.members:
+        for member in machine_.roster:
             machine_.report(member, report, 0.4)
 
     report()

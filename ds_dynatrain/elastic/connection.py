@@ -41,7 +41,6 @@ from ds_dynatrain.elastic.messages import (
     Refused,
     Status,
     Welcome,
-    Whole,
     body_length,
     decode,
     encode,
@@ -191,14 +190,12 @@ class Connection:
         """Return the next message; a generation always comes in full, as `Changed`.
 
         Raises PeerRefused if the message is a refusal, JobFinished if it says that the job has finished, TimeoutError
-        after `seconds`, ConnectionError at the end of the connection, and MessageError if the message is malformed or
-        was not sent by the coordinator.
+        after `seconds`, ConnectionError at the end of the connection, and MessageError if the message is malformed, was
+        not sent by the coordinator, or is a generation that cannot be verified.
         """
-        while True:
-            message = self._in_full(self._proved(*self._next(seconds)))
-            if message is not None:
-                _raise_refusal(message)
-                return message
+        message = self._proved(*self._next(seconds))
+        _raise_refusal(message)
+        return message
 
     def read(self) -> None:
         """Read from the socket once, and wait if no data has arrived yet.
@@ -219,9 +216,9 @@ class Connection:
     def messages(self) -> list[Message]:
         """Return all messages that were read but not yet returned. Raises MessageError under the same conditions as
         `receive`."""
-        messages = [self._in_full(self._proved(*frame)) for frame in self._frames]
+        messages = [self._proved(*frame) for frame in self._frames]
         self._frames.clear()
-        return [message for message in messages if message is not None]
+        return messages
 
     def close(self) -> None:
         """Close the socket; a second call is harmless."""
@@ -237,25 +234,15 @@ class Connection:
             self.read()
         return self._frames.popleft()
 
-    def _in_full(self, message: Message) -> Message | None:
-        """Return a message, and `Changed` in place of `Amended`.
-
-        Returns None if the generation cannot be verified, and asks the coordinator for the whole.
-        """
+    def _proved(self, wire: bytes, tag: bytes) -> Message:
+        """Return a message of the coordinator, and `Changed` in place of `Amended`."""
+        self._channel.check(wire, tag)
+        message = decode(wire[HEADER.size :])
         if isinstance(message, Amended):
-            try:
-                message = Changed(world=message.change.apply(self._told))
-            except MessageError as error:
-                logger.warning("%s; the coordinator is asked for the whole", error)
-                self.send(Whole())
-                return None
+            message = Changed(world=message.change.apply(self._told))
         if isinstance(message, Changed):
             self._told = message.world
         return message
-
-    def _proved(self, wire: bytes, tag: bytes) -> Message:
-        self._channel.check(wire, tag)
-        return decode(wire[HEADER.size :])
 
 
 def _raise_refusal(message: Message) -> None:

@@ -21,7 +21,6 @@ from ds_dynatrain.elastic.messages import (
     Agent,
     Amended,
     Announce,
-    Beat,
     Bye,
     Changed,
     Dismiss,
@@ -37,7 +36,6 @@ from ds_dynatrain.elastic.messages import (
     Status,
     Switched,
     Welcome,
-    Whole,
     encode,
 )
 from ds_dynatrain.elastic.roster import Effect, Finish, GiveUpMember, ProbeMembers, Publish
@@ -153,7 +151,7 @@ class Coordinator:
         if said.is_spare and node == self.host_node:
             raise PeerRefused("its agent hosts the coordinator; run ds-dynatrain coordinator to have one apart")
         world = self.membership.world
-        staying = [each.member for each in self.membership.roster if not each.report.leaving]
+        staying = [each.member for each in self.membership.roster.values() if not each.report.leaving]
         stay = nodes_of(staying if world is None else {*staying} & {*world.members}) - self._dismissed - {node}
         if said.is_spare and len(stay) < least:
             raise PeerRefused(f"the nodes that stay would be {len(stay)}, and MIN is {least}")
@@ -217,9 +215,6 @@ class Coordinator:
                         return
                     case Switched():
                         self.history.switched(message, now)
-                    case Whole():
-                        if peer.told is not None:
-                            peer.send(Changed(world=peer.told))
                     case Probed():
                         self.membership.probed(member, message, now)
                     case Report():
@@ -227,7 +222,7 @@ class Coordinator:
                         self.history.reported(member, message, self.membership.world, now)
                         self._stir()
                     case _:
-                        raise MessageError(f"{message.kind}: a worker sends report, switched, probed, whole or bye")
+                        raise MessageError(f"{message.kind}: a worker sends report, switched, probed or bye")
         except (PeerRefused, MessageError) as error:
             if self._workers.get(member) is peer:
                 self.membership.lost(member, str(error), time.monotonic())
@@ -255,8 +250,8 @@ class Coordinator:
                     if message.failed:
                         self.membership.failed(node, time.monotonic())
                     return
-                if not isinstance(message, Beat):
-                    raise MessageError(f"{message.kind}: an agent sends beat or bye")
+                if not isinstance(message, Agent):
+                    raise MessageError(f"{message.kind}: an agent sends agent or bye")
         finally:
             if self._agents.get(node) is peer:
                 del self._agents[node], self.membership.watched[node]

@@ -71,7 +71,7 @@ class HostLinks:
         """
         if now < self._probe_at:
             return []
-        speakers = {entry.host: entry for entry in reversed(list(roster)) if entry.host}
+        speakers = {entry.host: entry for entry in reversed(roster.values()) if entry.host}
         standing = {roster[one].host for one in there} if self.stands_still(now) else set[str]()
         doubted = self._doubted()
         slower = min(2 * self._pause, RAREST * self._seconds)

@@ -162,7 +162,7 @@ class MembershipStateMachine:
         """Return whether an announcement comes from a known process: one in the roster, or one that was given up only
         for silence."""
         missed = self._missed.get(member)
-        entry = self.roster[member] if member in self.roster else None if missed is None else missed.entry
+        entry = self.roster.get(member) or (None if missed is None else missed.entry)
         return entry is not None and said.nonce != "" and (entry.pid, entry.nonce) == (said.pid, said.nonce)
 
     def _hear_again(self, member: str, now: float) -> None:
@@ -219,7 +219,7 @@ class MembershipStateMachine:
         before = self.roster[member].report
         if self._takes_part(member) and (said.step, said.entered) != (before.step, before.entered):
             self.links.move(now)
-        if self.roster.update(member, said, now):
+        if self.roster.report(member, said, now):
             if _answered(said) >= newest:
                 self._mute.pop(member, None)
             if self._recovery is None or member not in self._recovery.told:  # otherwise the world is another job's
@@ -231,7 +231,7 @@ class MembershipStateMachine:
     def _break(self, member: str, said: Report) -> None:
         """Record that a member's collective in the current generation has failed or hung."""
         if said.hung and not self._is_hang:
-            step = max(entry.report.step for entry in self.roster)
+            step = max(entry.report.step for entry in self.roster.values())
             self._hangs = self._hangs + 1 if abs(step - self._hung_at) <= HANG_STEPS else 1
             self._hung_at, self._is_hang = step, True
             self._breach = f"a collective has not ended on {member}: {said.hung}"
@@ -271,7 +271,7 @@ class MembershipStateMachine:
 
         A process does not know its exit code when it says good-bye, so it may have reported a regular end before.
         """
-        for member in () if self.is_finished else (*self._done, *self.roster.members):
+        for member in () if self.is_finished else (*self._done, *self.roster):
             if node_of(member) == node:
                 self._done.discard(member)
                 self._remove(member)
@@ -327,7 +327,7 @@ class MembershipStateMachine:
         effects += self._give_up_unreached(now)
         if not self.is_finished:
             effects += self.links.probes(self.roster, self._present(self._world.everyone), now)
-        if self._is_overdue(now) or (self._may_rejoin and any(map(self._was_left_behind, self.roster.members))):
+        if self._is_overdue(now) or (self._may_rejoin and any(map(self._was_left_behind, self.roster))):
             self._note(now)
         if self._decide_at is not None and now >= self._decide_at and not self.is_finished:
             self._decide_at = None
@@ -349,7 +349,7 @@ class MembershipStateMachine:
         if self._is_cut_off(now):
             self._held_at = now
         most = self.settings.silent_seconds
-        for entry in list(self.roster):
+        for entry in list(self.roster.values()):
             silence = now - entry.heard
             if min(silence, now - self._held_at) > most or silence > ORPHAN_SECONDS:
                 reason = f"no heartbeat for {ORPHAN_SECONDS if silence > ORPHAN_SECONDS else most:g} s"
@@ -364,7 +364,7 @@ class MembershipStateMachine:
     def _is_cut_off(self, now: float) -> bool:
         """Return whether more than half of the world is quiet, which means that the coordinator's own link is at
         fault."""
-        there = [one for one in self.roster if self._takes_part(one.member)] or list(self.roster)
+        there = [one for one in self.roster.values() if self._takes_part(one.member)] or list(self.roster.values())
         return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
 
     def _part_with_missed(self, now: float) -> list[GiveUpMember]:
@@ -386,7 +386,7 @@ class MembershipStateMachine:
         most, failed = self.settings.stuck_seconds, self._mute
         if not most:
             return []
-        there = [entry for entry in self.roster if self._takes_part(entry.member)]
+        there = [entry for entry in self.roster.values() if self._takes_part(entry.member)]
         # a member that has taken no step yet counts as stuck only while all others wait for it
         is_needed = self._world.change == "failure" and not self._is_entered
         hung = [one.member for one in there if one.report.blocked_seconds >= most and (one.report.step or is_needed)]
@@ -463,7 +463,7 @@ class MembershipStateMachine:
         started = dict.fromkeys(self._world.everyone)
         if world is None:
             return []
-        back = [entry for entry in self.roster if entry.member in told]
+        back = [entry for entry in self.roster.values() if entry.member in told]
         if started and not any(entry.report.entered or entry.member not in recovery.reported for entry in back):
             outside = [one.member for one in back if one.member not in started]
             return [*self._give_up(dict.fromkeys(outside, self._goes_on), now)]
@@ -472,7 +472,7 @@ class MembershipStateMachine:
         self._is_starter, self._newest = False, max(self._newest, world.generation)
         self.links.move(now)
         self._done.difference_update(started)
-        said = [(entry.member, entry.report) for entry in self.roster if self._takes_part(entry.member)]
+        said = [(entry.member, entry.report) for entry in self.roster.values() if self._takes_part(entry.member)]
         self._entered = max((report.entered for _, report in said), default=0)
         self._has_begun = world.begun or any(report.step for _, report in said)
         self._note(now)
@@ -481,7 +481,7 @@ class MembershipStateMachine:
                 self._break(member, report)
         stay = [entry.member for entry in back if entry.member not in started and self._may_stay(entry, recovery)]
         present = self._present(dict.fromkeys((*world.everyone, *stay)))
-        over = [one for one in self.roster.members if one in started or (one in told and one not in present)]
+        over = [one for one in self.roster if one in started or (one in told and one not in present)]
         effects: list[Effect] = [*self._give_up(dict.fromkeys(over, self._goes_on), now)]
         effects += [GiveUpMember(one, self._missed.pop(one).entry.pid, self._gone[one]) for one in begun_here]
         effects += self._miss(now)
@@ -596,9 +596,8 @@ class MembershipStateMachine:
         Members that the old generation lists as leaving are included even if they have not reported yet that they
         leave.
         """
-        told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
-        back = tuple(one for one in self._back if one in self.roster and self._is_leaving(one))
-        return tuple(dict.fromkeys((*told, *self._present(old.leaving), *back)))
+        known = dict.fromkeys((*self._in_order(old.members), *old.leaving, *self._back))
+        return tuple(one for one in self._present(known) if self._is_leaving(one) or one in old.leavers)
 
     def _is_leaving(self, member: str) -> bool:
         return self.roster[member].report.leaving
@@ -708,11 +707,13 @@ class MembershipStateMachine:
     def _finish(self) -> list[Finish]:
         """End the job when some scripts have ended and none of the remaining workers has ever been in a world."""
         is_watched = any(node_of(member) in self.watched for member in self._done)  # an agent may say that they failed
-        there = [entry.report for entry in self.roster if self._works(entry.member) and not entry.report.leaving]
+        there = [
+            entry.report for entry in self.roster.values() if self._works(entry.member) and not entry.report.leaving
+        ]
         if self.is_finished or not self._done or is_watched or any(report.entered for report in there):
             return []
         self.is_finished = True
-        return [Finish(tuple(entry.member for entry in self.roster))]
+        return [Finish(tuple(self.roster))]
 
     # -- small things ------------------------------------------------------------------------------------------------
 

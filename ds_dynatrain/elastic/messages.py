@@ -7,12 +7,12 @@ it.
 
 A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`.
 All messages from `Hello` on are authenticated. A worker goes on with one `Announce`. It sends `Report` as its heartbeat
-and whenever something has changed, `Probed` in answer to each `Probe`, and `Bye` at its end. An agent sends one
-`Agent`, followed by `Beat`. A peer that only asks a question sends `Query` or `Dismiss`. The coordinator sends
+and whenever something has changed, `Probed` in answer to each `Probe`, and `Bye` at its end. An agent sends `Agent`,
+once and as its heartbeat. A peer that only asks a question sends `Query` or `Dismiss`. The coordinator sends
 `Changed`, `Amended`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`.
 
 A worker hears of its first generation over a connection in full, and of later ones as a change. It checks the result
-against a digest, and asks for the whole by `Whole` if they differ; it never acts on anything unchecked.
+against a digest, and connects anew if they differ; it never acts on anything unchecked.
 
 A report has the whole state of its worker, so a lost or repeated report does no harm. `Switched` is for people only:
 the worker of rank 0 sends one for each switch, and repeats the last ones to a new coordinator, which recognizes them by
@@ -38,7 +38,7 @@ from ds_dynatrain.elastic.generation import (
 )
 from ds_dynatrain.errors import MessageError
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the protocol; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
 """The maximum size in bytes of a message from a peer that has not yet proved the token."""
@@ -249,16 +249,10 @@ class Bye(WireRecord):
 
 
 class Agent(WireRecord):
-    """Introduction of a node's agent, which can end a hanging worker."""
+    """Introduction of a node's agent, which can end a hanging worker, and its heartbeat."""
 
     kind: Literal["agent"] = "agent"
     node: NodeId
-
-
-class Beat(WireRecord):
-    """Heartbeat of an agent."""
-
-    kind: Literal["beat"] = "beat"
 
 
 class Query(WireRecord):
@@ -296,12 +290,6 @@ class Amended(WireRecord):
 
     kind: Literal["amended"] = "amended"
     change: Amendment
-
-
-class Whole(WireRecord):
-    """Request of a worker for the newest generation in full, because it could not verify a change."""
-
-    kind: Literal["whole"] = "whole"
 
 
 class Leave(WireRecord):
@@ -388,7 +376,7 @@ class Status(WireRecord):
     """Descriptions of the pairs of hosts that cannot reach each other."""
 
 
-FromPeer = Hello | Announce | Report | Switched | Probed | Whole | Bye | Agent | Beat | Query | Dismiss
+FromPeer = Hello | Announce | Report | Switched | Probed | Bye | Agent | Query | Dismiss
 ToWorker = Changed | Amended | Leave | Probe | Finished
 FromCoordinator = Challenge | Welcome | Refused | ToWorker | Fence | Status | Dismissed
 Message = FromPeer | FromCoordinator

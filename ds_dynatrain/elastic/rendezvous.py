@@ -25,7 +25,7 @@ from ds_dynatrain.elastic.address import Address, Endpoint, read_endpoint
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, retry_pause
 from ds_dynatrain.elastic.environment import LOCAL_RANK, NODE, WorkerPlace, hand_over, job_token, new_node
 from ds_dynatrain.elastic.hosting import CoordinatorHost
-from ds_dynatrain.elastic.messages import Agent, Beat, Bye, Fence
+from ds_dynatrain.elastic.messages import Agent, Bye, Fence
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.elastic.token import Reading
@@ -225,7 +225,7 @@ class AgentLine:
         """Send heartbeats and end workers on request, until the connection breaks or `close` is called."""
         beat = self._connection.welcome.beat_seconds
         while not self._ended.is_set():
-            self._connection.send(Beat())
+            self._connection.send(Agent(node=self._node))
             try:
                 message = self._connection.receive(min(beat, RETRY_SECONDS))
             except TimeoutError:

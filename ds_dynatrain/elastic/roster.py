@@ -4,7 +4,7 @@ the membership's decisions."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -82,34 +82,13 @@ class RosterEntry:
         return self.report.ready and not self.report.leaving and self.report.engines != "building"
 
 
-class Roster:
-    """The workers that count as alive, keyed by id, and the same ones by node."""
+class Roster(dict[str, RosterEntry]):
+    """The workers that count as alive, keyed by id in the order in which they were added, and the same ones by node."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, RosterEntry] = {}
+        super().__init__()
         self._nodes: defaultdict[str, dict[str, RosterEntry]] = defaultdict(dict)
         self._arrivals = 0
-
-    def __contains__(self, member: object) -> bool:
-        return member in self._entries
-
-    def __getitem__(self, member: str) -> RosterEntry:
-        return self._entries[member]
-
-    def __iter__(self) -> Iterator[RosterEntry]:
-        return iter(self._entries.values())
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Ids of the workers, in the order in which they were added."""
-        return tuple(self._entries)
-
-    def on(self, node: str) -> list[RosterEntry]:
-        """Return the workers of a node."""
-        return list(self._nodes.get(node, {}).values())
 
     def add(self, said: Announce, now: float) -> RosterEntry:
         """Add a worker. Raises PeerRefused if its announcement is invalid or contradicts another worker's."""
@@ -119,15 +98,13 @@ class Roster:
                 f"{member}: local rank {said.local_rank} of {said.local_size} workers; set LOCAL_RANK below "
                 "LOCAL_WORLD_SIZE"
             )
-        if member in self._entries:
-            raise PeerRefused(
-                f"{member} is here already, with process {self._entries[member].pid}; end that process first"
-            )
-        if len(self._entries) >= MOST_MEMBERS:
+        if member in self:
+            raise PeerRefused(f"{member} is here already, with process {self[member].pid}; end that process first")
+        if len(self) >= MOST_MEMBERS:
             raise PeerRefused(
                 f"{member}: there are {MOST_MEMBERS} members, and no room for more; end some, or start another job"
             )
-        for other in self.on(said.node):
+        for other in self._nodes.get(said.node, {}).values():
             if other.local_size != said.local_size:
                 raise PeerRefused(
                     f"{member} says that its node has {said.local_size} workers, {other.member} says "
@@ -138,7 +115,7 @@ class Roster:
         return entry
 
     def _put(self, entry: RosterEntry) -> None:
-        self._entries[entry.member] = self._nodes[node_of(entry.member)][entry.member] = entry
+        self[entry.member] = self._nodes[node_of(entry.member)][entry.member] = entry
 
     def restore(self, entry: RosterEntry, now: float) -> None:
         """Put back a worker that was removed and has been heard from again."""
@@ -147,7 +124,7 @@ class Roster:
 
     def remove(self, member: str) -> RosterEntry | None:
         """Remove a worker and return its entry; None if it is not in the roster."""
-        entry = self._entries.pop(member, None)
+        entry = self.pop(member, None)
         if entry is not None:
             here = self._nodes[node_of(member)]
             del here[member]
@@ -155,12 +132,12 @@ class Roster:
                 del self._nodes[node_of(member)]
         return entry
 
-    def update(self, member: str, report: Report, now: float) -> bool:
+    def report(self, member: str, report: Report, now: float) -> bool:
         """Store a worker's report, and return whether the report can matter for membership.
 
         Raises PeerRefused if the report takes back what an earlier one said.
         """
-        entry = self._entries[member]
+        entry = self[member]
         old = entry.report
         before, after = _standing(old), _standing(report)
         if any(one > other for one, other in zip(before, after, strict=True)):
@@ -189,7 +166,7 @@ class Roster:
 
     def forgive(self, seconds: float) -> None:
         """Deduct `seconds` from every worker's silence, because the coordinator received nothing during that time."""
-        for entry in self:
+        for entry in self.values():
             entry.heard += seconds
 
 

@@ -218,7 +218,7 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
             heard_seconds=max(0.0, now - entry.heard),
             **entry.report.model_dump(include=REPORTED),
         )
-        for entry in membership.roster
+        for entry in membership.roster.values()
     ]
     members.sort(key=lambda one: (one.rank is None, one.rank or 0, one.member))
     changes = tuple(
@@ -232,7 +232,7 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
         for each, at in membership.changes
     )
     parted = sorted(membership.links.parted)
-    started = nodes_of(membership.roster.members)
+    started = nodes_of(membership.roster)
     starting = sorted((since, node) for node, since in membership.watched.items() if node not in started)
     return Status(
         job=job,

@@ -114,7 +114,7 @@ class Driver:
         end, effects = self.now + seconds, list[Effect]()
         while True:
             self.now = min(end, max(self.now, self.membership.deadline))
-            for entry in list(self.membership.roster):
+            for entry in list(self.membership.roster.values()):
                 if entry.member not in self.silent:
                     self.membership.report(entry.member, self.reports[entry.member], self.now)
             effects += self._act(self.membership.advance(self.now))

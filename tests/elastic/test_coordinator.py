@@ -29,7 +29,6 @@ from ds_dynatrain.elastic.messages import (
     LARGEST_MESSAGE,
     Agent,
     Announce,
-    Beat,
     Bye,
     Changed,
     Fence,
@@ -97,7 +96,7 @@ def test_a_silent_worker_is_fenced_through_its_agent(in_time: Callable[[float, f
         enter(a, 1)
         begin, entered = time.monotonic(), 1
         while time.monotonic() - begin < SECONDS:
-            agent.send(Beat())
+            agent.send(Agent(node="a"))
             enter(b, entered)
             try:
                 entered = told_within(b, 0.05)
@@ -408,7 +407,7 @@ def test_strangers_get_a_line_a_second_in_the_log(caplog: pytest.LogCaptureFixtu
             with pytest.raises(PeerRefused):
                 Connection.open(served.address, None)
         a = served.connect()
-        a.send(Beat())
+        a.send(Report())
         with pytest.raises(PeerRefused, match="comes after hello"):
             a.receive(SECONDS)
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]

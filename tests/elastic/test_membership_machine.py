@@ -110,7 +110,7 @@ class Members(RuleBasedStateMachine):
             driver.say(member)
             if member in driver.breaches:
                 driver.breach(member)
-        if driver.told.keys().isdisjoint(driver.membership.roster.members):  # nobody knows of the job before
+        if driver.told.keys().isdisjoint(driver.membership.roster):  # nobody knows of the job before
             driver.worlds.clear()
             self.checked = 0
         driver.wait(driver.settings.recovery_seconds + 0.2)
@@ -128,7 +128,7 @@ class Members(RuleBasedStateMachine):
     def everybody_is_in_one_place(self) -> None:
         membership = self.driver.membership
         world = membership.world
-        for entry in membership.roster:
+        for entry in membership.roster.values():
             phase = membership.phase(entry)
             assert (phase == "working") <= (world is not None and entry.member in world.members)
             assert entry.member not in self.dead
@@ -136,7 +136,7 @@ class Members(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Left in peace, the job has all nodes that it may have."""
         driver = self.driver
-        for member in driver.breaches.keys() & set(driver.membership.roster.members):
+        for member in driver.breaches.keys() & set(driver.membership.roster):
             driver.breach(member)  # late words arrive, too
         for _ in range(4):
             driver.wait(10.0)
@@ -145,12 +145,12 @@ class Members(RuleBasedStateMachine):
                 driver.enter(member)
             driver.wait()
         self.every_new_world_follows_from_the_one_before()
-        for member in self.driver.breaches.keys() & set(driver.membership.roster.members):
+        for member in self.driver.breaches.keys() & set(driver.membership.roster):
             assert not self._works(member), f"{member} waits for ever for a word that its world is aborted"
-        present = {entry.member for entry in driver.membership.roster if entry.is_waiting}
+        present = {entry.member for entry in driver.membership.roster.values() if entry.is_waiting}
         complete = {node for node in nodes_of(present) if self._is_whole(node, present)}
         world = driver.membership.world
-        working = set() if world is None else set(world.members) & set(driver.membership.roster.members)
+        working = set() if world is None else set(world.members) & set(driver.membership.roster)
         spare = complete - nodes_of(working)
         assert not spare or len(nodes_of(working)) >= driver.settings.max_nodes or self._is_too_small(working, spare)
 
@@ -183,7 +183,7 @@ class Members(RuleBasedStateMachine):
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _alive(self) -> list[str]:
-        return sorted(self.driver.membership.roster.members)
+        return sorted(self.driver.membership.roster)
 
     def _works(self, member: str) -> bool:
         world = self.driver.membership.world

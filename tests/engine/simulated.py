@@ -139,7 +139,7 @@ class Job:
         newest = None if membership is None else membership.world
         is_over = newest is not None and world.generation < newest.generation
         if self.driver.terms == 1 and membership is not None and not is_over:
-            known = [one for one in membership.roster.members if one not in membership._back]  # else given up, for now
+            known = [one for one in membership.roster if one not in membership._back]  # else given up, for now
             there = [member for member in self.alive if member.id in known]
             holders = [member.id for member in there for engine in member.engines if engine.works]
             assert not holders, f"{holders} have the state"

@@ -42,7 +42,7 @@ def _plain_harmless(self: Elastic, world: Generation) -> bool:
 
 
 def _deaf_report(self: MembershipStateMachine, member: str, said: Report, now: float) -> None:
-    self.roster.update(member, said, now)
+    self.roster.report(member, said, now)
 
 
 def _trusting_bye(self: MembershipStateMachine, member: str, said: Bye, now: float) -> None:
