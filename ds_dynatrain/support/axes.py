@@ -140,20 +140,12 @@ def _why(features: Features, layout: Layout) -> str | None:
 
 def _layouts(ranks: int) -> Iterator[Layout]:
     """Yield all layouts of exactly `ranks` ranks."""
-    for sizes in _factors(ranks, len(RANK_ORDER)):
-        place: dict[str, Any] = dict(zip(RANK_ORDER, sizes, strict=True))
-        width = place["data"] * place["sequence"] * place["tensor"]
-        for expert in _divisors(width):
+    for sizes in product(tuple(_divisors(ranks)), repeat=len(RANK_ORDER) - 1):
+        if ranks % math.prod(sizes):
+            continue
+        place: dict[str, Any] = dict(zip(RANK_ORDER, (*sizes, ranks // math.prod(sizes)), strict=True))
+        for expert in _divisors(ranks // place["pipe"]):
             yield from (Layout(**place, expert=expert, zero_stage=stage) for stage in STAGES)
-
-
-def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (number,)
-        return
-    for first in _divisors(number):
-        for rest in _factors(number // first, count - 1):
-            yield (first, *rest)
 
 
 def _divisors(number: int) -> Iterable[int]:

@@ -115,16 +115,12 @@ def works(section: str, keys: str, why: str = "", **more: Any) -> tuple[Row, ...
     why: the note.
     """
     verdict = Verdict.NOTE if why else Verdict.WORKS
-    return tuple(Row(_path(section, key), verdict, why, **more) for key in keys.split())
+    return tuple(Row(f"{section}.{key}".lstrip("."), verdict, why, **more) for key in keys.split())
 
 
 def refused(section: str, keys: str, why: str = NOT_TRIED, instead: str = REMOVE, **more: Any) -> tuple[Row, ...]:
     """Return rows for keys that are refused when the engine is built. The arguments are the same as in `works`."""
-    return tuple(Row(_path(section, key), Verdict.AT_START, why, instead, **more) for key in keys.split())
-
-
-def _path(section: str, key: str) -> str:
-    return f"{section}.{key}" if section else key
+    return tuple(Row(f"{section}.{key}".lstrip("."), Verdict.AT_START, why, instead, **more) for key in keys.split())
 
 
 def _same(value: object, other: object) -> bool:

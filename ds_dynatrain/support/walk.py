@@ -108,7 +108,10 @@ def row_of(key: str, value: object = None) -> Row | None:
 def _look(key: str, value: object, config: Mapping[str, Any]) -> Iterator[Finding]:
     row = row_of(key, value)
     if row is None:
-        yield Finding(key, value, None, refusal=_unknown(key))
+        close = difflib.get_close_matches(key, CONFIG_ROWS, n=1, cutoff=0.8)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        instead = f"{hint}remove it, or the dynatrain block"
+        yield Finding(key, value, None, refusal=Refusal("an unknown key, which was not tried", instead))
         return
     if row.is_off(value) or (value == AUTO and key.partition(".")[0] in SECTIONS_WITHOUT_AUTO):
         yield Finding(key, value, row, is_off=True)
@@ -125,16 +128,6 @@ def _refusal(row: Row, value: object, config: Mapping[str, Any]) -> Refusal | No
         return Refusal(row.why, row.instead)
     if value == AUTO:
         return _AUTO_REFUSAL
-    if not isinstance(value, Mapping) and _is_section(row.key):
+    if not isinstance(value, Mapping) and any(key.startswith(f"{row.key}.") for key in CONFIG_ROWS):
         return Refusal(f"{value!r} is no object of keys", "write it as a section")
     return None if row.at_start is None else row.at_start(config)
-
-
-def _is_section(key: str) -> bool:
-    return any(other.startswith(f"{key}.") for other in CONFIG_ROWS)
-
-
-def _unknown(key: str) -> Refusal:
-    close = difflib.get_close_matches(key, CONFIG_ROWS, n=1, cutoff=0.8)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return Refusal("an unknown key, which was not tried", f"{hint}remove it, or the dynatrain block")

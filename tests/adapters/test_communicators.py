@@ -131,11 +131,11 @@ def log(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> Log:
         group.bound_device_id = self.device
         found.rows.append(("serves", str(group.group_name), group.rank()))
 
-    def serve_anew(self: Communicator, group: td.ProcessGroup, store: Store) -> None:
-        found.rows.append(("serves anew", str(group.group_name), group.rank()))
+    def renew(self: ManagedProcessGroup, *_: Any) -> None:
+        found.rows.append(("serves anew", str(self.group_name), self.rank()))
 
     monkeypatch.setattr(Communicator, "serve", serve)
-    monkeypatch.setattr(Communicator, "serve_anew", serve_anew)
+    monkeypatch.setattr(ManagedProcessGroup, "renew", renew)
     return found
 
 

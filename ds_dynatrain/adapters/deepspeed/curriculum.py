@@ -80,8 +80,10 @@ class CurriculumOrder(EpochOrder):
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that must match for a saved position to mean the same samples. Paths are left out."""
-        where = ("data_cluster_path", "index_to_sample_path", "index_to_metric_path")
-        text = json.dumps(_without(self.block, where), sort_keys=True, default=str)
+        where = {"data_cluster_path", "index_to_sample_path", "index_to_metric_path"}
+        whole = json.dumps(self.block, default=str)
+        block = json.loads(whole, object_hook=lambda part: {key: part[key] for key in part.keys() - where})
+        text = json.dumps(block, sort_keys=True)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return {
             "length": self.length,
@@ -136,9 +138,3 @@ class CurriculumOrder(EpochOrder):
         self._next += 1
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-
-
-def _without(value: Any, names: tuple[str, ...]) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _without(held, names) for name, held in value.items() if name not in names}
-    return value

@@ -348,7 +348,8 @@ class Host:
             if self.engine.torch_autocast_enabled():  # mark new parameters as DeepSpeed marked the former ones
                 modules = self.engine.torch_autocast_lower_precision_safe_modules()
                 init_autocast_params(self.engine, self.engine.torch_autocast_dtype(), modules)
-            before.children.pass_on(self.module, shape.resizes(before.shape))
+            is_resized = (shape.expert, shape.tensor) != (before.shape.expert, before.shape.tensor)
+            before.children.pass_on(self.module, is_resized)
             parameters = self.shaper.parameters(self.module, layout)
             self._take(shape, self.model_map.reshaped(parameters, tensors))
         except BaseException:
@@ -478,7 +479,10 @@ class Host:
     def loss_weight(self) -> float:
         """Factor for the loss of the current micro-batch."""
         weight = float(not self.slot_is_borrowed) if self.loss_is_divided else self.slot_weight
-        return weight * sequence.loss_factor(self.engine)
+        # DeepSpeed takes the mean over data ranks and the sum over sequence ranks. Stage 3, which reduces and scatters
+        # in one operation, takes the mean over both.
+        is_mean = int(self.engine.zero_optimization_stage()) == 3
+        return weight * (float(self.engine.sequence_parallel_size) if is_mean else 1.0)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

@@ -44,13 +44,12 @@ def plain_engines() -> list[PlainEngine]:
 
 
 def _found() -> list[Any]:
-    kinds = {kind for kind in _with_subclasses(DeepSpeedEngine) if not issubclass(kind, HostEngine)}
-    return [each for each in gc.get_objects() if type(each) in kinds and _is_alive(each) and _has_peers(each)]
-
-
-def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
-    found, below = [kind], kind.__subclasses__()
-    return found + [each for one in below for each in _with_subclasses(one)]
+    return [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), DeepSpeedEngine) and not isinstance(each, HostEngine)
+        if _is_alive(each) and _has_peers(each)
+    ]
 
 
 def _has_peers(engine: Any) -> bool:

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import isfunction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,29 +82,22 @@ def _wait_aloud(self: FileBaton) -> None:
     lock = Path(self.lock_file_path)
     while lock.exists():
         time.sleep(self.wait_seconds)
-        if not is_said and time.monotonic() - begin > LOCK_SECONDS:
-            _say_locked(lock, LOCK_SECONDS)
-            is_said = True
-
-
-def _say_locked(lock: Path, seconds: float) -> None:
-    try:
-        made = lock.stat()
-    except FileNotFoundError:  # the lock was removed meanwhile
-        return
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.st_mtime))
-    logger.warning(
-        "for %g s this start has waited for another process that compiles %s, which a first start takes a minute or "
-        "two for. If it goes on: the lock is %s, made by user %d at %s. Where no such process runs any more (ninja, "
-        "c++), it was killed; its user, or another one who may write there, deletes the lock (rm '%s'), and all that "
-        "wait go on",
-        seconds,
-        lock.parent.name,
-        lock,
-        made.st_uid,
-        since,
-        lock,
-    )
+        if is_said or time.monotonic() - begin <= LOCK_SECONDS:
+            continue
+        with suppress(FileNotFoundError):  # the lock may be removed meanwhile
+            made, is_said = lock.stat(), True
+            logger.warning(
+                "for %g s this start has waited for another process that compiles %s, which a first start takes a "
+                "minute or two for. If it goes on: the lock is %s, made by user %d at %s. Where no such process runs "
+                "any more (ninja, c++), it was killed; its user, or another one who may write there, deletes the lock "
+                "(rm '%s'), and all that wait go on",
+                LOCK_SECONDS,
+                lock.parent.name,
+                lock,
+                made.st_uid,
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.st_mtime)),
+                lock,
+            )
 
 
 def import_what_is_lazy() -> None:

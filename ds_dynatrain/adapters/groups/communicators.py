@@ -127,10 +127,6 @@ class Communicator:
         group.bound_device_id = self.device  # before registration, which tells the back-end
         group._register_backend(self.device, self.kind, self.backend)
 
-    def serve_anew(self, group: td.ProcessGroup, store: Store) -> None:
-        """Make a `ManagedProcessGroup` use this communicator in place of one that was aborted."""
-        group.renew(store, self.device, self.kind, self.backend)  # type: ignore[attr-defined]
-
 
 def ends_with_its_members() -> bool:
     """Return whether aborting an accelerator's collective releases a rank that waits in it for a dead peer."""
@@ -151,27 +147,21 @@ def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
     """End communicators. All their members must call this function; communicators that have already ended are skipped.
 
     is_broken: whether to abort them, because a member is gone, a member may lack one of them, or a collective has
-        failed.
+        failed. They are aborted as torch does it: the last one first, and NCCL's inside one group call, because they
+        may wait for each other if they are aborted one by one (pytorch/pytorch#119797).
     """
     ordered = sorted(communicators, key=lambda each: each.since)
     living = [each for each in ordered if each.ending.acquire(blocking=False)]
-    if is_broken:
-        _abort_together([each.backend for each in living])
-    else:
+    if not is_broken:
         for each in living:
             each.backend.shutdown()
-
-
-def _abort_together(backends: Sequence[Any]) -> None:
-    """Abort back-ends the way torch does: the last one first, and all NCCL back-ends inside one group call.
-
-    NCCL back-ends that are aborted one by one may wait for each other (pytorch/pytorch#119797).
-    """
-    grouping = next((each for each in backends if hasattr(each, "_group_start")), None)
+        return
+    backends: list[Any] = [each.backend for each in reversed(living)]
+    grouping = next((each for each in reversed(backends) if hasattr(each, "_group_start")), None)
     if grouping is not None:
         grouping._group_start()
     try:
-        for each in reversed(backends):
+        for each in backends:
             each.abort()
     finally:
         if grouping is not None:

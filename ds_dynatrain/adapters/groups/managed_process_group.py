@@ -204,26 +204,6 @@ class ManagedWork(Work):
         """Return the output tensors."""
         return self._watched(self._work.result)
 
-    def get_future(self) -> Any:
-        """Return torch's future, which does not report changes of membership."""
-        return self._work.get_future()
-
-    def exception(self) -> Any:
-        """Return the error of the collective, if it has failed."""
-        return self._work.exception()
-
-    def is_completed(self) -> bool:
-        """Return whether the collective has ended, successfully or not."""
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        """Return whether the collective has ended without an error."""
-        return self._work.is_success()
-
-    def source_rank(self) -> int:
-        """Return the rank that sent the message which `recv_anysource` received."""
-        return self._work.source_rank()
-
     def _watched(self, call: Callable[..., T], *arguments: Any) -> T:
         found: T = self._status.call(self._noted, call, *arguments)
         return found
@@ -242,14 +222,8 @@ class ManagedWork(Work):
             return self._work.wait()
         if self._name in MESSAGES:  # wait only once, since a wait that times out ends the connection
             return self._work.wait(default_pg_timeout)
-        return self._until_lost()
-
-    def _until_lost(self) -> bool:
-        """Wait until the work is done or its world is lost.
-
-        Gloo may miss the shutdown of its sockets if it happens just as a collective begins (measured: in some of ten
-        runs of a loop of small collectives). Gloo's thread then waits until its time-out.
-        """
+        # Gloo may miss the shutdown of its sockets if it happens just as a collective begins (measured: in some of ten
+        # runs of a loop of small collectives). Gloo's thread then waits until its time-out.
         while True:
             is_lost = self._status.is_lost
             try:
@@ -259,6 +233,18 @@ class ManagedWork(Work):
                     return self._work.wait(LOOK)
                 if is_lost:
                     raise td.DistError("a member of the world is gone, and gloo has not heard of it") from None
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: ManagedWork, *arguments: Any) -> Any:
+        return getattr(self._work, name)(*arguments)
+
+    call.__name__ = name
+    return call
+
+
+for _name in ("get_future", "exception", "is_completed", "is_success", "source_rank"):
+    setattr(ManagedWork, _name, _passed_on(_name))
 
 
 def is_on_device(arguments: Sequence[Any]) -> bool:

@@ -151,16 +151,15 @@ def is_known(group: td.ProcessGroup | None) -> bool:
 
 def unregister(group: td.ProcessGroup) -> None:
     """Make `torch.distributed` forget a group. Does nothing for an unknown group."""
-    known = group in c10d._world.pg_map
-    for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks, c10d._world.pg_to_tag):
-        table.pop(group, None)
-    c10d._world.pg_backend_config.pop(group, None)
-    for tag, tagged in list(c10d._world.tags_to_pg.items()):
-        c10d._world.tags_to_pg[tag] = [other for other in tagged if other is not group]
-        if not c10d._world.tags_to_pg[tag]:
-            del c10d._world.tags_to_pg[tag]
-    if known:
+    world = c10d._world
+    if group in world.pg_map:
         _unregister_process_group(group.group_name)
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_to_tag, world.pg_backend_config):
+        table.pop(group, None)
+    for tag, tagged in list(world.tags_to_pg.items()):
+        world.tags_to_pg[tag] = [other for other in tagged if other is not group]
+        if not world.tags_to_pg[tag]:
+            del world.tags_to_pg[tag]
 
 
 def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = None) -> threading.Thread:
@@ -170,7 +169,7 @@ def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = 
     first: function that is called before the groups are shut down.
 
     Gloo takes 20 to 40 ms to shut a group down, and longer if a peer is gone. Afterwards, memory that the groups'
-    threads have freed is returned to the system.
+    threads have freed is returned to the system, which glibc would otherwise keep in growing per-thread arenas.
     """
 
     def take_down() -> None:
@@ -179,19 +178,10 @@ def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = 
                 first()
         finally:
             groups.clear()
-            give_back_memory()
+            if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+                libc.malloc_trim(0)
 
     return start_thread(take_down, "dynatrain-teardown")
-
-
-def give_back_memory() -> None:
-    """Make glibc return free memory to the system. glibc would otherwise keep it in growing per-thread arenas.
-
-    Does nothing if the C library has no such call. Python's lock is released during the call.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 # ---- a group of one rank -----------------------------------------------------------------------------------------

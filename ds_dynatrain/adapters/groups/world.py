@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as td
@@ -66,7 +67,13 @@ def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
 
     Raises LayoutError if `rank` is outside the world.
     """
-    found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
+    found = {}
+    for kind, varying in VARYING.items():
+        places = [layout.coordinate(rank)]
+        for axis in RANK_ORDER:
+            if axis in varying:
+                places = [{**place, axis: index} for place in places for index in range(getattr(layout, axis))]
+        found[kind] = tuple(layout.rank(**place) for place in places)
     index, _ = layout.expert_place(rank)
     start = rank - rank % layout.ranks_per_stage
     same = range(start + index, start + layout.ranks_per_stage, layout.expert)
@@ -91,14 +98,6 @@ def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> di
         for stages in sorted(ties)
         if place["pipe"] in stages and 1 < len(stages) < layout.pipe
     }
-
-
-def _varying(layout: Layout, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-    places = [layout.coordinate(rank)]
-    for axis in RANK_ORDER:
-        if axis in axes:
-            places = [{**place, axis: index} for place in places for index in range(getattr(layout, axis))]
-    return tuple(layout.rank(**place) for place in places)
 
 
 Between = tuple[str, tuple[int, ...]]
@@ -266,15 +265,6 @@ class World:
         self.transfer, self.transfer_members = None, ()
         return tear_down(self.give_up(["transfer"]), self.disconnect(False, moving))
 
-    # ---- groups that the next world may reuse
-
-    def hands_on(self, kind: str, members: tuple[int, ...]) -> HeldGroup | None:
-        """Return the group of a kind if the next world can reuse it for these members, in this order; otherwise None.
-
-        The result is the same on all members.
-        """
-        return self._held[kind] if kind in self._held and self.between(kind)[1] == members else None
-
     # ---- communicators on the accelerator
 
     def between(self, kind: str) -> Between:
@@ -351,8 +341,9 @@ class World:
         found = make_communicator(self._endpoint(kinds[0], store), seconds, stop)
         self.communicators[between], found.users = found, 1
         ended.users -= 1
+        group: Any
         for group in {id(each): each for each in map(self.group, kinds)}.values():
-            found.serve_anew(group, store)
+            group.renew(store, found.device, found.kind, found.backend)
 
     def disconnect(self, is_broken: bool, which: Collection[Between] | None = None) -> Callable[[], None]:
         """Release communicators, by default all. Return a function that ends those that no other world has kept.

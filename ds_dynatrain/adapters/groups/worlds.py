@@ -103,8 +103,8 @@ def build_world(
 
     def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
         members = tuple(world.members[each] for each in ranks)
-        stays = None if present is None else present.hands_on(kind, members)
-        return stays or made(kind, ranks, rank)
+        is_there = present is not None and kind in present.kinds and present.between(kind)[1] == members
+        return present.held(kind) if is_there else made(kind, ranks, rank)
 
     try:
         _fill(world, make)

@@ -64,7 +64,13 @@ class Conversion:
 
         Raises UnsupportedError if the model is not whole, and ConfigError if DeepSpeed refuses the configuration.
         """
-        refuse_parts(model)
+        for name, held in model.named_parameters():
+            if hasattr(held, "ds_id") or held.is_meta:
+                where = "cut by deepspeed.zero.Init" if hasattr(held, "ds_id") else "on the meta device"
+                raise UnsupportedError(
+                    f"AutoEP (expert_parallel) needs whole parameters, and {name!r} is {where}; build the model "
+                    "outside of deepspeed.zero.Init, on a real device"
+                )
         self._block, self._config = dict(config["expert_parallel"]), config
         self._expert_cuts: dict[int, dict[str, AxisCuts]] = {}
         self._replaced: Any = None
@@ -114,8 +120,9 @@ class Conversion:
     def enter_layers(self, engine: Any, layout: Layout) -> None:
         """Give layers the current groups and this rank's experts, even if the module is unchanged."""
         index, placed = expert_index(layout), {} if layout.experts is None else self.rows(layout)
-        for name, part in named_layers(engine.module):
-            take_place(part, placed[name] if placed else experts_in_order(part.num_experts, layout.expert), index)
+        for name, part in engine.module.named_modules():
+            if getattr(part, "_is_autoep_layer", False):
+                take_place(part, placed[name] if placed else experts_in_order(part.num_experts, layout.expert), index)
         enter_layers(engine, layout.expert)
         _fold(engine, layout)
 
@@ -305,11 +312,6 @@ def _user_experts(name: str, held: nn.Module, path: str, spec: Any) -> Iterator[
         yield UserTensor(f"{name}.{own}", stacked, tuple(parts))
 
 
-def named_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, layer) for each layer of AutoEP."""
-    return ((name, part) for name, part in module.named_modules() if getattr(part, "_is_autoep_layer", False))
-
-
 class ToPlaces:
     """Hook of a router that changes the numbers of experts to their places.
 
@@ -442,14 +444,3 @@ def _hold_groups(engine: Any, handles: Any) -> None:
 def _layer_of(name: str) -> str:
     """Return the name of the layer to which a stack of experts belongs."""
     return name.rpartition(".experts.")[0]
-
-
-def refuse_parts(model: nn.Module) -> None:
-    """Raise UnsupportedError, naming the parameter, if any is partitioned by `zero.Init` or on the meta device."""
-    for name, held in model.named_parameters():
-        if hasattr(held, "ds_id") or held.is_meta:
-            where = "cut by deepspeed.zero.Init" if hasattr(held, "ds_id") else "on the meta device"
-            raise UnsupportedError(
-                f"AutoEP (expert_parallel) needs whole parameters, and {name!r} is {where}; build the model outside "
-                "of deepspeed.zero.Init, on a real device"
-            )

@@ -254,7 +254,13 @@ class TensorShaper(Shaper):
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """Give `root` the children of this rank, and set or remove the attributes that AutoTP sets on a root."""
-        _take_off(root, self._known)
+        origin, loss = self._known, root.__dict__.pop(_LOSS_BEFORE, None)
+        if loss is not None:
+            root.loss_function = loss
+        for name in (_PARSED, UNIVERSAL_CHECKPOINT_INFO):
+            root.__dict__.pop(name, None)
+            if name in origin.__dict__:
+                root.__dict__[name] = origin.__dict__[name]
         super().reshape(root, layout, made)
         for held in root.parameters():
             for name in _METHODS & held.__dict__.keys():
@@ -349,17 +355,3 @@ def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
     loss = getattr(root, "loss_function", None)
     if isinstance(loss, VocabParallelCausalLMLoss):
         loss.tp_group, loss._resolved_vocab_key = group, None
-
-
-def _take_off(root: nn.Module, origin: nn.Module) -> None:
-    """Remove the attributes that AutoTP has set on the root, and restore the user's.
-
-    origin: the root's template.
-    """
-    loss = root.__dict__.pop(_LOSS_BEFORE, None)
-    if loss is not None:
-        root.loss_function = loss
-    for name in (_PARSED, UNIVERSAL_CHECKPOINT_INFO):
-        root.__dict__.pop(name, None)
-        if name in origin.__dict__:
-            root.__dict__[name] = origin.__dict__[name]

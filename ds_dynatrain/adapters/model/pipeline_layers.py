@@ -100,11 +100,21 @@ class PipelineTemplate:
                 f"boundaries={found} end with layer {found[-1]}, and the model has {count} layers; give boundaries "
                 f"that end with {count}"
             )
-        if found is None and layout.pipe > count:
+        if layout.pipe > count:
             raise LayoutError(
                 f"pipe={layout.pipe} stages share {count} layers, and each needs one; nearest: pipe={count}"
             )
-        return found or self._partition(layout.pipe, layout.expert)
+        if found is not None:
+            return found
+        if self.method == PROFILE and self.cut is not None:
+            return self.cut(count, layout.pipe)
+        if layout.pipe == len(self.parts) - 1:
+            return self.parts
+        if self.method == UNIFORM:
+            parts = partition_uniform(num_items=count, num_parts=layout.pipe)
+        else:
+            parts = partition_balanced(weights=self._weights(layout.expert), num_parts=layout.pipe)
+        return tuple(map(int, parts))
 
     def stages(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         """Return a map from each logical tensor's name to the stages that hold it, in ascending order.
@@ -177,17 +187,6 @@ class PipelineTemplate:
 
     def _holders(self, parts: Sequence[int], prefix: str) -> tuple[int, ...]:
         return tuple(sorted({_stage(parts, number) for number, each in enumerate(self.prefixes()) if each == prefix}))
-
-    def _partition(self, pipe: int, expert: int) -> tuple[int, ...]:
-        if self.method == PROFILE and self.cut is not None:
-            return self.cut(len(self.layers), pipe)
-        if pipe == len(self.parts) - 1:
-            return self.parts
-        if self.method == UNIFORM:
-            parts = partition_uniform(num_items=len(self.layers), num_parts=pipe)
-        else:
-            parts = partition_balanced(weights=self._weights(expert), num_parts=pipe)
-        return tuple(map(int, parts))
 
     def _weights(self, expert: int) -> list[int]:
         """Return the weight of each layer in the partition method.

@@ -65,7 +65,14 @@ def copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module with parameters on the meta device and real buffers. See `template_of`."""
     memo: dict[int, Any] = {}
     for name, held in module.named_parameters():
-        memo[id(held)] = _meta(name, held)
+        if type(held) is not nn.Parameter:
+            kind = type(held).__name__
+            raise UnsupportedError(f"parameter {name!r} is a {kind}, not a plain nn.Parameter; {WAY_OUT}")
+        shape = getattr(held, "ds_shape", held.shape)
+        made = nn.Parameter(torch.empty(shape, dtype=held.dtype, device="meta"), requires_grad=held.requires_grad)
+        own = {key: value for key, value in held.__dict__.items() if not callable(value) and not key.startswith("ds_")}
+        made.__dict__.update(own)
+        memo[id(held)] = made
     for part in module.modules():
         memo.update({id(table): type(table)() for key in HOOKS if (table := part.__dict__.get(key)) is not None})
     try:
@@ -75,17 +82,6 @@ def copied(module: nn.Module) -> nn.Module:
             f"a template of {type(module).__name__} cannot be made: {_culprit(module, memo)} cannot be copied "
             f"({type(error).__name__}: {error}); {WAY_OUT}"
         ) from error
-
-
-def _meta(name: str, held: nn.Parameter) -> nn.Parameter:
-    if type(held) is not nn.Parameter:
-        raise UnsupportedError(f"parameter {name!r} is a {type(held).__name__}, not a plain nn.Parameter; {WAY_OUT}")
-    shape = getattr(held, "ds_shape", held.shape)
-    made = nn.Parameter(torch.empty(shape, dtype=held.dtype, device="meta"), requires_grad=held.requires_grad)
-    for key, value in held.__dict__.items():
-        if not callable(value) and not key.startswith("ds_"):
-            setattr(made, key, value)
-    return made
 
 
 def _culprit(module: nn.Module, memo: dict[int, Any]) -> str:

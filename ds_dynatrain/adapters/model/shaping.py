@@ -115,10 +115,6 @@ class Shape:
         place = (at["pipe"], layout.expert_place(rank)[0], at["tensor"])
         return Shape(layout.pipe, layout.boundaries, layout.expert, layout.tensor, place)
 
-    def resizes(self, other: Shape) -> bool:
-        """Return whether modules of the other shape hold different parts of their tensors."""
-        return (self.expert, self.tensor) != (other.expert, other.tensor)
-
 
 WHOLE_SHAPE = Shape(1, None, 1, 1, (0, 0, 0))
 

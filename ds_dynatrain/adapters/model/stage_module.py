@@ -53,7 +53,7 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
     def __init__(self, world: World, rank: int) -> None:
         layout = world.layout
         self._topo = PipeDataParallelTopology(num_pp=layout.pipe, num_dp=layout.data)
-        self._world = world
+        self.world = world
         self.global_rank, self.world_size = rank, layout.world_size
         self.data_parallel_size, self.pipe_parallel_size = layout.data, layout.pipe
         self.model_parallel_size = self.slice_parallel_size = 1
@@ -69,10 +69,6 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
         self.ds_model_world_size, self.ds_model_rank = layout.pipe, self.stage_id
         self.slice_group, self.slice_proc_group = [rank], None
         self.p2p_groups = self._build_p2p_groups()
-
-    def tied_group(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """Return the group, in this rank's pipeline, of the stages that share tied weights."""
-        return self._world.tie(stages)
 
 
 class PipelineShaper(Shaper):
@@ -233,7 +229,7 @@ def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid
         tied = root.tied_modules[key]
         root.tied_comms[key] = {
             "ranks": [grid.stage_to_global(stage) for stage in stages],
-            "group": grid.tied_group(stages),
+            "group": grid.world.tie(stages),
             "weight_attr": [each for each in root.tied_weight_attrs[key] if attrgetter(each)(tied).requires_grad],
             "module": tied,
         }
@@ -380,7 +376,7 @@ def _complete(model: PipelineModule) -> None:
             held, key = (tied, spec.key) if isinstance(spec, TiedLayerSpec) else ({**model._modules}, str(number))
             if key not in held:
                 held[key] = _built(spec, number, dtype)
-            spec = giving(spec, partial(_same, held[key]))
+            spec = giving(spec, partial(held.__getitem__, key))
         specs.append(spec)
     for tie in model.tied_comms.values():
         td.destroy_process_group(tie["group"])
@@ -395,10 +391,6 @@ def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module
         layer: nn.Module = spec.build()
     first = next((held.dtype for held in layer.parameters() if held.is_floating_point()), None)
     return without_memory(layer if first in (None, dtype) else layer.to(dtype))
-
-
-def _same(layer: nn.Module) -> nn.Module:
-    return layer
 
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:

@@ -76,15 +76,6 @@ def leave(engine: Any) -> None:
     engine.__dict__.pop("seq_parallel_group", None)
 
 
-def loss_factor(engine: Any) -> float:
-    """Return the factor that makes a loss's gradient the same in all ZeRO stages.
-
-    DeepSpeed takes the mean over data ranks and the sum over sequence ranks. Stage 3, which reduces and scatters in one
-    operation, takes the mean over both.
-    """
-    return float(engine.sequence_parallel_size) if int(engine.zero_optimization_stage()) == 3 else 1.0
-
-
 def _size(mpu: Any, axis: str) -> int:
     """Return the size of an axis; 1 if the `mpu` does not know the axis, or was not set up for it."""
     try:

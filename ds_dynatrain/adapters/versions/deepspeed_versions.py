@@ -353,7 +353,7 @@ NAMES: Names = {
     """,
     "deepspeed.runtime.bf16_optimizer": "see_memory_usage",
     "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer": "initialize_optimizer_states refresh_fp32_params",
-    "deepspeed.runtime.fp16.loss_scaler": "CreateLossScaler DynamicLossScaler LossScaleConfig LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler": "CreateLossScaler DynamicLossScaler LossScaleConfig LossScalerBase",
     "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer": """
         initialize_optimizer_states refresh_fp32_params _update_scale
     """,

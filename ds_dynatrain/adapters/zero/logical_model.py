@@ -66,8 +66,14 @@ class ModelMap:
                 tensors.append(LogicalTensor(names[key], tuple(parameter.shape), FROZEN, _is_expert(parameter)))
                 parameters.append(parameter)
         flags = tuple(parameter.requires_grad for parameter in parameters)
-        held = tuple(map(tuple, groups))
-        return ModelMap(tuple(tensors), tuple(parameters), held, flags, _only_dtype(names, known))
+        types = {parameter.dtype: names[key] for key, parameter in known.items()}
+        if len(types) != 1:
+            found = ", ".join(f"{name!r} is {dtype}" for dtype, name in types.items()) or "it has none"
+            raise UnsupportedError(
+                f"the parameters of the model must have one type, and {found}; give all parameters one type "
+                "(`keep_in_fp32_modules` is not supported yet)"
+            )
+        return ModelMap(tuple(tensors), tuple(parameters), tuple(map(tuple, groups)), flags, next(iter(types)))
 
     def reshaped(self, parameters: Mapping[str, nn.Parameter], tensors: Sequence[LogicalTensor]) -> ModelMap:
         """Return the map of the same model in another shape.
@@ -90,7 +96,8 @@ class ModelMap:
             if parameter is None:
                 nothing = torch.empty(0, dtype=self.dtype, device=before.device)
                 parameter = nn.Parameter(nothing, requires_grad=before.requires_grad)
-                parameter.__dict__.update(_marks(before))
+                marks = {"allreduce", "group_name"} & before.__dict__.keys()  # read in a group of experts
+                parameter.__dict__.update({name: before.__dict__[name] for name in marks})
             parameter.requires_grad_(before.requires_grad)
             held.append(parameter)
         groups = tuple(tuple(held[self.numbers[id(each)]] for each in group) for group in self.groups)
@@ -144,21 +151,3 @@ class ModelMap:
 
 def _is_expert(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "allreduce", True)  # DeepSpeed's mark
-
-
-def _marks(parameter: nn.Parameter) -> dict[str, object]:
-    """Return the attributes that DeepSpeed reads from each parameter, even an empty one, in a group of experts."""
-    return {name: value for name, value in parameter.__dict__.items() if name in ("allreduce", "group_name")}
-
-
-def _only_dtype(names: dict[int, str], known: dict[int, nn.Parameter]) -> torch.dtype:
-    if not known:
-        raise UnsupportedError("the model has no parameter; give a module that has some")
-    first, *others = ((names[key], parameter.dtype) for key, parameter in known.items())
-    for name, dtype in others:
-        if dtype != first[1]:
-            raise UnsupportedError(
-                f"parameters of two types: {first[0]!r} is {first[1]}, {name!r} is {dtype}; "
-                "give all parameters one type (`keep_in_fp32_modules` is not supported yet)"
-            )
-    return first[1]

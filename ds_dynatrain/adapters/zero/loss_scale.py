@@ -19,7 +19,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaleConfig, LossScaler
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaleConfig, LossScalerBase
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -40,16 +40,7 @@ DYNAMIC = {
     "hysteresis_of_start": "delayed_shift",
     "hysteresis_refills": "consecutive_hysteresis",
 }
-"""Fields of ZeRO's DynamicLossScaler (stages 1 to 3)."""
-UNFUSED = {
-    SCALE: "cur_scale",
-    "iteration": "cur_iter",
-    "last_overflow": "last_overflow_iter",
-    "factor": "scale_factor",
-    "window": "scale_window",
-    "least_scale": "min_loss_scale",
-}
-"""Fields of the LossScaleConfig of FP16_UnfusedOptimizer and FP16_Optimizer (stage 0)."""
+"""Fields of ZeRO's DynamicLossScaler (stages 1 to 3). A LossScaleConfig (stage 0) has some, one by another name."""
 STATIC = {SCALE: "cur_scale"}
 """Fields of a scaler, of any class, whose scale is fixed."""
 OF_OPTIMIZER = {
@@ -66,12 +57,11 @@ def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
     """Return (object, map from field to attribute) for each object of an optimizer that holds loss-scale fields."""
     found: list[tuple[Any, Mapping[str, str]]] = []
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-    if isinstance(scaler, DynamicLossScaler):
-        found.append((scaler, DYNAMIC))
-    elif isinstance(scaler, LossScaleConfig):
-        found.append((scaler, UNFUSED if scaler.dynamic_loss_scale else STATIC))
-    elif isinstance(scaler, LossScaler):
-        found.append((scaler, STATIC))
+    if isinstance(scaler, LossScalerBase | LossScaleConfig):
+        names = DYNAMIC | ({"least_scale": "min_loss_scale"} if isinstance(scaler, LossScaleConfig) else {})
+        is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
+        there = {field: name for field, name in names.items() if hasattr(scaler, name)}
+        found.append((scaler, there if is_dynamic else STATIC))
     if isinstance(optimizer, BF16_Optimizer):
         found.append((optimizer, OF_BF16_OPTIMIZER))
     elif hasattr(optimizer, "custom_loss_scaler"):
@@ -229,7 +219,9 @@ def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
 
     The scaler still judges each step by the true scale, to which growth, minimum and overflow apply.
     """
-    holder, name = _divisor(optimizer)
+    holder, name = getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler, "cur_scale"
+    if not hasattr(optimizer, "loss_scale_config") and optimizer.custom_loss_scaler:
+        holder, name = optimizer, "external_loss_scale"
     true = getattr(holder, name)
     own: Callable[[bool], object] = optimizer._update_scale
 
@@ -247,10 +239,3 @@ def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
     finally:
         del optimizer._update_scale
         setattr(holder, name, true)
-
-
-def _divisor(optimizer: Any) -> tuple[Any, str]:
-    """Return the object and the attribute that hold the optimizer's divisor for gradients."""
-    if hasattr(optimizer, "loss_scale_config"):
-        return optimizer.loss_scale_config, "cur_scale"
-    return (optimizer, "external_loss_scale") if optimizer.custom_loss_scaler else (optimizer.loss_scaler, "cur_scale")

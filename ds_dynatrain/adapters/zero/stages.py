@@ -41,7 +41,6 @@ from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMeth
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import link_hp_params
 from torch import nn
 
 from ds_dynatrain.adapters.groups.device import compute_device
@@ -336,23 +335,16 @@ class PartitionedStage(ZeroStage):
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
         super().refill(engine, model, buffers, scalars)
         zero = engine.optimizer
-        if zero.offload_param:
-            _refill_host_memory(zero, buffers)
-        else:
+        # host memory of `offload_param`: one block per optimizer group, of which its sub-groups are slices; the blocks
+        # are separate if DeepSpeed allocated them, and contiguous if a switch did
+        for group, old in enumerate(zero.param_groups_fp16_flat_cpu_memory if zero.offload_param else ()):
+            first = min(index for index, owner in zero.sub_group_to_group_id.items() if owner == group)
+            held = buffers[WEIGHT, BufferId("subgroup", first)]
+            memory = held.as_strided((old.numel(),), (1,), held.storage_offset())
+            zero.param_groups_fp16_flat_cpu_memory[group] = memory
+        if not zero.offload_param:
             zero.lp_param_buffer = whole(buffers, WEIGHT)
         zero.grad_partitions_flat_buffer = whole(buffers, STALE_GRAD)
-
-
-def _refill_host_memory(zero: Any, buffers: Buffers) -> None:
-    """Restore the host memory of `offload_param`: one block per optimizer group, of which its sub-groups are slices.
-
-    The blocks are separate if DeepSpeed allocated them, and contiguous if a switch did.
-    """
-    for group, old in enumerate(zero.param_groups_fp16_flat_cpu_memory):
-        first = min(index for index, owner in zero.sub_group_to_group_id.items() if owner == group)
-        held = buffers[WEIGHT, BufferId("subgroup", first)]
-        memory = held.as_strided((old.numel(),), (1,), held.storage_offset())
-        zero.param_groups_fp16_flat_cpu_memory[group] = memory
 
 
 STAGES: tuple[tuple[type, ZeroStage], ...] = (
@@ -384,25 +376,14 @@ def stage_of(optimizer: object) -> ZeroStage:
 
 
 def correct_fragments(zero: Any) -> None:
-    """Link parameters of stages 1 and 2 to their masters by their true offsets. Does nothing for other optimizers."""
+    """Link parameters of stages 1 and 2 to their masters by their true offsets. Does nothing for other optimizers.
+
+    DeepSpeed looks at true offsets only if it believes that there is padding.
+    """
     if not getattr(zero, "round_robin_gradients", False):
         return
-    for group, master in enumerate(zero.single_partition_of_fp32_groups):
-        held = zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group]
-        offset = {id(parameter): at for parameter, at in zip(*held, strict=True)}
-        size, peers = zero.partition_size[group], zero.real_dp_process_group[group]
-        link_hp_params(
-            lp_param_list=zero.bit16_groups[group],
-            flat_hp_partition=master,
-            gradient_dict=zero.averaged_gradients,
-            offload_gradient_dict=zero.offload_gradient_dict,
-            use_offload=zero.cpu_offload,
-            param_group_index=group,
-            partition_start=dist.get_rank(group=peers) * size,
-            partition_size=size,
-            dp_group=peers,
-            param_offsets=[offset[id(parameter)] for parameter in zero.bit16_groups[group]],
-        )
+    with replaced(zero, "round_robin_bit16_padding", [[1]] * len(zero.bit16_groups)):
+        zero._link_all_hp_params()
     zero._hp_optimizer_states_linked = False
     zero._param_slice_mappings = zero._create_param_mapping()
     if zero.cpu_offload:
