@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_dynatrain.adapters.groups import communicators
 from ds_dynatrain.adapters.groups.communicators import Communicator, Connections, Endpoint, make_communicator
-from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, ManagedProcessGroup
 from ds_dynatrain.adapters.groups.process_groups import (
     GroupOfOne,
     make_fake_group,
