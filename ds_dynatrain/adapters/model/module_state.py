@@ -298,19 +298,17 @@ EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}, "modes"
 def state_of(module: nn.Module) -> ModuleState:
     """Return the state of a module and all its submodules. Values are not copied."""
     parts = dict(module.named_modules())
-    state: ModuleState = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
-    for name, held in module.named_buffers():
-        state["buffers"][name] = held.detach()
-    for name, part in parts.items():
-        for key in part._non_persistent_buffers_set:
-            state["transient"].append(f"{name}.{key}".lstrip("."))
-        if has_extra_state(part):
-            state["extra"][name] = part.get_extra_state()
-        if not name or part.training != parts[name.rpartition(".")[0]].training:
-            state["modes"][name] = part.training
-    state["transient"].sort()
-    state["attributes"] = changed_attributes(module)
-    return state
+    transient = [(name, key) for name, part in parts.items() for key in part._non_persistent_buffers_set]
+    above = {name: parts[name.rpartition(".")[0]] for name in parts}
+    return {
+        "buffers": {name: held.detach() for name, held in module.named_buffers()},
+        "transient": sorted(f"{name}.{key}".lstrip(".") for name, key in transient),
+        "extra": {name: part.get_extra_state() for name, part in parts.items() if has_extra_state(part)},
+        "modes": {
+            name: part.training for name, part in parts.items() if not name or part.training != above[name].training
+        },
+        "attributes": changed_attributes(module),
+    }
 
 
 def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False) -> None:
@@ -350,12 +348,10 @@ def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
     """Merge states. For each module and buffer, the first state that has an entry for it wins."""
     found = copy.deepcopy(dict(EMPTY))
     for state in reversed([*states]):
-        found["buffers"] |= state["buffers"]
         found["transient"] = sorted({*found["transient"], *state.get("transient", ())})
-        found["extra"] |= state.get("extra", {})
-        found["modes"] |= state.get("modes", {})
-        if "attributes" in state:
-            found["attributes"] = {**found.get("attributes", {}), **state["attributes"]}
+        for key in ("buffers", "extra", "modes", "attributes"):
+            if key in state:
+                found[key] = {**found.get(key, {}), **state[key]}
     return found
 
 

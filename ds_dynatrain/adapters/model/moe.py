@@ -376,10 +376,7 @@ def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> No
                 )
         order = [parameter for parameter in model.parameters() if place.get(id(parameter)) in keys]
         first = next((at for at, parameter in enumerate(listed) if id(parameter) in place), 0)
-        others = [
-            [parameter for parameter in part if id(parameter) not in place] for part in (listed[:first], listed[first:])
-        ]
-        listed[:] = [*others[0], *order, *others[1]]
+        listed[first:] = [*order, *(parameter for parameter in listed[first:] if id(parameter) not in place)]
 
 
 def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:

@@ -43,37 +43,33 @@ class ModelMap:
         A parameter that several modules share is one logical tensor, under its first name. Raises UnsupportedError,
         naming the parameter or group, if a switch cannot transfer it.
         """
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        known = {id(parameter): parameter for parameter in module.parameters()}
-        tensors: list[LogicalTensor] = []
-        parameters: list[nn.Parameter] = []
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        held: dict[nn.Parameter, int] = {}
         for number, group in enumerate(groups):
             trainable = [parameter for parameter in group if parameter.requires_grad]
             if not trainable:
                 raise UnsupportedError(f"optimizer group {number} has no trainable parameter; remove the group")
-            for parameter in trainable:
-                if id(parameter) not in names:
-                    raise UnsupportedError(
-                        f"optimizer group {number} holds a parameter of shape {tuple(parameter.shape)} that is not in "
-                        "the model; register it in a module"
-                    )
-                name, shape = names[id(parameter)], tuple(parameter.shape)
-                tensors.append(LogicalTensor(name, shape, number, _is_expert(parameter)))
-                parameters.append(parameter)
-        taken = {id(parameter) for parameter in parameters}
-        for key, parameter in known.items():
-            if key not in taken:
-                tensors.append(LogicalTensor(names[key], tuple(parameter.shape), FROZEN, _is_expert(parameter)))
-                parameters.append(parameter)
-        flags = tuple(parameter.requires_grad for parameter in parameters)
-        types = {parameter.dtype: names[key] for key, parameter in known.items()}
+            held.update(dict.fromkeys(trainable, number))
+        stray = next((parameter for parameter in held if parameter not in names), None)
+        if stray is not None:
+            raise UnsupportedError(
+                f"optimizer group {held[stray]} holds a parameter of shape {tuple(stray.shape)} that is not in the "
+                "model; register it in a module"
+            )
+        held = {**held, **{parameter: FROZEN for parameter in names if parameter not in held}}
+        tensors = [  # DeepSpeed marks experts by `allreduce`
+            LogicalTensor(names[each], tuple(each.shape), number, not getattr(each, "allreduce", True))
+            for each, number in held.items()
+        ]
+        flags = tuple(parameter.requires_grad for parameter in held)
+        types = {parameter.dtype: name for parameter, name in names.items()}
         if len(types) != 1:
             found = ", ".join(f"{name!r} is {dtype}" for dtype, name in types.items()) or "it has none"
             raise UnsupportedError(
                 f"the parameters of the model must have one type, and {found}; give all parameters one type "
                 "(`keep_in_fp32_modules` is not supported yet)"
             )
-        return ModelMap(tuple(tensors), tuple(parameters), tuple(map(tuple, groups)), flags, next(iter(types)))
+        return ModelMap(tuple(tensors), tuple(held), tuple(map(tuple, groups)), flags, next(iter(types)))
 
     def reshaped(self, parameters: Mapping[str, nn.Parameter], tensors: Sequence[LogicalTensor]) -> ModelMap:
         """Return the map of the same model in another shape.
@@ -147,7 +143,3 @@ class ModelMap:
     def frozen(self) -> list[tuple[int, nn.Parameter]]:
         """Return (number, parameter) for each frozen tensor."""
         return list(enumerate(self.parameters))[self.trainable :]
-
-
-def _is_expert(parameter: nn.Parameter) -> bool:
-    return not getattr(parameter, "allreduce", True)  # DeepSpeed's mark

@@ -95,16 +95,15 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
     names = {key: model.tensors[number].name for key, number in model.numbers.items()}
     asked = []
     for group in groups:
-        held = group.get("params", ())
+        rest = dict(group)
+        held = rest.pop("params", ())
         parameters: list[nn.Parameter] = [held] if isinstance(held, nn.Parameter) else list(held)
-        for each in parameters:
-            if id(each) not in names:
-                raise SwitchRefused(
-                    f"engine.update_param_groups: a group holds a parameter of shape {tuple(each.shape)} that is not "
-                    "in the model",
-                    "add parameters before initialize, frozen if need be",
-                )
-        rest = {key: value for key, value in group.items() if key != "params"}
+        strays = [tuple(each.shape) for each in parameters if id(each) not in names]
+        if strays:
+            raise SwitchRefused(
+                f"engine.update_param_groups: a group holds a parameter of shape {strays[0]} that is not in the model",
+                "add parameters before initialize, frozen if need be",
+            )
         asked.append((tuple(names[id(each)] for each in parameters), rest))
     return RegroupRequest({names[id(each)]: each.requires_grad for each in module.parameters()}, tuple(asked), begun)
 
@@ -198,20 +197,18 @@ def _asked(
     optimizer: torch.optim.Optimizer,
 ) -> NewGroup:
     """Check one requested group and return it. Raises SwitchRefused, with the reason, if it cannot be added."""
-    more = {key: value for key, value in rest.items() if key != LIKE}
+    more = dict(rest)
+    like = more.pop(LIKE, None)
     if not names:
         raise SwitchRefused(
-            "engine.update_param_groups: a group without parameters was given",
-            "give {'params': [...]}",
+            "engine.update_param_groups: a group without parameters was given", "give {'params': [...]}"
         )
     for name in names:
         if not now[name] or name in trained:
-            state = "is trained already" if name in trained else "is frozen"
             raise SwitchRefused(
-                f"engine.update_param_groups: {name!r} {state}",
+                f"engine.update_param_groups: {name!r} {'is trained already' if name in trained else 'is frozen'}",
                 "leave it out of groups=, which is for newly trainable parameters",
             )
-    like = rest.get(LIKE)
     if like is None:
         listed = {number for number, old in enumerate(model.group_names) if not set(names).isdisjoint(old)}
         like = listed.pop() if len(listed) == 1 else (0 if len(model.groups) == 1 else None)

@@ -203,22 +203,17 @@ def read_state(
     Both results are empty before the first step. Raises CensusError for states that the optimizer's rule does not list.
     """
     state: dict[str, Any] = optimizer.state.get(holder, {})
-    rule, settings, kind = rule_of(optimizer), optimizer.param_groups[group], full_name(type(optimizer))
-    moments, scalars = dict[str, torch.Tensor](), dict[str, float]()
     if not state:
-        return moments, scalars
-    names = rule.moments_of(settings), tuple(rule.scalars_of(settings))
-    if {*names[0], *names[1]} ^ set(state):
-        raise CensusError(f"{kind} keeps {sorted(state)} in group {group}; expected {[*names[0], *names[1]]}")
-    for name in names[0]:
-        held = state[name]
+        return {}, {}
+    rule, settings, kind = rule_of(optimizer), optimizer.param_groups[group], full_name(type(optimizer))
+    moments, scalars = rule.moments_of(settings), rule.scalars_of(settings)
+    if {*moments, *scalars} ^ set(state):
+        raise CensusError(f"{kind} keeps {sorted(state)} in group {group}; expected {[*moments, *scalars]}")
+    for name in moments:
         numel = holder.numel() if whole is None or name not in rule.whole_tensors else whole
-        if not isinstance(held, torch.Tensor) or held.numel() != numel:
+        if not isinstance(state[name], torch.Tensor) or state[name].numel() != numel:
             raise CensusError(f"{kind}: {name} in group {group} is not one value per element of its tensor")
-        moments[name] = held.detach().view(-1)
-    for name in names[1]:
-        scalars[name] = float(state[name])
-    return moments, scalars
+    return {name: state[name].detach().view(-1) for name in moments}, {name: float(state[name]) for name in scalars}
 
 
 def write_state(
@@ -238,10 +233,8 @@ def write_state(
     first, device = rule_of(optimizer).scalars_of(settings), holder.device if settings.get("fused") else HOST
     for name, value in scalars.items():
         like = first[name]
-        if isinstance(like, torch.Tensor):
-            state[name] = torch.tensor(value, dtype=like.dtype, device=device)
-        else:
-            state[name] = type(like)(value)
+        is_tensor = isinstance(like, torch.Tensor)
+        state[name] = torch.tensor(value, dtype=like.dtype, device=device) if is_tensor else type(like)(value)
     for name, flat in moments.items():
         state[name] = flat if holder.dim() == 1 else flat.view(holder.shape)
     optimizer.state[holder] = state
