@@ -36,7 +36,7 @@ def made_step(device: str, size: str, batch: int) -> Callable[[bool], None]:
     from workload import GPT, SIZES
 
     from ds_dynatrain.adapters.groups.device import compute_device
-    from ds_dynatrain.adapters.groups.gate import Gate
+    from ds_dynatrain.adapters.groups.managed_process_group import Gate
 
     model = GPT(**SIZES[size]).to(compute_device(), torch.bfloat16)
     tokens = torch.randint(SIZES[size]["vocabulary"], (batch, LENGTH + 1)).to(compute_device())

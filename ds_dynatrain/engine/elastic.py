@@ -36,7 +36,6 @@ CONNECT_SECONDS = 2.0
 WAITING = (
     "torch.distributed",
     "ds_dynatrain.adapters.groups.managed_process_group",
-    "ds_dynatrain.adapters.groups.gate",
     "ds_dynatrain.transfer",
 )
 """Modules in which the main thread waits for other members: in collectives and transfers, at the gate, for a group."""

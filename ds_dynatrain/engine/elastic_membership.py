@@ -13,8 +13,7 @@ import torch.distributed as td
 from torch import nn
 
 from ds_dynatrain.adapters.groups.device import complaint
-from ds_dynatrain.adapters.groups.gate import abort
-from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, abort
 from ds_dynatrain.adapters.zero.incoming import refuse_cut
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace

@@ -319,7 +319,7 @@ class EngineCore:
         return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Wait until an accelerator's collectives have given all ranks their results; see `adapters.groups.gate`.
+        """Wait until an accelerator's collectives have given all ranks their results; see `Gate.agree`.
 
         Called on all ranks before they use, copy, save or move a state computed from those results. Raises WorldChanged
         if a rank may lack some of the results.

@@ -15,13 +15,14 @@ import torch.distributed as td
 from deepspeed.accelerator import real_accelerator
 from torch._C._distributed_c10d import Work
 
-from ds_dynatrain.adapters.groups import gate
+from ds_dynatrain.adapters.groups import managed_process_group as gate
 from ds_dynatrain.adapters.groups.communicators import Communicator, end, unfinished
-from ds_dynatrain.adapters.groups.gate import Gate, abort
 from ds_dynatrain.adapters.groups.managed_process_group import (
+    Gate,
     GroupStatus,
     ManagedProcessGroup,
     ManagedWork,
+    abort,
     is_on_device,
 )
 from ds_dynatrain.adapters.groups.process_groups import make_fake_group

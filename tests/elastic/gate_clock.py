@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_dynatrain.adapters.groups import gate
-from ds_dynatrain.adapters.groups.gate import Gate
+from ds_dynatrain.adapters.groups import managed_process_group as gate
+from ds_dynatrain.adapters.groups.managed_process_group import Gate
 
 
 def install() -> None:

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -55,40 +55,50 @@ class GatherWatch:
     open: ids of the open blocks.
     """
 
+    _all: ClassVar[set[GatherWatch]] = set()
+    _wrapped: ClassVar[ExitStack] = ExitStack()
+
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        mine = {id(parameter) for parameter in parameters}
-        self.open: set[int] = set()
-        self._wrapped = ExitStack()
+        self.open, self._mine = set[int](), {*map(id, parameters)}
+        if not self._all:
+            self._wrap()
+        self._all.add(self)
+
+    @classmethod
+    def _wrap(cls) -> None:
         init, enter, leave = GatheredParameters.__init__, GatheredParameters.__enter__, GatheredParameters.__exit__
 
         @functools.wraps(init)
         def note(block: Any, params: Any, *arguments: Any, **named: Any) -> None:
-            """Record whether a block asks for one of our parameters. Below stage 3, DeepSpeed ignores such a block."""
-            listed = [params] if isinstance(params, torch.Tensor) else params
-            listed = list(listed) if isinstance(listed, Iterable) else listed
+            """Record which parameters a block asks for. Below stage 3, DeepSpeed ignores such a block."""
+            listed = [*params] if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
             init(block, listed, *arguments, **named)
             asked = arguments[2] if len(arguments) > 2 else named.get("enabled", True)
-            block.__dict__[_ASKED] = bool(asked) and any(id(each) in mine for each in listed)
+            block.__dict__[_ASKED] = {*map(id, listed)} if asked else set()
 
         @functools.wraps(enter)
         def opened(block: Any) -> Any:
             entered = enter(block)
-            if block.__dict__.get(_ASKED, False):
-                self.open.add(id(block))
+            for watch in cls._all:
+                if watch._mine & block.__dict__.get(_ASKED, set()):
+                    watch.open.add(id(block))
             return entered
 
         @functools.wraps(leave)
         def closed(block: Any, *error: Any) -> Any:
-            self.open.discard(id(block))
+            for watch in cls._all:
+                watch.open.discard(id(block))
             return leave(block, *error)
 
         for name, own in {"__init__": note, "__enter__": opened, "__exit__": closed}.items():
-            self._wrapped.enter_context(replaced(GatheredParameters, name, own))
+            cls._wrapped.enter_context(replaced(GatheredParameters, name, own))
 
     def stop(self) -> None:
-        """Put DeepSpeed's own methods back. A second call does nothing."""
-        self._wrapped.close()
+        """Put DeepSpeed's own methods back, unless another engine watches. A second call does nothing."""
         self.open.clear()
+        self._all.discard(self)
+        if not self._all:
+            self._wrapped.close()
 
 
 class GradientWatch:
@@ -183,6 +193,9 @@ class Host:
     gathers: GatherWatch = field(init=False)
     _scaling: scaler.State = field(init=False)
 
+    forward_passes = cast("int | None", None)
+    """Number of forward passes so far, if DeepSpeed seeds layers with this number; otherwise None."""
+
     # ---- DeepSpeed's own ---------------------------------------------------------------------------------------------
 
     @property
@@ -244,15 +257,6 @@ class Host:
     def compiled_modules(self) -> list[str]:
         """Names of the compiled modules; equal on all members."""
         return compiled_in_place(self.module)
-
-    @property
-    def forward_passes(self) -> int | None:
-        """Number of forward passes so far, if DeepSpeed seeds layers with this number; otherwise None."""
-        return None
-
-    @forward_passes.setter
-    def forward_passes(self, count: int | None) -> None:
-        """Set the number of forward passes from which to continue."""
 
     def scaling_state(self) -> scaler.State:
         """Return the loss scale and its related fields, including fields that the current optimizer does not have."""

@@ -10,9 +10,9 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from inspect import isfunction
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from torch.utils.file_baton import FileBaton
 
 from ds_dynatrain.adapters.deepspeed.host import Host
 from ds_dynatrain.adapters.versions.deepspeed_versions import configure_python_gc, mend
+from ds_dynatrain.adapters.versions.replaced import passing_on
 from ds_dynatrain.adapters.zero.stages import restore_linear
 from ds_dynatrain.report import telling_if_long
 
@@ -168,14 +169,6 @@ class OptimizerForwarder(torch.optim.Optimizer):
         return f"OptimizerForwarder({self.current!r})"
 
 
-def _method(name: str) -> Callable[..., Any]:
-    def call(self: OptimizerForwarder, *arguments: Any, **named: Any) -> Any:
-        return getattr(self.current, name)(*arguments, **named)
-
-    call.__name__ = name
-    return call
-
-
 for _name, _own in vars(torch.optim.Optimizer).items():
     if isfunction(_own) and not _name.startswith("_"):
-        setattr(OptimizerForwarder, _name, _method(_name))
+        setattr(OptimizerForwarder, _name, passing_on(_name, attrgetter("current")))

@@ -202,7 +202,7 @@ def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] 
                 )
         return found.result()
     except BaseException:
-        found.add_done_callback(_abort)
+        found.add_done_callback(lambda made: None if made.exception() else end([made.result()], is_broken=True))
         raise
 
 
@@ -218,11 +218,6 @@ def _beside(call: Callable[[], T], name: str) -> Future[T]:
 
     start_thread(run, name)
     return found
-
-
-def _abort(found: Future[Communicator]) -> None:
-    if found.exception() is None:
-        end([found.result()], is_broken=True)
 
 
 def _missing(where: Endpoint) -> str:

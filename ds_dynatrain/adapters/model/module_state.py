@@ -147,7 +147,14 @@ def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
         given = state.get(path, {"class": _name(part), "values": {}, "left": [], "shared": []})
         is_alike = given["class"] == _name(part) and not _is_foreign(type(part))
         values = {name: held for name, held in given["values"].items() if is_alike and _is_own(part, name)}
-        _part_from_buffers(module, part, given["shared"])
+        # Buffers that are also attributes here, but not where the state comes from, are replaced: otherwise values
+        # written into the buffers later would change the attributes.
+        mine = part.__dict__.items()
+        apart = {id(held) for name, held in mine if isinstance(held, torch.Tensor) and name not in given["shared"]}
+        for each in module.modules() if apart else ():
+            for key, held in each._buffers.items():
+                if held is not None and id(held) in apart:
+                    each._buffers[key] = held.clone()
         stale = {*given["left"], *given["values"]} - {*values}
         for name in [name for name in _changed(part) if name in note_one(part) and name not in values]:
             kept = note_one(part)[name].kept
@@ -185,8 +192,10 @@ def _changed(part: nn.Module) -> dict[str, Any]:
         was = built.get(name)
         if was is not None and was.value is value and not isinstance(value, _MUTABLE):
             continue
-        if not _is_tracked(part, name, value) or (was is not None and was.mark == _mark(value)) or _is_output(value):
+        if not _is_tracked(part, name, value) or (was is not None and was.mark == _mark(value)):
             continue
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _leaves(value)):
+            continue  # a forward pass computed it for its own backward pass
         if _travels(value) or not has_extra_state(part):
             found[name] = value
     return found
@@ -242,11 +251,6 @@ def _travels(value: Any) -> bool:
     return all(type(leaf) in _SIMPLE and (not isinstance(leaf, str) or len(leaf) <= MOST_BYTES) for leaf in leaves)
 
 
-def _is_output(value: Any) -> bool:
-    """Return whether a forward pass computed a value for its own backward pass. Such a value is useless afterwards."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _leaves(value))
-
-
 def _leaves(value: Any, depth: int = 0) -> list[Any]:
     """Return a list with the value, or with what lists, tuples and dictionaries in it hold, after the sizes of these.
 
@@ -264,19 +268,6 @@ def _placed(value: Any, present: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(present.device if isinstance(present, torch.Tensor) else compute_device(), copy=True)
     return copy.deepcopy(value)
-
-
-def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) -> None:
-    """Replace buffers that are also attributes of `part` here, but not in the module from which the state comes.
-
-    Otherwise values written into the buffers later would change these attributes.
-    """
-    mine = part.__dict__.items()
-    apart = {id(held) for name, held in mine if isinstance(held, torch.Tensor) and name not in shared}
-    for each in module.modules() if apart else ():
-        for key, held in each._buffers.items():
-            if held is not None and id(held) in apart:
-                each._buffers[key] = held.clone()
 
 
 ModuleState = dict[str, Any]

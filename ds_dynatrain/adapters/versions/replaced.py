@@ -1,10 +1,20 @@
-"""Temporary replacement of an attribute of DeepSpeed or torch."""
+"""Temporary replacement of an attribute of DeepSpeed or torch, and methods that pass calls on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+def passing_on(name: str, to: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a method that calls the method `name` of the object `to(self)`."""
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        return getattr(to(self), name)(*arguments, **named)
+
+    call.__name__ = name
+    return call
 
 
 @contextmanager
