@@ -26,7 +26,6 @@ gradient in a step is stepped with its last gradient (measured on 0.19.8).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -145,16 +144,15 @@ class FlatGroups(ZeroStage):
 
     flats: ClassVar[str]
     masters: ClassVar[str]
-    """Names of the attributes in which DeepSpeed's optimizer lists flat weights and masters."""
+    tensors: ClassVar[str]
+    """Names of the attributes in which DeepSpeed's optimizer lists flat weights, masters, and tensors of each group."""
 
-    @abstractmethod
-    def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """Return where this rank's master begins in a flat group, and the slots of the group's tensors.
+    def slots(self, held: Any, model: ModelMap, group: int) -> Slots:
+        """Return the slots of a group's tensors by DeepSpeed's own bookkeeping.
 
         held: DeepSpeed's optimizer.
-
-        Both results come from DeepSpeed's own bookkeeping.
         """
+        return end_to_end(model, getattr(held, self.tensors)[group])
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
         held, partly = engine.optimizer, getattr(engine.optimizer, "params_in_partition", None)
@@ -173,8 +171,9 @@ class FlatGroups(ZeroStage):
         for each in self.stepped(engine, model):
             if each.is_empty:
                 continue
-            low, slots = self.slots(held, model, each.group)
-            rows += rows_of(MASTER, each.master, slots, low)
+            peers = getattr(held, "real_dp_process_group", None)  # FP16_Optimizer has whole masters
+            low = 0 if peers is None else dist.get_rank(group=peers[each.group]) * each.master.numel()
+            rows += rows_of(MASTER, each.master, self.slots(held, model, each.group), low)
             partly = () if each.whole is None else held.params_in_partition[each.group]
             for name in rule_of(basic).whole_tensors:
                 moment = basic.state.get(each.master, {}).get(name)
@@ -208,29 +207,24 @@ class FlatGroups(ZeroStage):
 class FusedStage(FlatGroups):
     """Stage of `FP16_Optimizer`: flat weights and flat masters are whole on every rank."""
 
-    flats, masters = "fp16_groups_flat", "fp32_groups_flat"
-
-    def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        return 0, end_to_end(model, held.fp16_groups[group])
+    flats, masters, tensors = "fp16_groups_flat", "fp32_groups_flat", "fp16_groups"
 
     def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
         held, flat = engine.optimizer, buffers[WEIGHT, each.name]
         held.fp16_groups_flat[each.group] = flat
-        for number, at, numel in end_to_end(model, held.fp16_groups[each.group]):
+        for number, at, numel in self.slots(held, model, each.group):
             model.parameters[number].data = flat.narrow(0, at, numel).view(model.tensors[number].shape)
 
 
 class FlatStages(FlatGroups):
     """ZeRO stages 1 and 2: whole flat weights, and one part of the fp32 master."""
 
-    flats, masters = "bit16_groups_flat", "single_partition_of_fp32_groups"
+    flats, masters, tensors = "bit16_groups_flat", "single_partition_of_fp32_groups", "round_robin_bit16_groups"
 
-    def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """Return the start of this rank's master, and the slots in the flat order kept for DeepSpeed's reduction."""
-        size = int(held.partition_size[group])  # 0.18 has a float
-        low = dist.get_rank(group=held.real_dp_process_group[group]) * size
+    def slots(self, held: Any, model: ModelMap, group: int) -> Slots:
+        """Return the slots in the flat order kept for DeepSpeed's reduction."""
         ordered = zip(held.round_robin_bit16_groups[group], flat_offsets(held, group), strict=True)
-        return low, [(model.numbers[id(each)], offset, each.numel()) for each, offset in ordered]
+        return [(model.numbers[id(each)], offset, each.numel()) for each, offset in ordered]
 
     def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
         held, group, flat = engine.optimizer, each.group, buffers[WEIGHT, each.name]
@@ -242,11 +236,7 @@ class FlatStages(FlatGroups):
 class AccumulatingStage(FlatGroups):
     """Stage of `BF16_Optimizer`: whole flat weights, and one part of the fp32 master."""
 
-    flats, masters = "bf16_groups_flat", "fp32_groups_flat_partition"
-
-    def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        rank = dist.get_rank(group=held.real_dp_process_group[group])
-        return rank * held.fp32_groups_flat_partition[group].numel(), end_to_end(model, held.bf16_groups[group])
+    flats, masters, tensors = "bf16_groups_flat", "fp32_groups_flat_partition", "bf16_groups"
 
     def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
         held, group, flat = engine.optimizer, each.group, buffers[WEIGHT, each.name]

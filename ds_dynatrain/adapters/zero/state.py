@@ -18,16 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_dynatrain.adapters.groups.device import HOST, compute_device, is_accelerated, start_thread
-from ds_dynatrain.space import (
-    MASTER,
-    WEIGHT,
-    BufferId,
-    Layout,
-    LocalSpace,
-    Pieces,
-    VirtualParameterSpace,
-    row_of,
-)
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, LocalSpace, Pieces, VirtualParameterSpace, row_of
 from ds_dynatrain.space.zero import group_size
 
 Buffers = dict[tuple[str, BufferId], torch.Tensor]
@@ -154,14 +145,10 @@ def reusable(
         return set()
     sizes, present = vps.local(target, target_rank).sizes(), vps.present_kinds()
     kept, apart = set[tuple[str, BufferId]](), set[str]()
-    for kind in vps.present_kinds(target):
-        if kind not in present:
-            continue
+    for kind in {*vps.present_kinds(target)}.intersection(present):
         have = _by_buffer(vps.holding(vps.layout, rank, kind))
         want = _by_buffer(vps.holding(target, target_rank, kind))
-        for (wanted, name), size in sizes.items():
-            if wanted != kind:
-                continue
+        for name, size in ((name, size) for (wanted, name), size in sizes.items() if wanted == kind):
             held = live.get((kind, name))
             if held is not None and memory[kind].place.holds(held) and have.get(name) == want.get(name):
                 bytes_left = held.untyped_storage().nbytes() - held.storage_offset() * held.element_size()
@@ -172,8 +159,8 @@ def reusable(
     if apart:  # slices of one tensor: all of them or none
         kept = {(kind, name) for kind, name in kept if kind not in apart or name.place != "subgroup"}
     if is_one_memory(memory, target):  # DeepSpeed's own constructor of stage 3 puts weights and masters apart
-        pairs = [(live[WEIGHT, name], live[MASTER, name]) for kind, name in kept if kind == MASTER]
-        if any(weight.data_ptr() != master.data_ptr() for weight, master in pairs):
+        names = {name for _, name in kept if {(WEIGHT, name), (MASTER, name)} <= live.keys()}
+        if any(live[WEIGHT, name].data_ptr() != live[MASTER, name].data_ptr() for name in names):
             kept = {(kind, name) for kind, name in kept if (MASTER, name) not in live or kind not in (WEIGHT, MASTER)}
     return kept
 
