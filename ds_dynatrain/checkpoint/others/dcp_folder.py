@@ -23,9 +23,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,8 +66,8 @@ from ds_dynatrain.space.tiling import rows as rows_of_pieces
 
 FORMAT = "a torch distributed checkpoint"
 METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
-OPTIMS = (OPTIM, "optimizer")
-STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
+OF_OPTIMIZER = re.compile(r"(?:optim|optimizer)\.(state|param_groups)\.(.+)\.([^.]+)", re.DOTALL)
+SAVE_WITH = "torch.distributed.checkpoint.state_dict.get_state_dict"
 DATA = "__0_0.distcp"
 """torch's name for the first data file of rank 0."""
 Keys = tuple[str, ...]
@@ -124,16 +124,19 @@ class _Reader(pickle.Unpickler):
 class _Folder:
     """A checkpoint as described by its metadata.
 
-    keys: the levels of each key.
     shapes: the shape of each key's tensor; None if its value is not a tensor.
     places: the pieces of each key's value, as (offset in the tensor, file, first byte, length in bytes).
+    weights: the key of each parameter's weight.
+    states, settings: the keys of the optimizer's states, and of its hyper-parameters, by tensor or group and by name.
     """
 
     path: Path
     trust_pickle: bool
-    keys: Mapping[str, tuple[str, ...]]
     shapes: Mapping[str, tuple[int, ...] | None]
     places: Mapping[str, list[tuple[Any, str, int, int]]]
+    weights: dict[str, str] = field(default_factory=dict)
+    states: dict[str, dict[str, str]] = field(default_factory=dict)
+    settings: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @staticmethod
     def open(path: Path, trust_pickle: bool) -> _Folder:
@@ -151,100 +154,100 @@ class _Folder:
                 raise CheckpointDamaged(f"{path}: there is no file {name!r}")
             place = index.fields.get("offset"), name, int(info.fields["offset"]), int(info.fields["length"])
             places.setdefault(index.fields["fqn"], []).append(place)
-        nested = said.get("planner_data") or {}
-        keys = {key: _levels(tuple(map(str, nested.get(key) or _split(key, held)))) for key in held}
         sizes = {key: each.fields.get("size") for key, each in held.items()}
         shapes = {key: None if size is None else tuple(map(int, size)) for key, size in sizes.items()}
-        return _Folder(path, trust_pickle, keys, shapes, places)
+        found = _Folder(path, trust_pickle, shapes, places)
+        found._sort(said.get("planner_data") or {})
+        return found
+
+    def _sort(self, nested: Mapping[str, Any]) -> None:
+        """Sort the keys into weights, states and hyper-parameters.
+
+        nested: the levels of each key, outermost first; without an entry, a key says its levels itself.
+        """
+        levels = {key: [str(each) for each in nested.get(key) or (key,)] for key in self.shapes}
+        if not any(len(each) > 1 or key.startswith(f"{OPTIM}.") for key, each in levels.items()):
+            self.weights.update({key: key for key, shape in self.shapes.items() if shape is not None})
+            return
+        for key, each in levels.items():
+            name = ".".join(each)
+            if of_optimizer := OF_OPTIMIZER.fullmatch(name):
+                part, owner, last = of_optimizer.groups()
+                if part == "param_groups":
+                    self.settings.setdefault(owner, {})[last] = key
+                elif self.shapes[key] is not None:
+                    self.states.setdefault(owner, {})[last] = key
+            elif name.startswith(f"{MODEL}."):
+                self.weights[name.removeprefix(f"{MODEL}.")] = key
+        if not self.weights:
+            tops = sorted({each[0].partition(".")[0] for each in levels.values()})
+            raise CheckpointError(
+                f"{self.path} has {', '.join(tops)}, and no {MODEL!r} to take weights from; save it as "
+                f"{{{MODEL!r}: ...}}"
+            )
 
     def foreign(self) -> Foreign:
-        weights = self._weights()
-        strange = next((name for name in self._states if name not in weights), None)
+        strange = next((name for name in self.states if name not in self.weights), None)
         if strange is not None:
             raise CheckpointError(
                 f"{self.path} has optimizer states of {strange!r}, and no weight of that name; save both with "
-                "torch.distributed.checkpoint.state_dict.get_state_dict, or the model alone to go on without them"
+                f"{SAVE_WITH}, or the model alone to go on without them"
             )
-        groups, number_in = self._groups(weights)
-        if self._states and not groups:
+        groups, number_in = self._groups()
+        if self.states and not groups:
             raise CheckpointError(
                 f"{self.path} has optimizer states and no '{OPTIM}.param_groups' that names their tensors; save "
-                "it with torch.distributed.checkpoint.state_dict.get_state_dict"
+                f"it with {SAVE_WITH}"
             )
         frozen = FROZEN if groups else 0
-        found = [LogicalTensor(name, self._shape(key), number_in.get(name, frozen)) for name, key in weights.items()]
-        tensors = in_order(found)
+        tensors = in_order(
+            LogicalTensor(name, self._shape(key), number_in.get(name, frozen)) for name, key in self.weights.items()
+        )
         rows, scalars = list[ManifestRow](), dict[str, dict[str, float]]()
         for number, tensor in enumerate(tensors):
-            rows += self._rows(tensor, WEIGHT, weights[tensor.name])
-            for kind, key in self._states.get(tensor.name, {}).items():
-                shape = self._shape(key)
-                if kind == "step" or (shape == () and tensor.shape != ()):
+            rows += self._rows(tensor, WEIGHT, self.weights[tensor.name])
+            for kind, key in self.states.get(tensor.name, {}).items():
+                if kind == "step" or (self._shape(key) == () and tensor.shape != ()):
                     scalars.setdefault(kind, {})[str(number)] = number_of(self.path, self._value(key))
                 else:
                     rows += self._rows(tensor, kind, key)
-        taken = {*weights.values(), *(key for each in tensors for key in self._states.get(each.name, {}).values())}
-        of_groups = [key for key, each in self.keys.items() if groups and each[:2] == GROUPS]
-        left_out = sorted({*self.keys} - taken - {*of_groups, "step"})
+        read = {"step", *self.weights.values()}
+        for table in (*self.states.values(), *(self.settings.values() if groups else ())):
+            read.update(table.values())
         step = int(max(scalars.get("step", {}).values(), default=0))
-        if self.keys.get("step") == ("step",):
+        if "step" in self.shapes:
             step = int(number_of(self.path, self._value("step")))
         carry: dict[str, Any] = {}
         if groups:
             carry = {"groups": groups, "scalars": scalars, "counters": {"global_steps": step}, "windows": step}
-        read = [place for key, held in self.places.items() if key not in left_out for place in held]
-        archives = tuple((file, (first, length)) for _, file, first, length in read)
+        archives = tuple(
+            (file, (at, size)) for key in self.places if key in read for _, file, at, size in self.places[key]
+        )
+        left_out = tuple(sorted(self.shapes.keys() - read))
         manifest = Manifest.of(rows)
-        return Foreign(self.path, FORMAT, manifest, tensors, step, carry, left_out=tuple(left_out), archives=archives)
+        return Foreign(self.path, FORMAT, manifest, tensors, step, carry, left_out=left_out, archives=archives)
 
-    def _weights(self) -> dict[str, str]:
-        """Return a map from parameter name to the key of its weight."""
-        tops = {each[0] for each in self.keys.values() if len(each) > 1}
-        if MODEL in tops:
-            return {".".join(each[1:]): key for key, each in self.keys.items() if each[0] == MODEL and len(each) > 1}
-        if tops:
-            raise CheckpointError(
-                f"{self.path} has {', '.join(sorted(tops))}, and no {MODEL!r} to take weights from; save it as "
-                "{{MODEL!r}: ...}"
-            )
-        return {key: key for key, shape in self.shapes.items() if shape is not None}
-
-    @cached_property
-    def _states(self) -> dict[str, dict[str, str]]:
-        """The keys of the optimizer's states: a map from tensor name to a map from state name to key."""
-        found: dict[str, dict[str, str]] = {}
-        for key, each in self.keys.items():
-            if each[:2] == STATE and len(each) > 3 and self.shapes[key] is not None:
-                found.setdefault(".".join(each[2:-1]), {})[each[-1]] = key
-        return found
-
-    def _groups(self, weights: Collection[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return (hyper-parameters of each optimizer group, map from each tensor to its group's number).
-
-        weights: the names of all weights.
 
         If the checkpoint has hyper-parameters per tensor, tensors with equal ones form a group. Otherwise the
         checkpoint itself lists the groups. Raises CheckpointError if a group lists something that is not a weight, or
         that is in two groups.
         """
-        said: dict[str, dict[str, Any]] = {}
-        for key, each in self.keys.items():
-            if each[:2] == GROUPS and len(each) > 3:
-                said.setdefault(".".join(each[2:-1]), {})[each[-1]] = self._plain(key)
+        said = {name: {key: self._plain(at) for key, at in table.items()} for name, table in self.settings.items()}
         groups: list[dict[str, Any]] = []
         found: dict[str, int] = {}
         if not any("params" in group for group in said.values()):
-            for name in weights:
-                if name in said:
-                    groups += [] if said[name] in groups else [said[name]]
-                    found[name] = groups.index(said[name])
+            for name in filter(said.__contains__, self.weights):
+                groups += [] if said[name] in groups else [said[name]]
+                found[name] = groups.index(said[name])
             return groups, found
         for number in sorted(said, key=int):
             for name in said[number].get("params", ()):
-                if name not in weights or name in found:
+                if name not in self.weights or name in found:
                     raise CheckpointError(
                         f"{self.path}: group {len(groups)} of its optimizer has {name!r}, which is no weight's name or "
-                        "in two groups; save it with torch.distributed.checkpoint.state_dict.get_state_dict"
+                        f"in two groups; save it with {SAVE_WITH}"
                     )
                 found[name] = len(groups)
             groups.append(hyper_parameters(said[number]))
@@ -267,9 +270,9 @@ class _Folder:
         value = with_values(self.path, self._value(key))
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
-    def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> list[ManifestRow]:
-        """Return the manifest rows of a tensor's pieces. Each piece is a box, stored in row-major order."""
-        shape, rows = self._shape(key), list[ManifestRow]()
+    def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> Iterator[ManifestRow]:
+        """Yield the manifest rows of a tensor's pieces. Each piece is a box, stored in row-major order."""
+        shape = self._shape(key)
         if shape != tensor.shape:
             raise CheckpointError(
                 f"{self.path}: {key!r} is of shape {shape}, and its weight of {tensor.shape}; {WHERE_DAMAGED}"
@@ -290,39 +293,11 @@ class _Folder:
             starts, length = found.start, int(found.stop[0] - found.start[0])
             steps = np.diff(starts)
             if (steps == steps[:1]).all():
-                apart = int(steps[0]) if len(steps) else 0
-                rows.append(stored_row(tensor, kind, held, Extent(int(starts[0]), length, apart, len(starts))))
-                continue
-            for number, first in enumerate(starts.tolist()):
-                rows.append(stored_row(tensor, kind, held, Extent(first, length, 0, 1), number * length))
-        return rows
-
-
-def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
-    """Derive the levels of a key whose path the metadata does not give.
-
-    keys: all keys of the checkpoint. If some belong to an optimizer, keys are split the way torch's `get_state_dict`
-        joins them; otherwise a key is a parameter name with a single level.
-    """
-    if not any(each.startswith(f"{OPTIM}.") for each in keys):
-        return (key,)
-    for prefix in (f"{OPTIM}.state.", f"{OPTIM}.param_groups."):
-        if key.startswith(prefix):
-            name, _, last = key.removeprefix(prefix).rpartition(".")
-            return (*prefix.rstrip(".").split("."), name, last)
-    return (MODEL, key.removeprefix(f"{MODEL}.")) if key.startswith(f"{MODEL}.") else (key,)
-
-
-def _levels(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the levels of a key in normal form: with `optim` as the optimizer's name, and its levels separate."""
-    top, *rest = path
-    if top not in OPTIMS or not rest:
-        return path
-    kind, _, below = rest[0].partition(".")
-    if len(rest) == 1 and (OPTIM, kind) in (STATE, GROUPS) and below:
-        name, _, last = below.rpartition(".")
-        rest = [kind, name, last]
-    return (OPTIM, *rest)
+                runs = [Extent(int(starts[0]), length, int(steps[0]) if len(steps) else 0, len(starts))]
+            else:
+                runs = [Extent(first, length, 0, 1) for first in starts.tolist()]
+            for number, extent in enumerate(runs):
+                yield stored_row(tensor, kind, held, extent, number * length)
 
 
 def _metadata(path: Path) -> dict[str, Any]:
