@@ -5,9 +5,9 @@ ranks record (`notes`) become `results`, which are shown in `tables`, in `charts
 Ranks import torch and DeepSpeed; the first process imports neither. All of them use `job`: model sizes, changes, and
 the ways (methods) to carry out a change.
 
-Ranks run `ours`, `stock` or `dcp`, each of which has a trainer based on `workload`. `converter` runs between two jobs
-of DeepSpeed. To check that the state after a change equals the state before it, digests of tensors are compared. Each
-framework's own functions return these tensors, so the check shares no code with what is measured.
+Ranks run `ours`, `stock` or `dcp`, each of which has a trainer based on `workload`; `stock` also converts between two
+jobs of DeepSpeed. To check that the state after a change equals the state before it, digests of tensors are compared.
+Each framework's own functions return these tensors, so the check shares no code with what is measured.
 
 May import the package's public names and `exits`; start with `comparison`.
 """

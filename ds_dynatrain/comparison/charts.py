@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # a Figure of its own: no window, no global state
 
 from ds_dynatrain.comparison.job import WAYS
@@ -30,12 +32,12 @@ def phases(found: Mapping[str, Measure], name: str) -> str:
     figure = Figure((11, 1.1 + 0.42 * len(measures)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for axes in (left, right):
-        begin = [0.0] * len(measures)
+        begin = np.zeros(len(measures))
         for phase in PHASES:
-            widths = [max(0.0, each.phases.get(phase, 0.0)) for each in measures]
-            if any(widths):
+            widths = np.array([max(0.0, each.phases.get(phase, 0.0)) for each in measures])
+            if widths.any():
                 axes.barh(titles, widths, left=begin, color=PHASE_COLORS[phase], label=phase, height=0.7)
-                begin = [at + width for at, width in zip(begin, widths, strict=True)]
+                begin = begin + widths
         axes.grid(axis="x", alpha=0.25)
         axes.set_axisbelow(True)
     left.invert_yaxis()  # and the shared axis of `right`
@@ -53,19 +55,17 @@ def growth(found: Comparison, change: str, name: str) -> str:
 
     name: a prefix for identifiers, unique in the page.
     """
-    figure = Figure((7, 4), layout="constrained")
-    axes = figure.subplots()
-    sizes = [found.of(*case) for case in found.cases() if case[1] == change]
+    figure, axes = _chart((7, 4), xlabel="million parameters", ylabel="training stands still (s)")
+    every = [each for case in found.cases() if case[1] == change for each in found.of(*case).values()]
     for way in WAYS.values():
-        done = [measures[way.name] for measures in sizes if way.name in measures and measures[way.name].is_done]
+        done = [each for each in every if each.way == way.name and each.is_done]
         if done:
             points = sorted((each.parameters / 1e6, each.still) for each in done)
             axes.plot(*zip(*points, strict=True), "o-", color=WAY_COLORS[way.name], label=way.title)
-    axes.set(xscale="log", yscale="log", xlabel="million parameters", ylabel="training stands still (s)")
-    known = sorted({each.parameters / 1e6 for measures in sizes for each in measures.values() if each.parameters})
+    axes.set(xscale="log", yscale="log")
+    known = sorted({each.parameters / 1e6 for each in every if each.parameters})
     axes.set_xticks(known, [f"{value:.0f}" for value in known])
     axes.minorticks_off()
-    axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     return _svg(figure, name)
 
@@ -76,18 +76,23 @@ def losses(found: Mapping[str, Measure], before: int, name: str) -> str:
     before: the last step before the change.
     name: a prefix for identifiers, unique in the page.
     """
-    figure = Figure((9, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _chart((9, 3.6), xlabel="optimizer step", ylabel="loss")
     measures = {way: each for way, each in found.items() if each.is_done}
     for number, (way, each) in enumerate(measures.items()):
         width = 6.0 - 4.6 * number / max(1, len(measures) - 1)  # curves that agree hide one another
         points = zip(*sorted(each.losses.items()), strict=True)
         axes.plot(*points, color=WAY_COLORS[way], linewidth=width, label=WAYS[way].title, alpha=0.75)
     axes.axvline(before + 0.5, color="#444444", linestyle="--", linewidth=1)
-    axes.set(xlabel="optimizer step", ylabel="loss")
-    axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)
     return _svg(figure, name)
+
+
+def _chart(size: tuple[float, float], **labels: str) -> tuple[Figure, Axes]:
+    figure = Figure(size, layout="constrained")
+    axes = figure.subplots()
+    axes.set(**labels)
+    axes.grid(alpha=0.25)
+    return figure, axes
 
 
 def _svg(figure: Figure, name: str) -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ds_dynatrain.comparison.job import WAYS, ComparedChange
+from ds_dynatrain.comparison.results import Comparison
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.exits import REFUSED, saying
-
-if TYPE_CHECKING:
-    from ds_dynatrain.comparison.job import ComparedChange
-    from ds_dynatrain.comparison.results import Comparison
 
 CHANGES = ("data=2,zero_stage=1:data=4,zero_stage=1", "data=4,zero_stage=1:data=3,zero_stage=2")
 JSON, TABLES, SHORT, PAGE, PICTURE = "compare.json", "compare.md", "short.md", "compare.html", "compare.svg"
@@ -75,8 +74,6 @@ def compare(
 
     Exit code: 0 if all ways were measured or said why they cannot be, 1 if no live switch was, 2 for bad options.
     """
-    from ds_dynatrain.comparison.job import ComparedChange
-
     with saying("compare"):
         try:  # fail before minutes of measuring
             import matplotlib.figure  # noqa: F401
@@ -111,14 +108,14 @@ def measured(
     out: the folder for the figures.
     """
     from ds_dynatrain.comparison.comparison import compare as compared
-    from ds_dynatrain.comparison.job import WAYS
 
     command = " ".join(["ds-dynatrain", *sys.argv[1:]])
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
     out.mkdir(parents=True, exist_ok=True)
     try:
         names, subjects = [each.value for each in sizes], [WAYS[each.value] for each in ways]
-        for found in compared(names, changes, subjects, command, limit_seconds, scratch, typer.echo):
+        cases = list(itertools.product(names, changes, subjects))
+        for found in compared(cases, command, limit_seconds, scratch, typer.echo):
             (out / JSON).write_text(found.to_json(), encoding="utf-8")
         return found
     finally:
@@ -127,8 +124,6 @@ def measured(
 
 def _read(path: Path) -> Comparison:
     """Read the figures of an earlier run from its JSON file. Raises ConfigError if the file has none."""
-    from ds_dynatrain.comparison.results import Comparison
-
     try:
         return Comparison.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

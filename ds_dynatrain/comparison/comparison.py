@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -49,15 +49,9 @@ class LaunchError(DynatrainError):
 
 @dataclass(frozen=True)
 class Launched:
-    """A finished launch of ranks.
-
-    at: the time at which the launch began, by the machine's clock.
-    end: the time at which the launch ended, by the machine's clock.
-    notes: the notes of the launch's ranks, keyed by member.
-    """
+    """A finished launch of ranks: when it began, by the machine's clock, and the notes of its ranks by member."""
 
     at: float
-    end: float
     notes: Mapping[int, Notes]
 
 
@@ -66,23 +60,14 @@ def launch(task: Task, notes: Path, limit_seconds: float) -> Launched:
 
     notes: the folder for the notes, which must not exist yet.
     """
-    command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={task.processes}", "-m"]
-    command += ["ds_dynatrain.comparison.worker", str(notes), json.dumps(to_record(task))]
-    return _launched(command, notes, limit_seconds, f"{task.way.name}, {task.part}, {task.processes} ranks")
-
-
-def _launched(module: Sequence[str], notes: Path, limit_seconds: float, what: str) -> Launched:
-    """Run a Python module that writes notes, and return the notes. Raises LaunchError, with the reason, if it fails.
-
-    module: the module's name and its arguments.
-    notes: the folder for the notes.
-    what: a description of the run for error messages.
-    """
+    what = f"{task.way.name}, {task.part}, {task.processes} ranks"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={task.processes}"]
+    command += ["-m", "ds_dynatrain.comparison.worker", str(notes), json.dumps(to_record(task))]
     notes.mkdir(parents=True)
     begin, output = time.monotonic(), notes / "output"
     with output.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", *module],
+            command,
             env={**ENVIRONMENT, **os.environ},
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -94,13 +79,13 @@ def _launched(module: Sequence[str], notes: Path, limit_seconds: float, what: st
             raise LaunchError(f"{what}: not done after {limit_seconds:.0f} s; give a larger --limit-seconds") from None
         finally:
             _end(process)
-    end, read = time.monotonic(), Notes.all_of(notes)
+    read = Notes.all_of(notes)
     if status:
         errors = [rank.error for rank in read.values() if rank.error]
         lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         silent = f"{what}: exit status {status} without a word; look for the kernel's killer in dmesg"
         raise LaunchError(next(iter([*errors, *lines[-1:]]), "") or silent)
-    return Launched(begin, end, read)
+    return Launched(begin, read)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -114,44 +99,35 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-@dataclass(frozen=True)
-class Run:
-    """The launches that carried out one change.
+def measure(task: Task, old: Launched, new: Launched, converted: Notes | None = None) -> Measure:
+    """Return the measure of a change.
 
     old: the launch before the change.
     new: the launch after the change; the same object as `old` if the processes keep running through the change.
-    converter: the run of the converter in between, if any.
-    """
-
-    task: Task
-    old: Launched
-    new: Launched
-    converter: Launched | None = None
-
-    @property
-    def launches(self) -> list[Launched]:
-        """The one or two launches that trained, without the converter."""
-        return [self.old] if self.old is self.new else [self.old, self.new]
-
-
-def measure(run: Run) -> Measure:
-    """Return the measure of a finished run.
+    converted: the notes of the converter in between, if any.
 
     Raises KeyError, with the name of a note, if a rank did not write the note.
     """
-    first, last, task = run.old.notes[0], run.new.notes[0], run.task
-    phases, total = _phases(run, first, last)
+    first, last = old.notes[0], new.notes[0]
+    phases = dict(last.phases)
+    if old is new:
+        phases.pop("import")
+        begun = first.stamps["begin"]
+    else:
+        phases |= {"save": first.phases["save"], "start": last.stamps["started"] - new.at}
+        phases |= {} if converted is None else converted.phases
+        begun = new.at - phases.get("convert", 0.0) - first.stamps["saved"] + first.stamps["begin"]
+    total = last.stamps["ready"] - begun + last.first
     phases["rest"] = total - sum(phases.values())
-    ranks = run.new.notes.values()
-    switches = [switch for rank in ranks for switch in rank.switches]
-    going_on = [rank.switches[-1] for rank in ranks if BEFORE + 1 in rank.steps and rank.switches]
-    everyone = [rank for each in (*run.launches, run.converter) if each is not None for rank in each.notes.values()]
+    ranks, trained = list(new.notes.values()), [*old.notes.values(), *(() if old is new else new.notes.values())]
+    switches = [rank.switch for rank in ranks if rank.switch is not None]
+    going_on = [rank.switch for rank in ranks if BEFORE + 1 in rank.steps and rank.switch is not None]
     seen = {number for rank in ranks if (step := rank.steps.get(last.resumed + 1)) for number in step.samples}
     wanted = range(BEFORE * BATCH, (BEFORE + 1) * BATCH)
-    digests = [
+    before, after = (
         {rank.digests[when] for rank in each.notes.values() if when in rank.digests}
-        for each, when in ((run.old, "before"), (run.new, "after"))
-    ]
+        for each, when in ((old, "before"), (new, "after"))
+    )
     return Measure(
         way=task.way.name,
         size=task.size,
@@ -160,37 +136,20 @@ def measure(run: Run) -> Measure:
         phases={name: seconds for name, seconds in phases.items() if seconds > 0},
         total=total,
         steady=_median_step(last, BEFORE + WARM + 1, BEFORE + AFTER),
-        pause=max((each.pause for each in going_on), default=None),
-        certificate=max((each.certificate for each in going_on), default=None),
-        wait=max((each.wait for each in going_on), default=0.0),
+        pause=max((each.pause_ms / 1e3 for each in going_on), default=None),
+        certificate=max((each.certificate_ms / 1e3 for each in going_on), default=None),
+        wait=max((each.late_wait_ms / 1e3 for each in going_on), default=0.0),
         ahead=_ahead(first) if switches else None,
-        moved=max((each.sent for each in switches), default=0),
+        moved=max((each.bytes_sent for each in switches), default=0),
         written=sum(file.lstat().st_size for file in Path(task.folder).rglob("*") if file.is_file()),
-        peak=max(rank.peak for rank in everyone),
+        peak=max(rank.peak for rank in (*trained, *(() if converted is None else (converted,)))),
         steps_lost=BEFORE - last.resumed,
         samples_lost=len({*wanted} - seen),
         samples_repeated=len([number for number in seen if number < wanted.start]),
-        is_equal=digests[0] == digests[1] and len(digests[0]) == 1,
-        losses=_losses(run),
-        reason=next((each.failed for each in switches if each.failed), ""),
+        is_equal=before == after and len(before) == 1,
+        losses=_losses(trained),
+        reason=next((each.reason for each in switches if each.outcome != "committed"), ""),
     )
-
-
-def _phases(run: Run, first: Notes, last: Notes) -> tuple[dict[str, float], float]:
-    """Return a map from each phase to its seconds, and the total seconds.
-
-    first: the notes of rank 0 before the change.
-    last: the notes of rank 0 after the change.
-    """
-    new_step = last.stamps["end"] - last.stamps["resume"] - last.apart
-    if run.old is run.new:
-        phases = {name: seconds for name, seconds in last.phases.items() if name != "import"}
-        phases["first step"] -= last.apart + last.waited
-        return phases, last.stamps["ready"] - first.stamps["begin"] + new_step
-    convert = 0.0 if run.converter is None else run.converter.end - run.converter.at
-    phases = {"save": first.phases["save"], "convert": convert, "start": last.stamps["started"] - run.new.at}
-    old_part = first.stamps["saved"] - first.stamps["begin"]
-    return {**phases, **last.phases}, old_part + convert + last.stamps["ready"] - run.new.at + new_step
 
 
 def _ahead(rank: Notes) -> float:
@@ -203,25 +162,23 @@ def _median_step(rank: Notes, first: int, last: int) -> float:
     return median(rank.steps[number].seconds for number in range(first, last + 1) if number in rank.steps)
 
 
-def _losses(run: Run) -> dict[int, float]:
+def _losses(ranks: Iterable[Notes]) -> dict[int, float]:
     """Return a map from step number to loss, as the mean over ranks, which have equal shares of the batch."""
     found: dict[int, list[float]] = {}
-    for rank in (rank for launched in run.launches for rank in launched.notes.values()):
+    for rank in ranks:
         for number, step in rank.steps.items():
             found.setdefault(number, []).append(mean(step.losses))
     return {number: mean(found[number]) for number in sorted(found)}
 
 
 def compare(
-    sizes: Sequence[str],
-    changes: Sequence[ComparedChange],
-    ways: Sequence[Way],
+    cases: Sequence[tuple[str, ComparedChange, Way]],
     command: str,
     limit_seconds: float,
     scratch: Path | None,
     say: Callable[[str], None],
 ) -> Iterator[Comparison]:
-    """Measure every way (method) of carrying out every change at every size. After each, yield all measures so far.
+    """Measure each case, which is a size, a change and a way to carry it out. After each, yield all measures so far.
 
     If a launch fails, its measure contains the reason. Other errors are raised.
 
@@ -231,7 +188,7 @@ def compare(
     say: called with a line of text before and after each measurement.
     """
     found = Comparison(machine(), command, BEFORE, ())
-    for size, change, way in ((size, change, way) for size in sizes for change in changes for way in ways):
+    for size, change, way in cases:
         say(f"{size}, {change}: {way.title} ...")
         with tempfile.TemporaryDirectory(prefix="dynatrain-compare-", dir=scratch) as folder:
             one = _one(way, size, change, Path(folder), limit_seconds)
@@ -250,27 +207,23 @@ def machine() -> str:
 
 
 def _one(way: Way, size: str, change: ComparedChange, folder: Path, limit_seconds: float) -> Measure:
+    (folder / "state").mkdir()
+
+    def launched(part: str) -> Launched:
+        return launch(Task(way, part, size, change, str(folder / "state")), folder / part, limit_seconds)
+
+    task = Task(way, "whole", size, change, str(folder / "state"))
     try:
-        return measure(_run(way, size, change, folder, limit_seconds))
+        if not way.is_restarted:
+            through = launched("whole")
+            return measure(task, through, through)
+        old = launched("old")
+        converted = launched("convert").notes[0] if way.converts else None
+        return measure(task, old, launched("new"), converted)
     except LaunchError as error:
         return Measure(way.name, size, str(change), reason=str(error) or "it failed")
     except KeyError as error:
         return Measure(way.name, size, str(change), reason=f"a rank did not note {error}")
-
-
-def _run(way: Way, size: str, change: ComparedChange, folder: Path, limit_seconds: float) -> Run:
-    state, converter = folder / "state", None
-    state.mkdir()
-    whole, old, new = (Task(way, part, size, change, str(state)) for part in ("whole", "old", "new"))
-    if not way.is_restarted:
-        through = launch(whole, folder / "whole", limit_seconds)
-        return Run(whole, through, through)
-    before = launch(old, folder / "old", limit_seconds)
-    if way.converts:
-        notes = folder / "converter"
-        module = ["ds_dynatrain.comparison.converter", str(state), str(notes)]
-        converter = _launched(module, notes, limit_seconds, "the converter")
-    return Run(new, before, launch(new, folder / "new", limit_seconds), converter)
 
 
 def _line(found: Measure) -> str:

@@ -69,7 +69,7 @@ class Way:
 
     name: a short name for options and files.
     title: the name that tables and charts show.
-    program: the module that the ranks run.
+    program: the module that the ranks run, and that converts.
     is_restarted: whether the old processes end and new ones start.
     is_live: whether it is a switch of this package that needs no disk.
     converts: whether DeepSpeed's converter runs between the two jobs.
@@ -118,7 +118,7 @@ BEFORE, AFTER, LEAD = 8, 6, 2
 class Task:
     """The work of one launch of ranks.
 
-    part: "whole" if the same processes run before and after the change, otherwise "old" or "new".
+    part: "whole" if the same processes run before and after the change, otherwise "old", "convert" or "new".
     folder: the folder for checkpoints.
     """
 
@@ -132,4 +132,4 @@ class Task:
     def processes(self) -> int:
         """Number of ranks in the launch."""
         source, target = self.change.source.data, self.change.target.data
-        return {"old": source, "new": target}.get(self.part, max(source, target))
+        return {"old": source, "convert": 1, "new": target}.get(self.part, max(source, target))

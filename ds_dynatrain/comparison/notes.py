@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_dynatrain.records import from_record, to_record
+from ds_dynatrain.report import SwitchEvent
 
 
 @dataclass
@@ -26,34 +27,17 @@ class Step:
     samples: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class SwitchNote:
-    """A switch as measured by one rank.
-
-    failed: why the switch failed; "" if it did not.
-    pause: seconds for which training paused.
-    wait: seconds for which the first step afterwards waited for state that moves after the pause.
-    certificate: seconds of the pause that the certificate took.
-    sent: total number of bytes sent between all members.
-    """
-
-    failed: str
-    pause: float
-    wait: float
-    certificate: float
-    sent: int
-
-
 @dataclass
 class Notes:
     """The measurements of one rank. Times are from the machine's clock, which is the same in all processes.
 
     stamps: the time at which each named point was reached.
     phases: duration of each phase in seconds.
-    apart: seconds of the first step that only the measurement itself needed.
-    waited: seconds for which the first step waited for phases of the switch.
+    first: seconds of the first step after the change.
+    apart: seconds of it that only the measurement itself needed.
+    waited: seconds of it that the switch's own phases took.
     steps: the steps in which the rank took part, keyed by number.
-    switches: the switches in which the rank took part.
+    switch: the event of the switch, if the rank took part in one.
     digests: digests of the whole state "before" and "after" the change.
     peak: peak memory of the process in bytes.
     parameters: number of parameters of the model.
@@ -63,10 +47,11 @@ class Notes:
 
     stamps: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    first: float = 0.0
     apart: float = 0.0
     waited: float = 0.0
     steps: dict[int, Step] = field(default_factory=dict)
-    switches: list[SwitchNote] = field(default_factory=list)
+    switch: SwitchEvent | None = None
     digests: dict[str, str] = field(default_factory=dict)
     peak: int = 0
     parameters: int = 0
@@ -101,12 +86,12 @@ class Notes:
 
     @contextmanager
     def first_step(self) -> Iterator[None]:
-        """Context manager that records the start, end and peak memory of its block, the first step after the change."""
-        self.stamp("resume")
+        """Context manager that records the duration and peak memory of its block, the first step after the change."""
         self.forget_memory()
         with self.phase("first step"):
             yield
-        self.stamp("end")
+        self.first = self.phases["first step"] - self.apart
+        self.phases["first step"] = self.first - self.waited
         self.memory()
 
     def memory(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import ds_dynatrain
 from ds_dynatrain.comparison.job import BEFORE, LEAD, ComparedLayout, Task
-from ds_dynatrain.comparison.notes import Notes, SwitchNote
+from ds_dynatrain.comparison.notes import Notes
 from ds_dynatrain.comparison.stock import DeepSpeedTrainer
 from ds_dynatrain.comparison.workload import config, go_on, restarted
 from ds_dynatrain.report import SwitchEvent
@@ -56,9 +56,7 @@ class DynatrainTrainer(DeepSpeedTrainer):
     def step(self) -> bool:
         """Train one micro-batch. Return False if there is none because this member stays idle until the end."""
         batch = self.next()
-        if batch is not None:
-            self.train_batch(batch)
-        return batch is not None
+        return batch is not None and self.train_batch(batch)
 
     def next(self) -> Any:
         """Return the next micro-batch, or None on a member that stays idle until the end.
@@ -72,9 +70,10 @@ class DynatrainTrainer(DeepSpeedTrainer):
                 raise
             return None
 
-    def train_batch(self, batch: Any) -> None:
-        """Train a micro-batch that `next` returned."""
+    def train_batch(self, batch: Any) -> bool:
+        """Train a micro-batch that `next` returned. Return True."""
         self.noted(batch[0], batch[1].tolist())
+        return True
 
     def save(self) -> None:
         """Save all state to the task's folder."""
@@ -99,14 +98,12 @@ def _live(task: Task, notes: Notes) -> None:
     engine, target = trainer.engine, task.change.target
 
     def note(event: SwitchEvent) -> None:
-        failed = "" if event.outcome == "committed" else event.reason
-        times = (event.pause_ms / 1e3, event.late_wait_ms / 1e3, event.certificate_ms / 1e3)
-        notes.switches.append(SwitchNote(failed, *times, event.bytes_sent))
+        notes.switch = event
         for name, milliseconds in event.phases_ms.items():
             phase = PHASES.get(name, "rest")
             notes.phases[phase] = notes.phases.get(phase, 0.0) + milliseconds / 1e3
             notes.waited += milliseconds / 1e3 if task.way.is_late and name in IN_STEP else 0.0
-        if task.way.is_late and not failed and not engine.idle:
+        if task.way.is_late and event.outcome == "committed" and not engine.idle:
             begin = time.monotonic()  # inside the first step: masters and moments arrive only then
             trainer.digest("after")
             notes.apart += time.monotonic() - begin

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,23 @@ class StockTrainer(DeepSpeedTrainer):
 
 
 def run(task: Task, notes: Notes) -> None:
-    """Run the job before or after the restart, as the task says."""
+    """Run the job before or after the restart, or DeepSpeed's converter in between, as the task says."""
+    if task.part == "convert":
+        convert(Path(task.folder), notes)
+        return
     workload.restarted(task, notes, StockTrainer)
     td.destroy_process_group()
+
+
+def convert(folder: Path, notes: Notes) -> None:
+    """Run DeepSpeed's converter to its universal format. Raises RuntimeError with its last words if it fails.
+
+    `--inject_missing_state` is needed because a plain model's checkpoint lacks entries that the converter requires.
+    """
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(folder / SAVED / "step"), "--output_folder", str(folder / UNIVERSAL)]
+    with notes.phase("convert"):
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    notes.peak = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
