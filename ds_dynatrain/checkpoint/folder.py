@@ -107,13 +107,13 @@ def finish(path: Path, tag: str, keep: int | None = None) -> Path:
     keep: number of newest checkpoints to keep; older ones are removed. None keeps all.
     """
     folder = path.parent
-    _sync(path)
+    sync(path)
     os.rename(path, folder / tag)
-    _sync(folder)
+    sync(folder)
     note = folder / f"{_NOTE}{secrets.token_hex(4)}"
     write(note, tag.encode())
     os.rename(note, folder / LATEST)
-    _sync(folder)
+    sync(folder)
     if keep is not None:
         for old in [each for each in tags(folder) if each != tag][max(keep - 1, 0) :]:
             remove(folder, old)
@@ -173,7 +173,7 @@ def write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Flush the directory entries of a folder to disk."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

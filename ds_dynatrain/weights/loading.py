@@ -30,8 +30,6 @@ from ds_dynatrain.weights.outputs import Output
 
 SEND_BYTES = 64 << 20
 """Most bytes of tensors that rank 0 sends at once; a larger tensor is sent alone."""
-ALIGNMENT = 16
-"""Alignment of each tensor in a batch, in bytes, so that it can be viewed in its type."""
 CALL = "load_weights"
 AS_BEFORE = "; the weights are as before"
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -196,21 +194,20 @@ def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
             raise error or WeightsError(f"rank 0: {said[0]}")
         if not said[0]:
             return
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in said[0]]
-        places = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         try:
-            flat = torch.empty(sum(places), dtype=torch.uint8, device=device)
-            for part, size, (_, held) in zip(flat.split(places), sizes, batch, strict=False):
-                part[:size].copy_(held.contiguous().reshape(-1).view(torch.uint8))
+            sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in said[0]]
+            flats = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            for flat, (_, held) in zip(flats, batch, strict=False):
+                flat.copy_(held.contiguous().reshape(-1).view(torch.uint8))
         except RuntimeError as found:  # no memory: the others would wait in the broadcast
             error = found
         failed.fill_(error is not None)
         td.all_reduce(failed, group=group)
         if failed.item():
             raise error or WeightsError(f"{int(failed)} other ranks have no room for a batch: see their errors")
-        td.broadcast(flat, group=group, group_src=0)
-        for part, size, (name, dtype, shape) in zip(flat.split(places), sizes, said[0], strict=True):
-            yield name, part[:size].view(dtype).view(shape)
+        for flat, (name, dtype, shape) in zip(flats, said[0], strict=True):
+            td.broadcast(flat, group=group, group_src=0)
+            yield name, flat.view(dtype).view(shape)
 
 
 def _batches(weights: Pairs) -> Iterator[list[tuple[str, torch.Tensor]]]:

@@ -10,11 +10,12 @@ import copy
 import json
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,21 +44,30 @@ def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: 
     buffers = {} if parts.job.has_stages else persistent_buffers(parts.host.module)
     metas = [replace(meta, dtype=kept) for meta in given.metadata]
     metas += [ParamMeta(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
-    writer = Writer(folder, cut(metas, max_shard_bytes), kept)
+    shards, error = cut(metas, max_shard_bytes), None
     key = f"pretrained/{parts.switcher.place_in_training()}"
     session = Session(parts.control, key, parts.members, "save_pretrained", is_patient=True)
+
+    def finish() -> int:
+        if error is not None:
+            raise error
+        return put_in_place(folder, shards, base_of(parts.host.module), kept)
+
+    stream = given.iter_full()
     try:
-        for _, tensor in given.iter_full():
-            if given.rank == 0:
-                writer.put(tensor)
-        for held in buffers.values() if given.rank == 0 else ():
-            writer.put(held)
-        session.first("saved", lambda: writer.finish(base_of(parts.host.module)), "writing weights")
-    except CheckpointError as error:
-        raise WeightsError(f"save_pretrained: {error}") from error
+        if given.rank == 0:
+            try:
+                write_parts(folder, shards, chain((tensor for _, tensor in stream), buffers.values()))
+            except CheckpointError as failed:  # all ranks have to come to the end of the stream
+                error = failed
+        for _ in stream:
+            pass
+        session.first("saved", finish, "writing weights")
+    except CheckpointError as failed:
+        raise WeightsError(f"save_pretrained: {failed}") from failed
     finally:
         if given.rank == 0:
-            writer.clean_up()
+            remove_parts(folder, shards)
     return folder
 
 
@@ -75,94 +85,74 @@ def cut(metas: Sequence[ParamMeta], most: int) -> list[list[ParamMeta]]:
     return shards
 
 
-class Writer:
-    """A folder of safetensors files that is being written, tensor by tensor in the order of its metadata.
+def write_parts(folder: Path, shards: Sequence[Sequence[ParamMeta]], tensors: Iterator[torch.Tensor]) -> None:
+    """Write tensors, in the order of their metadata, to files that `put_in_place` then gives their names.
 
-    The first error is kept for `finish`, because all ranks have to come to the end of the source.
+    Raise CheckpointError if a write fails; errors of `tensors` pass through.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Sequence[ParamMeta]], dtype: torch.dtype) -> None:
-        self._folder, self._shards, self._dtype = folder, shards, dtype
-        self._names = [shard_name(number, len(shards)) for number in range(len(shards))]
-        self._file: BinaryIO | None = None
-        self._left: list[int] = [len(shard) for shard in shards]
-        self._error: Exception | None = None
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor."""
-        if self._error is not None:
-            return
+    @contextmanager
+    def saying() -> Iterator[None]:
         try:
-            number = next(number for number, left in enumerate(self._left) if left)
-            if self._file is None:
-                self._file = self._begin(number)
-            meta = self._shards[number][-self._left[number]]
-            values = tensor.detach().to("cpu", meta.dtype).contiguous().view(-1)
-            self._file.write(values.view(torch.uint8).numpy().data)
-            self._left[number] -= 1
-            if not self._left[number]:
-                self._end()
+            yield
         except Exception as error:  # also no memory for a copy on the host
-            self._error = error
+            raise CheckpointError(f"{error}; nothing of {folder} was replaced") from error
 
-    def finish(self, model: nn.Module) -> int:
-        """Give all files their names, write index and configuration, and return the number of files.
-
-        Raise CheckpointError with the first error of a write, before anything is replaced, or of a replacement.
-        """
-        if self._error is not None:
-            raise CheckpointError(f"{self._error}; nothing of {self._folder} was replaced") from self._error
-        try:
-            self._replace()
-            configure(self._folder, model, self._dtype)
-        except Exception as error:
-            raise CheckpointError(
-                f"{type(error).__name__}: {error}; {self._folder} was replaced in part: save again"
-            ) from error
-        return len(self._names)
-
-    def _replace(self) -> None:
-        """Put the new files in the place of those of an earlier call."""
-        (self._folder / INDEX).unlink(missing_ok=True)
-        for name in self._names:
-            (self._folder / (name + PART)).replace(self._folder / name)
-        for old in self._folder.glob("model*.safetensors"):
-            if OURS.fullmatch(old.name) and old.name not in self._names:
-                old.unlink()
-        if len(self._names) > 1:
-            (self._folder / (INDEX + PART)).write_text(self._index(), encoding="utf-8")
-            (self._folder / (INDEX + PART)).replace(self._folder / INDEX)
-
-    def clean_up(self) -> None:
-        """Close and remove what is left of files that are not whole."""
-        with suppress(OSError):
-            self._end()
-        for name in (*self._names, INDEX):
-            with suppress(OSError):
-                (self._folder / (name + PART)).unlink()
-
-    def _begin(self, number: int) -> BinaryIO:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = (self._folder / (self._names[number] + PART)).open("wb")
-        file.write(header((meta.name, meta.dtype, meta.shape) for meta in self._shards[number]))
-        return file
-
-    def _end(self) -> None:
-        if self._file is not None:
-            file, self._file = self._file, None
-            with file:
+    for name, shard in zip(names_of(shards), shards, strict=True):
+        with saying():
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / (name + PART)).open("wb")
+        with file:
+            with saying():
+                file.write(header((meta.name, meta.dtype, meta.shape) for meta in shard))
+            for meta in shard:
+                tensor = next(tensors)
+                with saying():
+                    values = tensor.detach().to("cpu", meta.dtype).contiguous().view(-1)
+                    file.write(values.view(torch.uint8).numpy().data)
+            with saying():
                 file.flush()
                 os.fsync(file.fileno())
 
-    def _index(self) -> str:
-        files = {meta.name: name for name, shard in zip(self._names, self._shards, strict=True) for meta in shard}
-        total = sum(meta.numel * meta.dtype.itemsize for shard in self._shards for meta in shard)
-        return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
+
+def put_in_place(folder: Path, shards: Sequence[Sequence[ParamMeta]], model: nn.Module, dtype: torch.dtype) -> int:
+    """Put the written files in the place of those of an earlier call, with index and configuration.
+
+    Return the number of files. Raise CheckpointError if a replacement fails.
+    """
+    names = names_of(shards)
+    files = {meta.name: name for name, shard in zip(names, shards, strict=True) for meta in shard}
+    total = sum(meta.numel * meta.dtype.itemsize for shard in shards for meta in shard)
+    try:
+        (folder / INDEX).unlink(missing_ok=True)
+        for name in names:
+            (folder / (name + PART)).replace(folder / name)
+        for old in folder.glob("model*.safetensors"):
+            if OURS.fullmatch(old.name) and old.name not in names:
+                old.unlink()
+        if len(names) > 1:
+            index = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
+            (folder / (INDEX + PART)).write_text(index, encoding="utf-8")
+            (folder / (INDEX + PART)).replace(folder / INDEX)
+        configure(folder, model, dtype)
+    except Exception as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}; {folder} was replaced in part: save again") from error
+    return len(names)
 
 
-def shard_name(number: int, count: int) -> str:
-    """Return transformers' name for file `number`, from 0, of `count` files."""
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+def remove_parts(folder: Path, shards: Sequence[Sequence[ParamMeta]]) -> None:
+    """Remove what is left of files that are not whole."""
+    for name in (*names_of(shards), INDEX):
+        with suppress(OSError):
+            (folder / (name + PART)).unlink()
+
+
+def names_of(shards: Sequence[object]) -> list[str]:
+    """Return transformers' names for files of weights."""
+    count = len(shards)
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def configure(folder: Path, model: Any, dtype: torch.dtype) -> None:

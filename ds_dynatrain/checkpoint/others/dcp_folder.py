@@ -24,6 +24,7 @@ import io
 import os
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,11 +43,10 @@ from ds_dynatrain.checkpoint.files import (
     read_small,
     silent,
 )
-from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
+from ds_dynatrain.checkpoint.manifest import ManifestRow
 from ds_dynatrain.checkpoint.others.foreign import (
     Foreign,
     hyper_parameters,
-    in_order,
     number_of,
     stored_row,
 )
@@ -200,15 +200,15 @@ class _Folder:
                 f"it with {SAVE_WITH}"
             )
         frozen = FROZEN if groups else 0
-        tensors = in_order(
+        rows, scalars = list[ManifestRow](), defaultdict[str, dict[str, float]](dict)
+        tensors = [
             LogicalTensor(name, self._shape(key), number_in.get(name, frozen)) for name, key in self.weights.items()
-        )
-        rows, scalars = list[ManifestRow](), dict[str, dict[str, float]]()
-        for number, tensor in enumerate(tensors):
+        ]
+        for tensor in tensors:
             rows += self._rows(tensor, WEIGHT, self.weights[tensor.name])
             for kind, key in self.states.get(tensor.name, {}).items():
                 if kind == "step" or (self._shape(key) == () and tensor.shape != ()):
-                    scalars.setdefault(kind, {})[str(number)] = number_of(self.path, self._value(key))
+                    scalars[kind][tensor.name] = number_of(self.path, self._value(key))
                 else:
                     rows += self._rows(tensor, kind, key)
         read = {"step", *self.weights.values()}
@@ -217,15 +217,11 @@ class _Folder:
         step = int(max(scalars.get("step", {}).values(), default=0))
         if "step" in self.shapes:
             step = int(number_of(self.path, self._value("step")))
-        carry: dict[str, Any] = {}
-        if groups:
-            carry = {"groups": groups, "scalars": scalars, "counters": {"global_steps": step}, "windows": step}
-        archives = tuple(
-            (file, (at, size)) for key in self.places if key in read for _, file, at, size in self.places[key]
-        )
+        carry = {"groups": groups, "counters": {"global_steps": step}, "windows": step} if groups else {}
+        places = (place for key, held in self.places.items() if key in read for place in held)
+        archives = tuple((file, (first, length)) for _, file, first, length in places)
         left_out = tuple(sorted(self.shapes.keys() - read))
-        manifest = Manifest.of(rows)
-        return Foreign(self.path, FORMAT, manifest, tensors, step, carry, left_out=left_out, archives=archives)
+        return Foreign.of(self.path, FORMAT, tensors, rows, step, carry, scalars, left_out=left_out, archives=archives)
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return (hyper-parameters of each optimizer group, map from each tensor to its group's number).

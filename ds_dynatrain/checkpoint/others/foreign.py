@@ -68,6 +68,29 @@ class Foreign:
     left_out: tuple[str, ...] = ()
     archives: tuple[Archive, ...] = ()
 
+    @staticmethod
+    def of(
+        path: Path,
+        format: str,
+        tensors: Iterable[LogicalTensor],
+        rows: Iterable[ManifestRow],
+        step: int,
+        carry: Mapping[str, Any],
+        scalars: Mapping[str, Mapping[str, float]],
+        **more: Any,
+    ) -> Foreign:
+        """Describe a checkpoint of tensors in any order.
+
+        carry: the state outside tensors, without the optimizer's scalars; empty if only weights are known.
+        scalars: the optimizer's scalars, keyed by name and by the tensor's name.
+        more: the fields after `carry`.
+        """
+        ordered = tuple(sorted(tensors, key=lambda tensor: (not tensor.trainable, tensor.group)))
+        numbers = {each.name: str(number) for number, each in enumerate(ordered)}
+        by_number = {kind: {numbers[name]: value for name, value in scalars[kind].items()} for kind in scalars}
+        whole = {**carry, "scalars": by_number} if carry else {}
+        return Foreign(path, format, Manifest.of(rows), ordered, step, whole, **more)
+
     @property
     def kinds(self) -> list[str]:
         """State kinds in the checkpoint."""
@@ -96,11 +119,6 @@ def stored_row(tensor: LogicalTensor, kind: str, stored: Stored, extent: Extent,
 def cast_from_master(tensor: LogicalTensor, dtype: torch.dtype) -> ManifestRow:
     """Return the manifest row of weights that are not stored but cast from their master."""
     return ManifestRow(tensor.name, WEIGHT, name_of(dtype), tensor.shape, Extent(0, tensor.numel, 0, 1), "", 0, 0)
-
-
-def in_order(tensors: Iterable[LogicalTensor]) -> tuple[LogicalTensor, ...]:
-    """Sort tensors by group, with frozen ones last. Tensors of one group keep their order."""
-    return tuple(sorted(tensors, key=lambda tensor: (not tensor.trainable, tensor.group)))
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:

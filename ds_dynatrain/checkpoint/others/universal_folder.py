@@ -20,8 +20,7 @@ import zipfile
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -38,11 +37,10 @@ from ds_dynatrain.checkpoint.files import (
     silent,
 )
 from ds_dynatrain.checkpoint.folder import check_tag
-from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
+from ds_dynatrain.checkpoint.manifest import ManifestRow
 from ds_dynatrain.checkpoint.others.foreign import (
     Foreign,
     cast_from_master,
-    in_order,
     number_of,
     stored_row,
     whole_row,
@@ -84,139 +82,109 @@ def read_universal(path: Path, trust_pickle: bool = False) -> Foreign:
     Raises CheckpointError if the checkpoint cannot be read without its model, and CheckpointDamaged if part of the
     checkpoint is missing.
     """
-    return _Folder(path, replace(ZeroFolder.open(path, trust_pickle), layers={})).foreign()
-
-
-@dataclass(frozen=True, eq=False)
-class _Folder:
-    """A checkpoint folder in the universal format.
-
-    path: the folder.
-    files: the files with model states in the folder.
-    """
-
-    path: Path
-    files: ZeroFolder
-    _states_in: list[str] = field(default_factory=list, repr=False)
-
-    def foreign(self) -> Foreign:
-        tensors, rows = list[LogicalTensor](), list[ManifestRow]()
-        steps: dict[str, float] = {}
-        for name, (group, shape) in self.trained.items():
-            tensor = LogicalTensor(name, shape, group)
-            tensors.append(tensor)
-            rows += self._states(tensor, steps) if tensor.numel else ()
-        said, weights = self.files.model(0), self.files.weights(0)
-        for name, shape in frozen_shapes(said, weights, self.trained).items():
-            tensors.append(LogicalTensor(name, shape, FROZEN))
-            rows += self._frozen(tensors[-1])
-        ordered = in_order(tensors)
-        scalars = {str(number): steps[each.name] for number, each in enumerate(ordered) if each.name in steps}
-        carry = carry_of(self.path, said, OptimizerFile(0, [], [], self.groups, self.optimizer))
-        carry["scalars"] = {STEP: scalars} if scalars else {}
-        buffers = {name: held for name, held in weights.items() if name in self.files.buffer_names}
-        others = ((name, None) for name in (f"{ZERO}/{OPTIMIZER}", *self._states_in))
-        archives, step = (*self.files.archives, *others), int(said.get("global_steps", 0))
-        return Foreign(self.path, FORMAT, Manifest.of(rows), ordered, step, carry, buffers, archives=archives)
-
-    @property
-    def optimizer(self) -> Mapping[str, Any]:
-        """The optimizer state that all tensors share."""
-        return self.files.tree(f"{ZERO}/{OPTIMIZER}")
-
-    @property
-    def groups(self) -> list[Mapping[str, Any]]:
-        """The hyper-parameters of each optimizer group."""
-        return list(self.optimizer["param_groups"])
-
-    @cached_property
-    def trained(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """A map from each trained tensor's name to its group and shape, in the optimizer's order."""
-        found: dict[str, tuple[int, tuple[int, ...]]] = {}
-        for (_, rank), file in sorted(self.files.models.items()):
-            if rank:
-                continue
-            tables = self.files.tree(file).get("param_shapes")
-            if tables is None:
-                raise CheckpointError(
-                    f"{self.path / file} has no param_shapes, which say what was trained; load it with DeepSpeed, and "
-                    "save it with engine.save"
-                )
-            groups = groups_of(self.path, self.groups, len(tables))
-            for group, table in zip(groups, tables, strict=True):
-                for name, shape in table.items():
-                    found.setdefault(name, (group, tuple(shape)))
-        return found
-
-    def _states(self, tensor: LogicalTensor, steps: dict[str, float]) -> Iterator[ManifestRow]:
-        """Yield the manifest rows of a trained tensor's states, and put its step count into `steps`.
-
-        Raises CheckpointDamaged if the master is missing, and CheckpointError if the master is cut over tensor ranks.
-        """
-        name, step = tensor.name, self._common_step
-        folder = self.path / ZERO / name
-        if not is_component(name) or not (folder / f"{MASTERS}.pt").is_file():
-            raise CheckpointDamaged(f"{self.path} trained {name!r} and has no {ZERO}/{name}/{MASTERS}.pt")
-        for file in sorted(folder.glob("*.pt")):
-            self._states_in.append(f"{ZERO}/{name}/{file.name}")
-            held = read_tree(self.path, self._states_in[-1], self.files.trust_pickle)
-            if file.stem == STEP:
-                step = number_of(self.path, held)
-                continue
-            kind, stored = MASTER if file.stem == MASTERS else file.stem, self._values(file, held)
-            if kind == MASTER and self.files.parts > 1 and stored.numel != tensor.numel:
-                raise CheckpointError(
-                    f"{self.path}: {name!r} is cut over tensor ranks; load it into an engine of DeepSpeed's in the "
-                    "layout that wrote it, and save it with engine.save"
-                )
-            yield whole_row(tensor, kind, stored)
+    files = replace(ZeroFolder.open(path, trust_pickle), layers={})
+    said, weights, shared = files.model(0), files.weights(0), files.tree(f"{ZERO}/{OPTIMIZER}")
+    groups, common = list(shared["param_groups"]), _common_step(path, shared)
+    trained, rows = _trained(files, groups), list[ManifestRow]()
+    steps, read = dict[str, float](), [f"{ZERO}/{OPTIMIZER}"]
+    for tensor in (each for each in trained if each.numel):
+        step = common
+        for name, held in _states(files, tensor):
+            read.append(f"{ZERO}/{tensor.name}/{name}.pt")
+            if name == STEP:
+                step = number_of(path, held)
+            else:
+                rows.append(_state_row(files, tensor, read[-1], MASTER if name == MASTERS else name, held))
         if step is not None:
-            steps[name] = step
-        weight = self.files.weights(0).get(name)
-        yield cast_from_master(tensor, configured_type(self.files.config) if weight is None else weight.dtype)
+            steps[tensor.name] = step
+        weight = weights.get(tensor.name)
+        rows.append(cast_from_master(tensor, configured_type(files.config) if weight is None else weight.dtype))
+    there = frozen_shapes(said, weights, (each.name for each in trained))
+    frozen = [LogicalTensor(name, shape, FROZEN) for name, shape in there.items()]
+    for tensor in frozen:
+        rows += _frozen(files, tensor, weights.get(tensor.name))
+    return Foreign.of(
+        path,
+        FORMAT,
+        [*trained, *frozen],
+        rows,
+        int(said.get("global_steps", 0)),
+        carry_of(path, said, OptimizerFile(0, [], [], groups, shared)),
+        {STEP: steps} if steps else {},
+        buffers={name: held for name, held in weights.items() if name in files.buffer_names},
+        archives=(*files.archives, *((name, None) for name in read)),
+    )
 
-    def _values(self, file: Path, held: Any) -> Stored:
-        if isinstance(held, Mapping):
-            if held.get("ep_is_expert_param") or held.get("vocab_tensor"):
-                raise CheckpointError(
-                    f"{file} is of experts or of a padded vocabulary, which is not read; load it into an engine of "
-                    "DeepSpeed's in the layout that wrote it, and save it with engine.save"
-                )
-            held = held.get("param")
-        if not isinstance(held, Stored):
-            raise CheckpointDamaged(f"{file} has no values")
-        return held
 
-    @cached_property
-    def _common_step(self) -> float | None:
-        """The step count in the shared optimizer state; None if there is none, or if there are different ones."""
-        own = self.optimizer.get("optimizer_state_dict")
-        states = own.get("state", {}).values() if isinstance(own, Mapping) else ()
-        found = {number_of(self.path, state[STEP]) for state in states if STEP in state}
-        return found.pop() if len(found) == 1 else None
-
-    def _frozen(self, tensor: LogicalTensor) -> Iterator[ManifestRow]:
-        """Yield a frozen tensor's manifest rows: one row if it is stored whole, otherwise one per rank (stage 3)."""
-        if self.files.parts > 1:
+def _trained(files: ZeroFolder, groups: list[Mapping[str, Any]]) -> list[LogicalTensor]:
+    """Return the trained tensors, in the optimizer's order."""
+    found: dict[str, LogicalTensor] = {}
+    for part in range(files.parts):
+        tables = files.model(part).get("param_shapes")
+        if tables is None:
             raise CheckpointError(
-                f"{self.path}: {tensor.name!r} is frozen, and may be cut over model-parallel ranks; load it into an "
-                "engine of DeepSpeed's, and save it with engine.save"
+                f"{files.path} has no param_shapes of model-parallel rank {part}, which say what was trained; load it "
+                "with DeepSpeed, and save it with engine.save"
             )
-        stored = self.files.weights(0).get(tensor.name)
-        if stored is not None and stored.numel == tensor.numel:
-            yield from [whole_row(tensor, WEIGHT, stored)] if tensor.numel else ()
-            return
-        at = 0
-        for (_, rank), file in sorted(self.files.models.items()) if tensor.numel else ():
-            held = (self.files.tree(file).get("frozen_param_fragments") or {}).get(tensor.name)
-            if not isinstance(held, Stored):
-                raise CheckpointDamaged(
-                    f"{self.path}: the part of the frozen {tensor.name!r} of rank {rank} is missing"
-                )
-            numel = min(held.numel, tensor.numel - at)  # the last part is padded
-            if numel > 0:
-                yield stored_row(tensor, WEIGHT, held, Extent(at, numel, 0, 1))
-                at += numel
+        for group, table in zip(groups_of(files.path, groups, len(tables)), tables, strict=True):
+            for name, shape in table.items():
+                found.setdefault(name, LogicalTensor(name, tuple(shape), group))
+    return list(found.values())
+
+
+def _states(files: ZeroFolder, tensor: LogicalTensor) -> Iterator[tuple[str, Any]]:
+    """Yield (name, content) of a trained tensor's files. Raises CheckpointDamaged if the master is missing."""
+    name = tensor.name
+    folder = files.path / ZERO / name
+    if not is_component(name) or not (folder / f"{MASTERS}.pt").is_file():
+        raise CheckpointDamaged(f"{files.path} trained {name!r} and has no {ZERO}/{name}/{MASTERS}.pt")
+    for file in sorted(folder.glob("*.pt")):
+        yield file.stem, read_tree(files.path, f"{ZERO}/{name}/{file.name}", files.trust_pickle)
+
+
+def _state_row(files: ZeroFolder, tensor: LogicalTensor, file: str, kind: str, held: Any) -> ManifestRow:
+    """Return the manifest row of a trained tensor's state. Raises CheckpointError if it is not the whole tensor's."""
+    advice = "load it into an engine of DeepSpeed's in the layout that wrote it, and save it with engine.save"
+    if isinstance(held, Mapping):
+        if held.get("ep_is_expert_param") or held.get("vocab_tensor"):
+            raise CheckpointError(
+                f"{files.path / file} is of experts or of a padded vocabulary, which is not read; {advice}"
+            )
+        held = held.get("param")
+    if not isinstance(held, Stored):
+        raise CheckpointDamaged(f"{files.path / file} has no values")
+    if files.parts > 1 and held.numel != tensor.numel:
+        raise CheckpointError(f"{files.path}: {tensor.name!r} is cut over tensor ranks; {advice}")
+    return whole_row(tensor, kind, held)
+
+
+def _common_step(path: Path, shared: Mapping[str, Any]) -> float | None:
+    """Return the step count in the optimizer state that all tensors share; None if there is none, or several."""
+    own = shared.get("optimizer_state_dict")
+    states = own.get("state", {}).values() if isinstance(own, Mapping) else ()
+    found = {number_of(path, state[STEP]) for state in states if STEP in state}
+    return found.pop() if len(found) == 1 else None
+
+
+def _frozen(files: ZeroFolder, tensor: LogicalTensor, stored: Stored | None) -> Iterator[ManifestRow]:
+    """Yield a frozen tensor's manifest rows: one row if it is stored whole, otherwise one per rank (stage 3)."""
+    if files.parts > 1:
+        raise CheckpointError(
+            f"{files.path}: {tensor.name!r} is frozen, and may be cut over model-parallel ranks; load it into an "
+            "engine of DeepSpeed's, and save it with engine.save"
+        )
+    if stored is not None and stored.numel == tensor.numel:
+        yield from [whole_row(tensor, WEIGHT, stored)] if tensor.numel else ()
+        return
+    at = 0
+    for (_, rank), file in sorted(files.models.items()) if tensor.numel else ():
+        held = (files.tree(file).get("frozen_param_fragments") or {}).get(tensor.name)
+        if not isinstance(held, Stored):
+            raise CheckpointDamaged(f"{files.path}: the part of the frozen {tensor.name!r} of rank {rank} is missing")
+        numel = min(held.numel, tensor.numel - at)  # the last part is padded
+        if numel > 0:
+            yield stored_row(tensor, WEIGHT, held, Extent(at, numel, 0, 1))
+            at += numel
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

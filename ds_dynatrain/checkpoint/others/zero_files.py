@@ -31,6 +31,13 @@ from ds_dynatrain.space import IN_EMPTY_GROUP
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
+FORMS = (
+    (3, "fp32_flat_groups", "optimizer_state_dict"),
+    (1, "single_partition_of_fp32_groups", "base_optimizer_state"),
+    (0, "fp32_groups_flat", "optimizer_state_dict"),
+    (0, "fp32_groups", "optimizer_state_dict"),
+)
+"""The kinds of optimizer states: the stage, the key of the masters, and the key of the basic optimizer's state."""
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 Shape = tuple[int, ...]
 MOST_RANKS = 1 << 16
@@ -200,17 +207,16 @@ class ZeroFolder:
         """
         if self.optimizers:
             name = self.optimizers[part, rank]
-            raw, stage = self.tree(name).get("optimizer_state_dict"), None
+            raw = self.tree(name).get("optimizer_state_dict")
         else:
-            name, stage = self.models[part, 0], 0
-            raw = self.model(part).get("optimizer")
+            name, raw = self.models[part, 0], self.model(part).get("optimizer")
         if not isinstance(raw, Mapping):
             raise CheckpointError(
                 f"{self.path / name} has no optimizer states; load its weights alone: "
                 "engine.load_checkpoint(..., load_module_only=True)"
             )
         try:
-            return self._without_empty(_optimizer_file(raw, stage), part)
+            return self._without_empty(_optimizer_file(raw, bool(self.optimizers)), part)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise CheckpointDamaged(f"{name}: unknown optimizer states ({type(error).__name__}: {error})") from None
 
@@ -291,38 +297,27 @@ def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
     return [found for found in map(pattern.fullmatch, names) if found is not None]
 
 
-def _optimizer_file(raw: Mapping[str, Any], stage: int | None) -> OptimizerFile:
+def _optimizer_file(raw: Mapping[str, Any], has_files: bool) -> OptimizerFile:
     """Interpret the `state_dict` of any of DeepSpeed's optimizers or, in stage 0 with fp32, of the basic optimizer.
 
-    stage: 0 if the checkpoint has no optimizer files, otherwise None.
+    has_files: whether the checkpoint has optimizer files.
 
     Raises KeyError if the structure is unknown.
     """
-    if "fp32_flat_groups" in raw:
-        return _with_states(3, raw["fp32_flat_groups"], raw["optimizer_state_dict"], raw)
-    if "single_partition_of_fp32_groups" in raw:
-        masters, base = list(raw["single_partition_of_fp32_groups"]), raw["base_optimizer_state"]
-        if isinstance(base, list):  # elastic_checkpoint: no hyper-parameters
-            step = {"step": raw["base_optimizer_state_step"]} if "base_optimizer_state_step" in raw else {}
-            return OptimizerFile(1, masters, [{**step, **each} for each in base], [], raw)
-        return _with_states(1, masters, base, raw)
-    if stage != 0:
-        raise KeyError("single_partition_of_fp32_groups")
-    if "fp32_groups_flat" in raw:
-        return _with_states(0, raw["fp32_groups_flat"], raw["optimizer_state_dict"], raw)
-    if "fp32_groups" in raw:
-        masters = [held for group in raw["fp32_groups"] for held in group]
-        return _with_states(0, masters, raw["optimizer_state_dict"], raw)
-    return _with_states(0, [], raw, raw)
-
-
-def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw: Mapping[str, Any]) -> OptimizerFile:
+    stage, key, below = next((form for form in FORMS if form[1] in raw), (0, "masters", None))
+    if has_files and not stage:
+        raise KeyError(FORMS[1][1])
+    base, masters = raw[below] if below else raw, list(raw.get(key, ()))
+    if isinstance(base, list):  # elastic_checkpoint: no hyper-parameters
+        step = {"step": raw["base_optimizer_state_step"]} if "base_optimizer_state_step" in raw else {}
+        return OptimizerFile(stage, masters, [{**step, **each} for each in base], [], raw)
+    if key == "fp32_groups":
+        masters = [held for group in masters for held in group]
     groups, table = list(base["param_groups"]), base["state"]
-    numbers = [number for group in groups for number in group["params"]]
-    states = [table.get(number, {}) for number in numbers]
-    if not masters and stage == 0:  # the basic optimizer steps the parameters themselves, except frozen ones
+    states = [table.get(number, {}) for group in groups for number in group["params"]]
+    if not masters and not stage:  # the basic optimizer steps the parameters themselves, except frozen ones
         states = [each for each in states if each]
-    return OptimizerFile(stage, list(masters), states, groups, raw)
+    return OptimizerFile(stage, masters, states, groups, raw)
 
 
 def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[str, Any]:

@@ -11,9 +11,10 @@ in module order, provided that there is a single group and that the weights are 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import starmap
+from itertools import groupby, starmap
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.others.foreign import (
     Foreign,
     cast_from_master,
-    in_order,
     number_of,
     stored_row,
 )
@@ -86,10 +86,8 @@ def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype)
         local, part = vps.local(layout, rank), part_of(layout, rank)
         check_names(folder, part, local)
         held = held_by(folder, part, local)
-        present = {kind for kind, _ in held}
-        for kind in vps.present_kinds(layout):
-            if kind in present:
-                rows += _rows(vps, kind, vps.owned(layout, rank, kind), held)
+        for kind in vps.present_kinds(layout, among={kind for kind, _ in held}):
+            rows += _rows(vps, kind, vps.owned(layout, rank, kind), held)
     return rows
 
 
@@ -199,32 +197,32 @@ def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
             )
 
 
+def _trained(local: LocalSpace) -> list[int]:
+    """Return the numbers of the trainable local tensors with elements, which are ordered by group."""
+    return [number for number, tensor in enumerate(local.tensors) if tensor.trainable and tensor.numel]
+
+
 def _order(local: LocalSpace) -> Iterator[str]:
     """Yield the names of the trainable local tensors, in the order of the optimizer's buffers."""
-    groups = sorted({each.group for each in local.tensors if each.trainable and each.numel})
-    flat = local.layout.zero_stage in (1, 2)
-    for group in groups:
-        if flat:
-            for number in flat_order(local.line, local.rules, local.layout, group)[0].tolist():
-                yield local.tensors[number].name
-        else:
-            yield from (each.name for each in local.tensors if each.group == group and each.numel)
+    for group, numbers in groupby(_trained(local), lambda number: local.tensors[number].group):
+        is_flat = local.layout.zero_stage in (1, 2)
+        ordered = flat_order(local.line, local.rules, local.layout, group)[0].tolist() if is_flat else numbers
+        yield from (local.tensors[number].name for number in ordered)
 
 
 def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict[BufferId, list[int]]:
     """Return a map from each buffer of a rank's optimizer, in DeepSpeed's order, to the numbers of its tensors."""
-    trained = [number for number, tensor in enumerate(local.tensors) if tensor.trainable and tensor.numel]
     found: dict[BufferId, list[int]] = {}
     if folder.stage == 3:
         found = {BufferId("subgroup", number): [] for number in range(len(file.masters))}
         numbers, pieces = local.rows(MASTER)
         for number, buffer in zip(numbers.tolist(), pieces.buffer.tolist(), strict=True):
             found.setdefault(pieces.buffers[buffer], []).append(number)
-    elif folder.stage or "fp32_groups_flat" in file.raw:
-        for number in sorted(trained, key=lambda number: local.tensors[number].group):
-            found.setdefault(BufferId("group", local.tensors[number].group), []).append(number)
-    else:
-        found = {BufferId("tensor", number): [number] for number in trained}
+        return found
+    is_flat = folder.stage or "fp32_groups_flat" in file.raw
+    for number in _trained(local):
+        name = BufferId("group", local.tensors[number].group) if is_flat else BufferId("tensor", number)
+        found.setdefault(name, []).append(number)
     return found
 
 
@@ -244,22 +242,17 @@ def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
             f"it has {len(masters)} buffers of masters, and this model would have {len(buffers)}; build the same model "
             "and groups"
         )
-    found: Held = {(MASTER, name): held for name, held in zip(buffers, masters, strict=True)}
-    known = {kind.name for kind in local.kinds if row_of(kind.name).is_moment}
-    for name, state in zip(buffers, _in_order(file, len(buffers)), strict=True):
-        found.update({(kind, name): state[kind] for kind in known if isinstance(state.get(kind), Stored)})
-    return {**found, **_frozen(folder, part, local)}
-
-
-def _in_order(file: OptimizerFile, count: int) -> list[Mapping[str, Any]]:
-    if not any(file.states):
-        return [{}] * count
-    if len(file.states) != count:
+    states = file.states if any(file.states) else [{}] * len(buffers)
+    if len(states) != len(buffers):
         raise CheckpointError(
-            f"its optimizer has states of {len(file.states)} buffers, and {count} are expected; where a stage had "
+            f"its optimizer has states of {len(states)} buffers, and {len(buffers)} are expected; where a stage had "
             "nothing of a group without ZeRO, load it in the layout that saved it, and save it with engine.save"
         )
-    return file.states
+    found: Held = {(MASTER, name): held for name, held in zip(buffers, masters, strict=True)}
+    known = {kind.name for kind in local.kinds if row_of(kind.name).is_moment}
+    for name, state in zip(buffers, states, strict=True):
+        found.update({(kind, name): state[kind] for kind in known if isinstance(state.get(kind), Stored)})
+    return {**found, **_frozen(folder, part, local)}
 
 
 def _from_module(folder: ZeroFolder, part: int, names: list[str]) -> list[Stored]:
@@ -372,8 +365,8 @@ def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
     folder.check_ranks()
     if folder.parts > 1 and not folder.layers:
         raise CheckpointError(f"{path} is of {folder.parts} tensor ranks, whose cuts it does not note: {INSTEAD}")
-    tensors, rows = dict[str, LogicalTensor](), dict[tuple[str, str], tuple[ManifestRow, ...]]()
-    scalars: dict[str, dict[str, float]] = {}
+    tensors, rows = dict[str, LogicalTensor](), list[ManifestRow]()
+    scalars, buffers = defaultdict[str, dict[str, float]](dict), dict[str, Stored]()
     folder = replace(folder, prefixes=_prefixes(folder))
     parts = [folder.alone(part) for part in range(folder.parts)]
     others = {name: tuple(shape) for part in parts for name, shape in _shapes_in(part).items()}
@@ -386,22 +379,25 @@ def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
             _check_casts(alone, found)
         new = {each.name: each for each in space.tensors if each.name not in tensors}  # stages share tied tensors
         tensors.update(new)
-        rows.update({key: held for key, held in found.rows.items() if key[0] in new})
-        for name, table in scalars_of(alone, space).items():
-            plain = {space.tensors[number].name: number_of(path, value) for number, value in table.items()}
-            scalars.setdefault(name, {}).update({key: value for key, value in plain.items() if key in new})
-    ordered = in_order(tensors.values())
-    numbers = {each.name: str(number) for number, each in enumerate(ordered)}
+        rows += [row for row in found if row.tensor in new]
+        for kind, table in scalars_of(alone, space).items():
+            by_name = {space.tensors[number].name: value for number, value in table.items()}
+            scalars[kind].update({name: number_of(path, value) for name, value in by_name.items() if name in new})
+        weights = alone.weights(0)
+        buffers.update({name: weights[name] for name in alone.buffer_names if name in weights})
     carry = carry_of(path, folder.model(0), folder.optimizer(0, 0))
-    carry["scalars"] = {name: {numbers[key]: value for key, value in table.items()} for name, table in scalars.items()}
-    buffers = {
-        name: weights[name]
-        for part, weights in ((each, each.weights(0)) for each in parts)
-        for name in part.buffer_names
-        if name in weights
-    }
-    step, left_out = int(folder.model(0).get("global_steps", 0)), ("the client state",)
-    return Foreign(path, FORMAT, Manifest(rows), ordered, step, carry, buffers, left_out, folder.archives)
+    return Foreign.of(
+        path,
+        FORMAT,
+        tensors.values(),
+        rows,
+        int(folder.model(0).get("global_steps", 0)),
+        carry,
+        scalars,
+        buffers=buffers,
+        left_out=("the client state",),
+        archives=folder.archives,
+    )
 
 
 def _shapes_in(folder: ZeroFolder) -> dict[str, tuple[int, ...]]:
@@ -486,26 +482,24 @@ def _by_order(folder: ZeroFolder) -> list[LogicalTensor]:
         if name not in folder.buffer_names:
             found.setdefault((held.file, held.offset), LogicalTensor(name, held.shape))
     tensors = [each for each in found.values() if each.numel]
-    shapes = [each.shape for each in tensors]
-    there = [held.shape for held in file.masters if len(held.shape) or held.numel]
-    is_flat = "fp32_groups_flat" in file.raw or bool(folder.optimizers)
-    agrees = is_flat or (not there and len(_in_use(file)) in (0, len(shapes))) or there == shapes
-    if not there and agrees:
-        agrees = all(_agrees(state, shape) for state, shape in zip(_in_use(file), shapes, strict=False))
+    states = [state for state in file.states if state]
+    if "fp32_groups_flat" in file.raw or folder.optimizers:
+        agrees = True
+    elif file.masters:
+        agrees = [each.shape for each in tensors] == [held.shape for held in file.masters if held.numel]
+    else:
+        agrees = len(states) in (0, len(tensors)) and all(
+            held.shape in ((), tensor.shape)
+            for state, tensor in zip(states, tensors, strict=False)
+            for held in state.values()
+            if isinstance(held, Stored)
+        )
     if len(file.groups) != 1 or not agrees:
         raise CheckpointError(
             f"{folder.path}, of ZeRO stage 0, does not say which of its optimizer's states is of which parameter, and "
             f"has {len(file.groups)} groups or frozen parameters: {INSTEAD}"
         )
     return tensors
-
-
-def _in_use(file: OptimizerFile) -> list[Mapping[str, Any]]:
-    return [state for state in file.states if state]
-
-
-def _agrees(state: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
-    return all(held.shape in ((), shape) for held in state.values() if isinstance(held, Stored))
 
 
 def _moments(folder: ZeroFolder) -> Iterator[Kind]:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 from torch import nn
 
 from ds_dynatrain.checkpoint.extents import WORD
+from ds_dynatrain.checkpoint.folder import sync, write
 from ds_dynatrain.errors import CheckpointDamaged, ConfigError
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.weights.lora import persistent_buffers
 from ds_dynatrain.weights.outputs import ParamMeta
-from ds_dynatrain.weights.pretrained import SHARD_BYTES, Writer, cut
+from ds_dynatrain.weights.pretrained import SHARD_BYTES, cut, put_in_place, write_parts
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
 RECORD = "update.json"
@@ -63,36 +65,28 @@ class Folder(Receiver):
     def deliver(self, out: Outgoing) -> None:
         """Write a version, and give it its name once all tensors are in it."""
         hidden = self.path / f".v{out.version:08d}"
+        shutil.rmtree(hidden, ignore_errors=True)
         try:
             self._write(out, hidden)
         except Exception:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
+        hidden.rename(self.path / f"v{out.version:08d}")
+        sync(self.path)
 
     def _write(self, out: Outgoing, hidden: Path) -> None:
-        shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir(parents=True)
         metadata, buffers = list(out.source.metadata), persistent_buffers(self._model)
         dtype = metadata[0].dtype
         metadata += [ParamMeta(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
-        writer = Writer(hidden, cut(metadata, self.max_shard_bytes), dtype)
-        for _, tensor in out.full():
-            writer.put(tensor)
-            out.nbytes += tensor.nbytes
+        shards = cut(metadata, self.max_shard_bytes)
+        write_parts(hidden, shards, chain((tensor for _, tensor in out.full()), buffers.values()))
+        out.nbytes = sum(meta.numel * meta.dtype.itemsize for meta in out.source.metadata)
         out.check_whole()
-        digests = dict(out.digests)
-        for name, held in buffers.items():
-            writer.put(held)
-            digests[name] = digest(held.reshape(-1)) & WORD
-        writer.finish(self._model)
+        digests = {**out.digests, **{name: digest(held.reshape(-1)) & WORD for name, held in buffers.items()}}
+        put_in_place(hidden, shards, self._model, dtype)
         record = {"version": out.version, "label": out.label, "step": out.source.step, "digests": digests}
-        with (hidden / RECORD).open("x", encoding="utf-8") as file:
-            json.dump(record, file)
-            file.flush()
-            os.fsync(file.fileno())
-        _flush(hidden)
-        hidden.rename(self.path / f"v{out.version:08d}")
-        _flush(self.path)
+        write(hidden / RECORD, json.dumps(record).encode())
+        sync(hidden)
 
 
 def newest(path: str | os.PathLike[str]) -> Path | None:
@@ -120,11 +114,3 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 def _versions(path: Path) -> list[int]:
     names = (_NAME.fullmatch(each.name) for each in path.iterdir()) if path.is_dir() else iter(())
     return sorted(int(name[1]) for name in names if name is not None)
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
