@@ -53,6 +53,24 @@ class Extent:
         """Number of elements in all runs."""
         return self.length * self.count
 
+    def matrix_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the extent's elements of a flat tensor as a view with one row per run."""
+        return matrix_in(flat, self.start, self.step, self.length, self.count)
+
+    def parts(self, most: int) -> Iterator[Extent]:
+        """Yield parts of at most `most` elements in order, which count elements as if the runs followed one another.
+
+        A part is a number of whole runs, or lies in one run.
+        """
+        if self.count > 1 and self.length <= most:
+            height = most // self.length
+            for row in range(0, self.count, height):
+                yield Extent(row * self.length, self.length, self.length, min(height, self.count - row))
+            return
+        for row in range(0, self.numel, self.length):
+            for begin in range(0, self.length, most):
+                yield Extent(row + begin, min(most, self.length - begin), 0, 1)
+
     def __str__(self) -> str:
         end = self.start + self.length
         if self.count == 1:
@@ -74,15 +92,8 @@ def placed(
     numbers, first = split[0][0], split[0][1]
     parts = [part for _, part in split]
     start, length = first.start - line.bases[numbers], first.stop - first.start
-    same = numbers
-    for key in (length, *(part.buffer for part in parts)):
-        same = same * (int(key.max(initial=0)) + 1) + key
-        same = np.unique(same, return_inverse=True)[1].astype(np.int64)
-    for part in parts:  # no run may overlap the previous one in memory, or lie before it
-        odd = np.flatnonzero((np.diff(part.offset, append=0) < length) & (np.diff(same, append=-1) == 0))
-        same = same.copy()
-        same[odd] = -1 - odd
-    rows, counts = series(same, start, *(part.offset for part in parts))
+    offsets = tuple(part.offset for part in parts)
+    rows, counts = regular((numbers, *(part.buffer for part in parts)), length, offsets, start)
     for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
         step = int(start[row + 1] - start[row]) if count > 1 else 0
         extent = Extent(int(start[row]), int(length[row]), step, count)
@@ -93,6 +104,24 @@ def placed(
             buffer = held[part.buffers[int(part.buffer[row])]].detach()
             found.append(matrix_in(buffer, offset, stride, extent.length, extent.count))
         yield int(numbers[row]), extent, tuple(found)
+
+
+def regular(keys: tuple[Ints, ...], length: Ints, offsets: tuple[Ints, ...], begin: Ints) -> tuple[Ints, Ints]:
+    """Group consecutive runs that form matrices; return (first run, number of runs) of each.
+
+    keys: properties that all runs of a matrix share, beside their length.
+    offsets: places of the runs in memory; in a matrix no run overlaps the one before, or lies before it.
+    begin: a further place of each run. In a matrix all places are equally far apart.
+    """
+    same = np.zeros(len(length), np.int64)
+    for key in (length, *keys):
+        same = same * (int(key.max(initial=0)) + 1) + key
+        same = np.unique(same, return_inverse=True)[1].astype(np.int64)
+    for offset in offsets:
+        odd = np.flatnonzero((np.diff(offset, append=0) < length) & (np.diff(same, append=-1) == 0))
+        same = same.copy()
+        same[odd] = -1 - odd
+    return series(same, begin, *offsets)
 
 
 def matrix_in(flat: torch.Tensor, first: int, step: int, length: int, count: int) -> torch.Tensor:
@@ -111,16 +140,9 @@ def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tens
     not copied.
     """
     count, length = matrix.shape
-    if count == 1 or length > most:
-        for row in range(count):
-            for begin in range(0, length, most):
-                part = matrix[row, begin : begin + most].cpu()
-                yield Extent(row * length + begin, len(part), 0, 1), part
-        return
-    height = max(1, most // length)
-    for row in range(0, count, height):
-        part = matrix[row : row + height].to("cpu").contiguous()
-        yield Extent(row * length, length, length, len(part)), part.view(-1)
+    for at in Extent(0, length, length, count).parts(most):
+        row, column = divmod(at.start, length)
+        yield at, matrix[row : row + at.count, column : column + at.length].to("cpu").reshape(-1)
 
 
 def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> int:

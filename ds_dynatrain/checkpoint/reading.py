@@ -1,7 +1,7 @@
 """Reading of a checkpoint: a rank reads only the byte ranges of its own pieces, directly into its buffers.
 
-The file and the position of each element follow from the manifest by arithmetic. Values that need a cast, small runs,
-and values for buffers outside host memory are read through a staging chunk.
+The file and the position of each element follow from the manifest by arithmetic. Values that need a cast, runs that are
+apart, and values for buffers outside host memory are read through a staging chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_dynatrain.checkpoint.extents import WORD, Extent, digest_of, matrix_in, named, placed
+from ds_dynatrain.checkpoint.extents import WORD, digest_of, matrix_in, named, placed, regular
 from ds_dynatrain.checkpoint.files import open_regular
 from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.writing import Buffers
@@ -25,32 +25,23 @@ from ds_dynatrain.space import (
     MASTER,
     WEIGHT,
     BufferId,
-    Kind,
     Layout,
     LogicalTensor,
     Pieces,
     VirtualParameterSpace,
-    ZeroRules,
     interval,
     of_kind,
-    standard_kinds,
 )
 from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.space.tensor import split_by_tensor
 from ds_dynatrain.transfer import digest
 
 STAGE_BYTES = 4 << 20
-DIRECT_BYTES = 64 << 10
-"""Minimum length in bytes of a run that is read by itself, directly into its buffer."""
 GAP_BYTES = 4096
-"""Largest gap in bytes between two short runs that are read together. The system reads whole pages anyway."""
+"""Largest gap in bytes between two runs that are read together. The system reads whole pages anyway."""
 CALL_BYTES = 1 << 30
 MOST_OPEN = 128
 """Maximum number of files open at once. Checkpoints of other tools may have a file per tensor."""
-
-
-_ALONE = Layout(data=1, zero_stage=0)
-_BUFFER = BufferId("tensor", 0)
 
 
 class ReadRequest(NamedTuple):
@@ -156,7 +147,7 @@ class Reader:
             columns = known[runs.file[run]], position, last - first, parts.buffer[low:high][row], offset
             found.setdefault(dtype, []).append(np.stack(columns)[:, here])
         requests = [
-            ReadRequest(_joined(np.concatenate(each, axis=1), dtype.itemsize), tuple(files), parts.buffers, dtype)
+            ReadRequest(np.concatenate(each, axis=1), tuple(files), parts.buffers, dtype)
             for dtype, each in found.items()
         ]
         if not cast:
@@ -167,43 +158,40 @@ class Reader:
 
     def _read(self, requests: list[ReadRequest], buffers: Mapping[BufferId, torch.Tensor]) -> None:
         for request in requests:
-            self._read_one(request, buffers)
+            order = np.lexsort((request.columns[1], request.columns[0]))
+            file, position, numel, buffer, offset = request.columns[:, order]
+            rows, counts = regular((file, buffer), numel, (offset,), position)
+            for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+                after, length = row + (count > 1), int(numel[row])
+                flat = buffers[request.buffers[buffer[row]]].detach()
+                place = matrix_in(flat, int(offset[row]), int(offset[after] - offset[row]) or length, length, count)
+                at, step = int(position[row]), int(position[after] - position[row])
+                self.copy_into(place, request.dtype, request.files[int(file[row])], at, step)
 
-    def _read_one(self, request: ReadRequest, buffers: Mapping[BufferId, torch.Tensor]) -> None:
-        file, position, numel, buffer, offset = request.columns
-        stage, length = self._stage, numel * request.dtype.itemsize
-        end, short = position + length, length < DIRECT_BYTES
-        joins = short[1:] & short[:-1] & (file[1:] == file[:-1]) & (position[1:] - end[:-1] <= GAP_BYTES)
-        row, count = 0, len(length)
+    def copy_into(self, place: torch.Tensor, dtype: torch.dtype, name: str, at: int, step: int = 0) -> None:
+        """Fill a matrix with runs of elements of type `dtype`, which begin `step` bytes apart from byte `at` of a file.
 
-        def place(row: int) -> torch.Tensor:
-            return buffers[request.buffers[buffer[row]]].detach().narrow(0, int(offset[row]), int(numel[row]))
-
-        while row < count:
-            stop = row + 1
-            while stop < count and joins[stop - 1] and end[stop] - position[row] <= len(stage):
-                stop += 1
-            name, first = request.files[int(file[row])], int(position[row])
-            if stop == row + 1:
-                self._read_run(name, first, place(row), request.dtype, stage)
-            else:
-                read = stage[: int(end[stop - 1]) - first]
-                self._pread(name, first, read)
-                for each in range(row, stop):
-                    begin = int(position[each]) - first
-                    _copy(place(each), read[begin : begin + int(length[each])], request.dtype)
-            row = stop
-
-    def _read_run(self, name: str, at: int, place: torch.Tensor, dtype: torch.dtype, stage: torch.Tensor) -> None:
-        if place.device.type == "cpu" and place.dtype == dtype:
-            self._pread(name, at, place.view(torch.uint8))
+        step: 0 if the runs follow one another.
+        """
+        (count, length), stage = place.shape, self._stage
+        nbytes = length * dtype.itemsize
+        step = step or nbytes
+        if step == nbytes and place.is_contiguous():
+            if place.device.type == "cpu" and place.dtype == dtype:
+                self._pread(name, at, place.view(-1).view(torch.uint8))
+                return
+            place, nbytes = place.view(-1, 1), dtype.itemsize
+            step = nbytes
+        elif nbytes > len(stage) or step - nbytes > GAP_BYTES:
+            for row in range(count):
+                self.copy_into(place[row : row + 1], dtype, name, at + row * step)
             return
-        most = max(1, len(stage) // dtype.itemsize)
-        for begin in range(0, len(place), most):
-            part = place[begin : begin + most]
-            read = stage[: len(part) * dtype.itemsize]
-            self._pread(name, at + begin * dtype.itemsize, read)
-            _copy(part, read, dtype)
+        height = max(1, len(stage) // step)
+        for row in range(0, len(place), height):
+            part = place[row : row + height]
+            read = stage[: (len(part) - 1) * step + nbytes]
+            self._pread(name, at + row * step, read)
+            part.copy_(read.as_strided((len(part), nbytes), (step, 1)).contiguous().view(dtype))
 
     def _pread(self, name: str, at: int, place: torch.Tensor) -> None:
         """Fill `place` with bytes of a file, starting at byte `at`.
@@ -236,43 +224,12 @@ class Reader:
 
     def digest(self, row: ManifestRow, dtype: torch.dtype | None = None) -> int:
         """Return the digest of a stored extent, or of its values cast to `dtype`. The extent is read in chunks."""
-        stored, stage, total = named(row.dtype), self._stage, 0
-        length = row.extent.length
-        most = max(1, len(stage) // stored.itemsize)
-        height = most // length
-        begin = 0
-        while begin < row.extent.numel:
-            here = begin % length
-            count = min(height, row.extent.count - begin // length) if height and not here else 1
-            numel = count * length if count > 1 else min(most, length - here)
-            values = stage[: numel * stored.itemsize]
-            self._pread(row.file, row.offset + begin * stored.itemsize, values)
-            at = Extent(begin, length if count > 1 else numel, length, count)
+        stored, total = named(row.dtype), 0
+        for at in row.extent.parts(max(1, len(self._stage) // stored.itemsize)):
+            values = self._stage[: at.numel * stored.itemsize]
+            self._pread(row.file, row.offset + at.start * stored.itemsize, values)
             total += digest_of(row.extent, at, values.view(stored).to(dtype or stored), row.numel)
-            begin += numel
         return total & WORD
-
-
-def _joined(columns: Ints, itemsize: int) -> Ints:
-    """Sort the columns of a `ReadRequest` by file and position, and merge runs adjacent in both file and buffer."""
-    columns = columns[:, np.lexsort((columns[1], columns[0]))]
-    file, position, numel, buffer, offset = columns
-    goes_on = (np.diff(file) == 0) & (np.diff(buffer) == 0) & (np.diff(offset) == numel[:-1])
-    goes_on &= np.diff(position) == numel[:-1] * itemsize
-    first = np.flatnonzero(np.append(True, ~goes_on)[: len(file)])
-    found = columns[:, first]
-    if len(first):
-        found[2] = np.add.reduceat(numel, first)
-    return found
-
-
-def _copy(place: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> None:
-    """Copy `read`, the bytes of elements of type `dtype`, into `place`, with a cast if types differ.
-
-    The bytes need not be aligned to the element size.
-    """
-    aligned = read if read.data_ptr() % dtype.itemsize == 0 else read.clone()
-    place.copy_(aligned.view(dtype))
 
 
 # ---- whole tensors ---------------------------------------------------------------------------------------------------
@@ -283,16 +240,18 @@ def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype |
 
     A weight that is not stored is cast from its master. Raises CheckpointDamaged if any value is missing.
     """
-    rows = reader.manifest.rows.get((tensor.name, kind), ())
-    wanted = dtype or (named(rows[0].dtype) if rows else torch.float32)
-    alone = LogicalTensor(tensor.name, tensor.shape, tensor.group)
-    others = () if kind in (WEIGHT, MASTER) else (Kind(kind, wanted.itemsize),)
-    kinds = standard_kinds(wanted.itemsize, moments=others)
-    vps = VirtualParameterSpace.of([alone], ZeroRules(), kinds, _ALONE, (0,))
-    values = torch.empty(tensor.numel, dtype=wanted)
-    if tensor.numel:
-        reader.fill(vps, _ALONE, 0, {(kind, _BUFFER): values})
-    return values.view(tensor.shape)
+    held = reader.manifest.rows
+    rows = held.get((tensor.name, kind), ())
+    values = torch.empty(tensor.shape, dtype=dtype or (named(rows[0].dtype) if rows else torch.float32))
+    is_cast = any(not row.file for row in rows)
+    for each in ((MASTER, kind) if is_cast else (kind,)) if tensor.numel else ():
+        if (tensor.name, each) not in held:
+            raise CheckpointDamaged(f"{each} of {tensor.name!r} is not in it")
+        reader.manifest.runs(tensor.name, each)  # raises unless each element is there once
+        for row in held[tensor.name, each]:
+            if row.file:
+                reader.copy_into(row.extent.matrix_of(values.view(-1)), named(row.dtype), row.file, row.offset)
+    return values
 
 
 def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -316,6 +275,5 @@ def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype 
     found = values.to(dtype)
     masters = proven(reader, tensor, MASTER) if cast else values
     for each in cast:
-        place = each.start, each.step, each.length, each.count
-        matrix_in(found.view(-1), *place).copy_(matrix_in(masters.view(-1), *place))
+        each.matrix_of(found.view(-1)).copy_(each.matrix_of(masters.view(-1)))
     return found

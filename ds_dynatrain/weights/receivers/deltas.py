@@ -73,18 +73,17 @@ def check(counts: DeltaCounts, numel: int) -> DeltaCounts:
     return counts
 
 
-def unpacked(
-    data: torch.Tensor, counts: DeltaCounts, numel: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the places of all changes, ascending, and the changes; which of them are large, and their values.
+def apply(flat: torch.Tensor, data: torch.Tensor, counts: DeltaCounts) -> None:
+    """Change a message's values, which are on the host, by the bytes that `packed` has returned.
 
-    Raises TransferError if the bytes are not what `packed` returns.
+    Raises TransferError if the bytes are something else.
     """
     places, small, large = data.split([counts.places, counts.changes, len(data) - counts.places - counts.changes])
     ends = (places != SKIP).nonzero().view(-1)
     at = places.long().cumsum(0)[ends] + torch.arange(len(ends))
     change = small.view(torch.int8)
     is_large = change == LARGE
-    if len(at) != counts.changes or (len(at) and int(at[-1]) >= numel) or int(is_large.sum()) != counts.large:
-        raise TransferError(f"a delta of {numel} elements has {len(at)} places, and not what {counts} announced")
-    return at, change, is_large, large.clone().view(dtype)
+    if len(at) != counts.changes or (len(at) and int(at[-1]) >= len(flat)) or int(is_large.sum()) != counts.large:
+        raise TransferError(f"a delta of {len(flat)} elements has {len(at)} places, and not what {counts} announced")
+    bits(flat)[at] += change.to(bits(flat).dtype)
+    flat[at[is_large]] = large.clone().view(flat.dtype)

@@ -7,7 +7,7 @@ says that it sent: the digests of all parts add up to those of the whole tensors
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ds_dynatrain.errors import ConfigError, DynatrainError, MemberMissing, Outc
 from ds_dynatrain.report import logger
 from ds_dynatrain.weights.blocks import Move, check_coverage, digest_of_part, part_of
 from ds_dynatrain.weights.receivers.board import LinkConnection, TargetTensor, board_at, serve, targets_of
-from ds_dynatrain.weights.receivers.deltas import COUNTS_BYTES, WHOLE, DeltaCounts, bits, check, unpacked
+from ds_dynatrain.weights.receivers.deltas import COUNTS_BYTES, WHOLE, DeltaCounts, apply, check
 from ds_dynatrain.weights.update import Update
 
 LOOK_SECONDS = 0.02
@@ -253,25 +253,28 @@ class GroupReceiver:
     def _receive(self, link: ReceiverLink, bucket: int, is_delta: bool, version: int) -> int:
         """Receive one bucket from all ranks of the trainer; return the bytes."""
         plan, what = link.plan[bucket], f"version {version}"
+        dtype = link.targets[next(iter(plan.values()))[0][0]].dtype
         numels = {trainer: sum(move.numel for _, move in rows) for trainer, rows in plan.items()}
-        counts = dict.fromkeys(plan, DeltaCounts(WHOLE, 0, 0))
+        heads = {trainer: torch.tensor([WHOLE, 0, 0]) for trainer in plan}
         if is_delta:
-            heads = {trainer: torch.empty(3, dtype=torch.int64) for trainer in plan}
             for wait in [link.connection.receive(head.view(torch.uint8), each, what) for each, head in heads.items()]:
                 wait()
-            counts = {each: check(DeltaCounts(*head.tolist()), numels[each]) for each, head in heads.items()}
-        dtype = link.targets[next(iter(plan.values()))[0][0]].dtype
+        counts = {each: check(DeltaCounts(*head.tolist()), numels[each]) for each, head in heads.items()}
         sizes = {trainer: counts[trainer].nbytes(numels[trainer], dtype.itemsize) for trainer in plan}
         messages = {trainer: torch.empty(size, dtype=torch.uint8) for trainer, size in sizes.items()}
         waits = {each: link.connection.receive(data, each, what) for each, data in messages.items() if len(data)}
         for trainer, wait in waits.items():
             wait()
+            rows = plan[trainer]
             if counts[trainer].places == WHOLE:
-                _write_whole(link, plan[trainer], messages[trainer].view(dtype))
+                values = messages[trainer].view(dtype)
             else:
-                _write_changes(
-                    link, plan[trainer], *unpacked(messages[trainer], counts[trainer], numels[trainer], dtype)
-                )
+                values = torch.empty(numels[trainer], dtype=dtype)
+                for held, part in _blocks(link, rows, values):
+                    part.copy_(held)
+                apply(values, messages[trainer], counts[trainer])
+            for held, part in _blocks(link, rows, values):
+                held.copy_(part)
         return sum(sizes.values()) + (COUNTS_BYTES * len(plan) if is_delta else 0)
 
     # ---- proof -------------------------------------------------------------------------------------------------------
@@ -298,38 +301,10 @@ class GroupReceiver:
         return ""
 
 
-def _write_whole(link: ReceiverLink, rows: list[Row], values: torch.Tensor) -> None:
+def _blocks(link: ReceiverLink, rows: list[Row], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of equal blocks: in the tensors of the next version, and in a message that consists of `rows`."""
     at = 0
     for tensor, (_, _, to, pace, length, count) in rows:
         flat = link.beside[link.targets[tensor].name].view(-1)
-        matrix_in(flat, to, pace, length, count).copy_(values[at : at + length * count].view(count, length))
+        yield matrix_in(flat, to, pace, length, count), values[at : at + length * count].view(count, length)
         at += length * count
-
-
-def _write_changes(
-    link: ReceiverLink,
-    rows: list[Row],
-    places: torch.Tensor,
-    change: torch.Tensor,
-    is_large: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Add changes to the bits of elements at ascending places of a message that consists of `rows`.
-
-    is_large, values: the changes in whose place there is a whole value, and these values.
-    """
-    sizes = torch.tensor([move.numel for _, move in rows])
-    ends = sizes.cumsum(0)
-    row = torch.searchsorted(ends, places, right=True)
-    tensors, moves = torch.tensor([tensor for tensor, _ in rows]), torch.tensor([move for _, move in rows])
-    _, _, to, pace, length, _ = moves[row].unbind(1)
-    inside = places - (ends - sizes)[row]
-    target = to + inside.div(length, rounding_mode="floor") * pace + inside % length
-    numbers, counts = torch.unique_consecutive(tensors[row], return_counts=True)
-    parts = zip(*(each.split(counts.tolist()) for each in (target, change, is_large)), strict=True)
-    for number, (where, added, large) in zip(numbers.tolist(), parts, strict=True):
-        flat = link.beside[link.targets[number].name].view(-1)
-        here, held = where.to(flat.device), bits(flat)
-        held[here] += added.to(flat.device, held.dtype)
-        new, values = values.split([int(large.sum()), len(values) - int(large.sum())])
-        flat[here[large.to(flat.device)]] = new.to(flat.device)

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, ClassVar, Protocol
@@ -162,22 +162,17 @@ class Server(Receiver):
 
     def deliver(self, out: Outgoing) -> None:
         """Send one update; the server shows it if all tensors have passed, each as announced."""
-        with ThreadPoolExecutor(1, "weights-request") as beside, self._forgetting():
-            self._deliver(out, out.full(), beside)
+        with ThreadPoolExecutor(1, "weights-request") as beside:
+            try:
+                self._deliver(out, out.full(), beside)
+            except BaseException:  # before the request is awaited, which may itself wait for a broadcast
+                group, self._group = self._group, None
+                if isinstance(group, TorchEndpoint):
+                    group.abort()
+                raise
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         raise NotImplementedError
-
-    @contextmanager
-    def _forgetting(self) -> Iterator[None]:
-        """Leave the group after an error, before the request is awaited, which may itself wait for a broadcast."""
-        try:
-            yield
-        except BaseException:
-            group, self._group = self._group, None
-            if isinstance(group, TorchEndpoint):
-                group.abort()
-            raise
 
 
 def packed(
