@@ -1,22 +1,20 @@
-"""Arrow IPC files, made and read with pyarrow: tables, and data files except for their values.
+"""Arrow IPC files, made and read with pyarrow: tables, and data files.
 
-Values are written directly from their memory to the file; pyarrow only determines their position. No other module
-imports pyarrow, and this module is imported only when a checkpoint is read or written.
+No other module imports pyarrow, and this module is imported only when a checkpoint is read or written.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import torch
 from pyarrow import ipc
 
-from ds_dynatrain.checkpoint.extents import name_of
+from ds_dynatrain.checkpoint.extents import ALIGN, name_of
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 MOST_ROWS = 1 << 22
@@ -36,70 +34,25 @@ _OPENING = 8
 # ---- data files -----------------------------------------------------------------------------------------------------
 
 
-class ArrowOutline:
-    """The bytes, except values, of an Arrow file with a single column, and the positions of the values."""
+class ArrowValues:
+    """An Arrow file with a single column, whose batches are written from the memory of their values."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, file: BinaryIO, dtype: torch.dtype) -> None:
         name = name_of(dtype)
         self.type = getattr(pa, name)() if name in _ARROWS else pa.binary(dtype.itemsize)
         self.schema = pa.schema([pa.field("values", self.type, nullable=False, metadata={"dtype": name})])
-        self._sink = _Sink()
-        self._writer = ipc.new_file(pa.PythonFile(self._sink, "w"), self.schema, options=ipc.IpcWriteOptions())
+        self._file, self._writer = file, ipc.new_file(file, self.schema, options=ipc.IpcWriteOptions())
 
-    def batch(self, numel: int, nbytes: int) -> int:
-        """Add a batch of `numel` elements (`nbytes` bytes).
-
-        Return the position in the file at which the elements begin.
-        """
-        room = pa.py_buffer(mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ))
-        values = pa.Array.from_buffers(self.type, numel, [None, room.slice(0, nbytes)])
-        self._sink.body = room.address
-        self._writer.write_batch(pa.RecordBatch.from_arrays([values], schema=self.schema))
-        if nbytes and self._sink.body is not None:
-            raise CheckpointError(
-                f"pyarrow {pa.__version__} does not write a body as the one buffer that it was given; install one of "
-                "the versions in docs/versions.md"
-            )
-        return self._sink.place if nbytes else self._sink.at
+    def write(self, values: torch.Tensor) -> int:
+        """Append flat values on the host as a batch. Return the position in the file at which they begin."""
+        data = pa.py_buffer(values.view(torch.uint8).numpy())
+        column = pa.Array.from_buffers(self.type, len(values), [None, data])
+        self._writer.write_batch(pa.RecordBatch.from_arrays([column], schema=self.schema))
+        return self._file.tell() - -(-data.size // ALIGN) * ALIGN
 
     def close(self) -> None:
         """Complete the file after the last batch."""
         self._writer.close()
-
-    def drain(self) -> list[tuple[int, bytearray]]:
-        """Return the parts of the file added since the last call, as (position in the file, bytes)."""
-        parts, self._sink.parts = self._sink.parts, [(self._sink.at, bytearray())]
-        return parts
-
-
-class _Sink:
-    """The file object into which pyarrow writes. It keeps all bytes except bodies, which it recognizes by address.
-
-    body: address of the next body, until pyarrow writes it.
-    place: position of the last body in the file.
-    """
-
-    def __init__(self) -> None:
-        self.at = self.place = 0
-        self.body: int | None = None
-        self.parts = [(0, bytearray())]
-        self.closed = False
-
-    def write(self, data: Any) -> None:
-        if isinstance(data, pa.Buffer) and data.address == self.body:
-            self.body, self.place = None, self.at
-            self.parts.append((self.at + len(data), bytearray()))
-        else:
-            self.parts[-1][1].extend(memoryview(data))
-        self.at += len(data)
-
-    def tell(self) -> int:
-        return self.at
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None:
-        self.closed = True
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from ds_dynatrain.transfer import digest, digest_pieces
 from ds_dynatrain.transfer.series import series
 
 _CHUNK = BufferId("tensor", 0)
+ALIGN = 8
+"""Alignment of values in a data file, in bytes, which is Arrow's own; pyarrow pads them to a multiple of it."""
 WORD = (1 << 64) - 1
 """Bit mask of digests, which are sums modulo 2^64."""
 

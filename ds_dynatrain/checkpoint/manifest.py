@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_dynatrain.checkpoint.extents import WORD, Extent, named, runs_of
+from ds_dynatrain.checkpoint.extents import ALIGN, WORD, Extent, named, runs_of
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import MASTER, WEIGHT
 from ds_dynatrain.space.interval import Ints
@@ -36,8 +36,6 @@ COLUMNS = {
     "digest": "uint64",
 }
 """The columns of the table, in order, with their types as named in `arrow`."""
-ALIGN = 8
-"""Alignment of values in a data file, in bytes. Arrow requires at least this much."""
 FILE_NAME = re.compile(r"[0-9]{5,}\.[a-z0-9_]+\.arrow")
 MOST_RUNS = 1 << 24
 """Maximum number of runs of one tensor and state kind. Runs are expanded in memory."""

@@ -3,7 +3,7 @@
 The layout determines which rank writes an element. A partitioned state kind is written by the ranks that hold its
 parts. A replicated kind is divided evenly among its holders. Weights that equal their masters cast to another type are
 not stored; saving checks this value by value. Values are written directly from their memory. Values that are not
-contiguous, or not in host memory, are copied to a small chunk first. Digests are computed while writing.
+contiguous, or not in host memory, are copied first, extent by extent.
 """
 
 from __future__ import annotations
@@ -172,35 +172,23 @@ def data_file(
 
     Raises OSError if the system cannot write.
     """
-    from ds_dynatrain.checkpoint.arrow import ArrowOutline
+    from ds_dynatrain.checkpoint.arrow import ArrowValues
 
-    name, outline, most = (
-        f"{number:05d}.{name_of(dtype)}.arrow",
-        ArrowOutline(dtype),
-        max(1, chunk_bytes // dtype.itemsize),
-    )
-    file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    name, most = f"{number:05d}.{name_of(dtype)}.arrow", max(1, chunk_bytes // dtype.itemsize)
+    with (folder / name).open("xb") as file:
+        column = ArrowValues(file, dtype)
 
-    def put_outline() -> None:
-        for at, data in outline.drain():
-            _put(file, at, data)
+        def write(share: Share) -> ManifestRow:
+            values, numel = share.matrix.detach().to("cpu").contiguous(), math.prod(share.shape)
+            begin = column.write(values.view(-1))
+            digest = sum(digest_of(share.extent, at, part, numel) for at, part in chunks(values, most))
+            return share.row(dtype, digest, name, begin)
 
-    def write(share: Share) -> ManifestRow:
-        begin, total, numel = outline.batch(share.extent.numel, share.nbytes), 0, math.prod(share.shape)
-        put_outline()
-        for place, values in chunks(share.matrix, most):
-            _put(file, begin + place.start * dtype.itemsize, _bytes(values).data)
-            total += digest_of(share.extent, place, values, numel)
-        return share.row(dtype, total, name, begin)
-
-    try:
-        with _flushed(file) if large else nullcontext():
+        with _flushed(file.fileno()) if large else nullcontext():
             yield write
-            outline.close()
-            put_outline()
-        os.fsync(file)
-    finally:
-        os.close(file)
+            column.close()
+            file.flush()
+        os.fsync(file.fileno())
 
 
 def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> ManifestRow:
@@ -237,11 +225,3 @@ def _flushed(file: int) -> Iterator[None]:
 
 def _bytes(flat: torch.Tensor) -> NDArray[np.uint8]:
     return flat.view(torch.uint8).numpy()
-
-
-def _put(file: int, at: int, data: bytearray | memoryview) -> None:
-    """Write all of `data` to a file at byte `at`."""
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(file, view, at)
-        view, at = view[done:], at + done

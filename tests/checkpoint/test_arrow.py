@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import re
 import subprocess
@@ -15,9 +16,8 @@ import torch
 from pyarrow import ipc
 
 from ds_dynatrain.checkpoint import Reader, Saved
-from ds_dynatrain.checkpoint.arrow import ArrowOutline, read_table, table_bytes
-from ds_dynatrain.checkpoint.extents import name_of, named
-from ds_dynatrain.checkpoint.manifest import ALIGN
+from ds_dynatrain.checkpoint.arrow import ArrowValues, read_table, table_bytes
+from ds_dynatrain.checkpoint.extents import ALIGN, name_of, named
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.checkpoint.worlds import save, state_of
@@ -112,7 +112,7 @@ def test_changed_bytes_are_an_error_or_another_table() -> None:
 
 def test_all_types_have_a_column() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e5m2):
-        assert ArrowOutline(dtype).type.bit_width == 8 * dtype.itemsize and named(name_of(dtype)) is dtype
+        assert ArrowValues(io.BytesIO(), dtype).type.bit_width == 8 * dtype.itemsize and named(name_of(dtype)) is dtype
     for name in ("float33", "nn", "Tensor", "__name__", "half"):
         with pytest.raises(CheckpointDamaged):
             named(name)
@@ -184,27 +184,24 @@ def test_the_reader_of_the_docs(tmp_path: Path) -> None:
 
 
 def test_batches_of_any_size(tmp_path: Path) -> None:
-    """Values are put where pyarrow would have put them, and nothing else of them is needed in memory."""
+    """Values lie where the file is said to have them, which is where pyarrow finds them."""
     sizes = (3, 0, 1, 8, 1 << 20)
     for dtype in (torch.float32, torch.int8, torch.bfloat16):
-        outline, path, begins = ArrowOutline(dtype), tmp_path / f"{name_of(dtype)}.arrow", []
-        held = [torch.arange(size, dtype=torch.float32).to(dtype).view(torch.uint8).numpy().tobytes() for size in sizes]
+        path = tmp_path / f"{name_of(dtype)}.arrow"
+        values = [torch.arange(size, dtype=torch.float32).to(dtype) for size in sizes]
+        held = [each.view(torch.uint8).numpy().tobytes() for each in values]
         with open(path, "wb") as file:
-            for size, data in zip(sizes, held, strict=True):
-                begins.append(outline.batch(size, len(data)))
-                file.seek(begins[-1])
-                file.write(data)
-            outline.close()
-            for at, other in outline.drain():
-                file.seek(at)
-                file.write(other)
+            column = ArrowValues(file, dtype)
+            begins = [column.write(each) for each in values]
+            column.close()
+        data = path.read_bytes()
+        assert all(data[at : at + len(each)] == each for at, each in zip(begins, held, strict=True))
         found = ipc.open_file(pa.memory_map(str(path)))
         assert found.num_record_batches == len(sizes)
-        for number, data in enumerate(held):
+        for number, each in enumerate(held):
             batch = found.get_batch(number)
             batch.validate(full=True)
-            values = batch.column(0).buffers()[1]
-            assert bytes(values)[: len(data)] == data and begins[number] % ALIGN == 0
+            assert bytes(batch.column(0).buffers()[1])[: len(each)] == each and begins[number] % ALIGN == 0
 
 
 def test_it_is_imported_when_it_is_needed() -> None:
