@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ds_dynatrain.comparison.job import WAYS, ComparedChange
+from ds_dynatrain.comparison.job import BEFORE, WAYS, ComparedChange
 from ds_dynatrain.comparison.results import Comparison
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.exits import REFUSED, saying
@@ -107,15 +108,17 @@ def measured(
     scratch: the folder for checkpoints; None for a temporary one.
     out: the folder for the figures.
     """
-    from ds_dynatrain.comparison.comparison import compare as compared
+    from ds_dynatrain.comparison import comparison as measuring
 
-    command = " ".join(["ds-dynatrain", *sys.argv[1:]])
+    found = Comparison(measuring.machine(), " ".join(["ds-dynatrain", *sys.argv[1:]]), BEFORE, ())
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
     out.mkdir(parents=True, exist_ok=True)
     try:
-        names, subjects = [each.value for each in sizes], [WAYS[each.value] for each in ways]
-        cases = list(itertools.product(names, changes, subjects))
-        for found in compared(cases, command, limit_seconds, scratch, typer.echo):
+        for size, change, way in itertools.product(sizes, changes, (WAYS[each.value] for each in ways)):
+            typer.echo(f"{size.value}, {change}: {way.title} ...")
+            one = measuring.measure_in(scratch, size.value, change, way, limit_seconds)
+            typer.echo(measuring.line_about(one))
+            found = replace(found, measures=(*found.measures, one))
             (out / JSON).write_text(found.to_json(), encoding="utf-8")
         return found
     finally:

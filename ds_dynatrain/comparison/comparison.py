@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from statistics import mean, median
 
 from ds_dynatrain.comparison.job import AFTER, BATCH, BEFORE, LEAD, ComparedChange, Task, Way
 from ds_dynatrain.comparison.notes import Notes
-from ds_dynatrain.comparison.results import Comparison, Measure
+from ds_dynatrain.comparison.results import Measure
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.records import to_record
 
@@ -171,32 +171,6 @@ def _losses(ranks: Iterable[Notes]) -> dict[int, float]:
     return {number: mean(found[number]) for number in sorted(found)}
 
 
-def compare(
-    cases: Sequence[tuple[str, ComparedChange, Way]],
-    command: str,
-    limit_seconds: float,
-    scratch: Path | None,
-    say: Callable[[str], None],
-) -> Iterator[Comparison]:
-    """Measure each case, which is a size, a change and a way to carry it out. After each, yield all measures so far.
-
-    If a launch fails, its measure contains the reason. Other errors are raised.
-
-    command: the user's command, which is recorded.
-    limit_seconds: the time limit of one launch.
-    scratch: a folder for checkpoints, on the disk to measure; None for the system's temporary folder.
-    say: called with a line of text before and after each measurement.
-    """
-    found = Comparison(machine(), command, BEFORE, ())
-    for size, change, way in cases:
-        say(f"{size}, {change}: {way.title} ...")
-        with tempfile.TemporaryDirectory(prefix="dynatrain-compare-", dir=scratch) as folder:
-            one = _one(way, size, change, Path(folder), limit_seconds)
-        say(_line(one))
-        found = replace(found, measures=(*found.measures, one))
-        yield found
-
-
 def machine() -> str:
     """Return a description of this machine: processor, cores, software versions, and current load."""
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
@@ -206,13 +180,23 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {versions}, Python {python}, load {load:.1f}"
 
 
-def _one(way: Way, size: str, change: ComparedChange, folder: Path, limit_seconds: float) -> Measure:
+def measure_in(scratch: Path | None, size: str, change: ComparedChange, way: Way, limit_seconds: float) -> Measure:
+    """Carry out a change in one way (method), and return its measure, or one that says why a launch failed.
+
+    scratch: a folder for checkpoints, on the disk to measure; None for the system's temporary folder.
+    limit_seconds: the time limit of one launch.
+    """
+    with tempfile.TemporaryDirectory(prefix="dynatrain-compare-", dir=scratch) as folder:
+        return _measured(Path(folder), size, change, way, limit_seconds)
+
+
+def _measured(folder: Path, size: str, change: ComparedChange, way: Way, limit_seconds: float) -> Measure:
+    task = Task(way, "whole", size, change, str(folder / "state"))
     (folder / "state").mkdir()
 
     def launched(part: str) -> Launched:
-        return launch(Task(way, part, size, change, str(folder / "state")), folder / part, limit_seconds)
+        return launch(replace(task, part=part), folder / part, limit_seconds)
 
-    task = Task(way, "whole", size, change, str(folder / "state"))
     try:
         if not way.is_restarted:
             through = launched("whole")
@@ -226,7 +210,7 @@ def _one(way: Way, size: str, change: ComparedChange, folder: Path, limit_second
         return Measure(way.name, size, str(change), reason=f"a rank did not note {error}")
 
 
-def _line(found: Measure) -> str:
+def line_about(found: Measure) -> str:
     """Return one line of text about a measure."""
     if not found.is_done:
         return f"    not possible: {found.reason.splitlines()[0]}"

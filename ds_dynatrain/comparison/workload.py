@@ -57,25 +57,15 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Excerpts from the source code of Python's standard library, each with its sample number."""
-
-    def __init__(self, count: int) -> None:
-        text = bytearray()
-        for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-            text += file.read_bytes()
-            if len(text) >= TEXT_BYTES:
-                break
-        self._text = torch.frombuffer(text, dtype=torch.uint8)
-        self._count, self._stride = count, (len(text) - LENGTH - 1) // count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return (LENGTH + 1 bytes of text as integers, sample number)."""
-        begin = index * self._stride
-        return self._text[begin : begin + LENGTH + 1].long(), index
+def excerpts(count: int) -> list[tuple[Tensor, int]]:
+    """Return excerpts from the source code of Python's standard library, as (LENGTH + 1 bytes, sample number)."""
+    text = bytearray()
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += file.read_bytes()
+        if len(text) >= TEXT_BYTES:
+            break
+    held, stride = torch.frombuffer(text, dtype=torch.uint8), (len(text) - LENGTH - 1) // count
+    return [(held[begin : begin + LENGTH + 1].long(), begin // stride) for begin in range(0, count * stride, stride)]
 
 
 class Trainer:
@@ -88,7 +78,7 @@ class Trainer:
 
     def __init__(self, task: Task, notes: Notes) -> None:
         self.task, self.notes = task, notes
-        self.samples = Samples((BEFORE + AFTER + 1) * BATCH)
+        self.samples = excerpts((BEFORE + AFTER + 1) * BATCH)
 
     def model_made(self) -> GPT:
         """Build the model of the task, with the same weights in every process, and record its number of parameters."""

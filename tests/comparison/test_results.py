@@ -136,7 +136,7 @@ def test_tables_have_all_ways_and_phases() -> None:
 
 def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measures = [*comparison().measures[:2]]
-    monkeypatch.setattr(measuring, "_one", lambda *_: measures.pop(0) if measures else sys.exit(143))
+    monkeypatch.setattr(measuring, "measure_in", lambda *_: measures.pop(0) if measures else sys.exit(143))
     change = ComparedChange(ComparedLayout(2, 1), ComparedLayout(4, 1))
     with pytest.raises(SystemExit):  # in the third
         command.measured([Size.SMALL], [change], [*WayName], 1.0, None, tmp_path)
