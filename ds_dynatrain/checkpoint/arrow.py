@@ -45,10 +45,9 @@ class ArrowValues:
 
     def write(self, values: torch.Tensor) -> int:
         """Append flat values on the host as a batch. Return the position in the file at which they begin."""
-        data = pa.py_buffer(values.view(torch.uint8).numpy())
-        column = pa.Array.from_buffers(self.type, len(values), [None, data])
+        column = pa.Array.from_buffers(self.type, len(values), [None, pa.py_buffer(values.view(torch.uint8).numpy())])
         self._writer.write_batch(pa.RecordBatch.from_arrays([column], schema=self.schema))
-        return self._file.tell() - -(-data.size // ALIGN) * ALIGN
+        return self._file.tell() - -(-values.nbytes // ALIGN) * ALIGN
 
     def close(self) -> None:
         """Complete the file after the last batch."""

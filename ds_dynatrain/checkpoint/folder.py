@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_dynatrain.checkpoint.files import read_note
-from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
-from ds_dynatrain.checkpoint.record import MANIFEST, RECORD, Saved, TrainingRecord, sizes_of, sum_of, to_bytes
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow, sizes_of
+from ds_dynatrain.checkpoint.record import MANIFEST, RECORD, Saved, TrainingRecord, sum_of, to_bytes
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 LATEST, LOCK = "latest", ".lock"

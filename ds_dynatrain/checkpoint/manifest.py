@@ -8,7 +8,6 @@ files.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -134,11 +133,11 @@ class Manifest:
             raise CheckpointDamaged(f"the manifest is wrong: {problem}")
 
     def _problems(self, folder: Path | None) -> Iterator[str]:
-        sizes: dict[str, int] = {}
+        sizes = {} if folder is None else sizes_of(folder)
         for (tensor, kind), held in self.rows.items():
             first, what = held[0], f"{kind} of {tensor!r}"
             for row in held:
-                wrong = _wrong_row(row, first) or ("" if folder is None else _wrong_place(row, folder, sizes))
+                wrong = _wrong_row(row, first) or ("" if folder is None else _wrong_place(row, sizes))
                 if wrong:
                     yield f"{row}: {wrong}"
             runs, numel = sum(row.extent.count for row in held), sum(row.extent.numel for row in held)
@@ -219,21 +218,18 @@ def _wrong_row(row: ManifestRow, first: ManifestRow) -> str:
     return ""
 
 
-def _wrong_place(row: ManifestRow, folder: Path, sizes: dict[str, int]) -> str:
-    """Return what is wrong with the file and position of a row; "" if nothing is.
-
-    sizes: the sizes of the files seen so far. This call may add one.
-    """
+def _wrong_place(row: ManifestRow, sizes: Mapping[str, int]) -> str:
+    """Return what is wrong with the file and position of a row; "" if nothing is."""
     if not row.file:
         return "" if row.kind == WEIGHT else "no file has it"
-    if not FILE_NAME.fullmatch(row.file):
-        return "no name of a data file"
     if row.file not in sizes:
-        path = folder / row.file
-        sizes[row.file] = os.path.getsize(path) if path.is_file() and not path.is_symlink() else -1
-    size = sizes[row.file]
-    if size < 0:
-        return "there is no such file"
-    if row.offset < 0 or row.offset % ALIGN or row.offset + row.nbytes > size:
-        return f"{row.nbytes} bytes from there leave a file of {size} bytes"
+        return "there is no such data file"
+    if row.offset < 0 or row.offset % ALIGN or row.offset + row.nbytes > sizes[row.file]:
+        return f"{row.nbytes} bytes from there leave a file of {sizes[row.file]} bytes"
     return ""
+
+
+def sizes_of(path: Path) -> dict[str, int]:
+    """Return a map from the name of each data file in a folder to its size in bytes. Links are no data files."""
+    names = [each for each in path.iterdir() if FILE_NAME.fullmatch(each.name)]
+    return {each.name: each.stat().st_size for each in names if each.is_file() and not each.is_symlink()}

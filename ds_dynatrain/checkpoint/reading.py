@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ from ds_dynatrain.space import (
     interval,
     of_kind,
 )
-from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.space.tensor import split_by_tensor
 from ds_dynatrain.transfer import digest
 
@@ -42,22 +40,6 @@ GAP_BYTES = 4096
 CALL_BYTES = 1 << 30
 MOST_OPEN = 128
 """Maximum number of files open at once. Checkpoints of other tools may have a file per tensor."""
-
-
-class ReadRequest(NamedTuple):
-    """Runs of elements to read from files. All of them have the same element type in the files.
-
-    columns: for each run, the index of its file, the position of its first byte in the file, its number of elements,
-        the index of its target buffer, and its offset in the buffer.
-    files: the names of the files.
-    buffers: the names of the target buffers.
-    dtype: the element type in the files.
-    """
-
-    columns: Ints
-    files: tuple[str, ...]
-    buffers: tuple[BufferId, ...]
-    dtype: torch.dtype
 
 
 @dataclass
@@ -105,68 +87,53 @@ class Reader:
         """
         kinds = {kind for kind, _ in buffers}
         for kind in sorted(kinds & {kind for _, kind in self.manifest.rows} - {WEIGHT}):
-            self._read(self._requests(vps, kind, vps.holding(layout, rank, kind))[0], of_kind(buffers, kind))
+            self._read(vps, kind, vps.holding(layout, rank, kind), of_kind(buffers, kind))
         if WEIGHT not in kinds:
             return
         wanted = vps.holding(layout, rank, WEIGHT)
         if kept is not None:
             wanted = wanted.subtract(*interval.union(kept.start, kept.stop))
         weights, masters = of_kind(buffers, WEIGHT), of_kind(buffers, MASTER)
-        stored, cast = self._requests(vps, WEIGHT, wanted)
-        self._read(stored, weights)
+        cast = self._read(vps, WEIGHT, wanted, weights)
         held = vps.holding(layout, rank, MASTER) if masters else Pieces.empty()
         for _, _, (weight, master) in placed(vps.line, cast.intersect(held), (weights, masters)):
             if weight.data_ptr() != master.data_ptr():
                 weight.copy_(master)
-        missing = cast.subtract(*interval.union(held.start, held.stop))
-        self._read(self._requests(vps, MASTER, missing)[0], weights)
+        self._read(vps, MASTER, cast.subtract(*interval.union(held.start, held.stop)), weights)
 
-    def _requests(self, vps: VirtualParameterSpace, kind: str, pieces: Pieces) -> tuple[list[ReadRequest], Pieces]:
-        """Return (requests that read pieces of a state kind, pieces that must be cast from masters instead).
+    def _read(
+        self, vps: VirtualParameterSpace, kind: str, pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor]
+    ) -> Pieces:
+        """Read pieces of a state kind into their buffers. Return those that must be cast from masters instead.
 
         Raises CheckpointDamaged if the checkpoint does not contain the state kind of one of the tensors.
         """
         numbers, parts = split_by_tensor(vps.bases, pieces)
-        found: dict[torch.dtype, list[Ints]] = {}
-        files: dict[str, int] = {}
-        cast: list[tuple[Ints, Ints, Ints]] = []
+        cast = [np.empty((3, 0), np.int64)]
         edges = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
         for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             tensor, base = vps.tensors[int(numbers[low])], int(vps.bases[numbers[low]])
             if (tensor.name, kind) not in self.manifest.rows:
                 raise CheckpointDamaged(f"{kind} of {tensor.name!r} is not in it")
             runs = self.manifest.runs(tensor.name, kind)
-            begin, end = parts.start[low:high] - base, parts.stop[low:high] - base
+            dtype, begin, end = named(runs.dtype), parts.start[low:high] - base, parts.stop[low:high] - base
             row, run, first, last = interval.intersect(begin, end, runs.start, runs.stop)
-            known = np.array([files.setdefault(name, len(files)) for name in runs.files] or [0], dtype=np.int64)
-            offset = parts.offset[low:high][row] + first - begin[row]
-            here = runs.file[run] >= 0
-            cast.append((row[~here] + low, first[~here] + base, last[~here] + base))
-            dtype = named(runs.dtype)
             position = runs.position[run] + (first - runs.start[run]) * dtype.itemsize
-            columns = known[runs.file[run]], position, last - first, parts.buffer[low:high][row], offset
-            found.setdefault(dtype, []).append(np.stack(columns)[:, here])
-        requests = [
-            ReadRequest(np.concatenate(each, axis=1), tuple(files), parts.buffers, dtype)
-            for dtype, each in found.items()
-        ]
-        if not cast:
-            return requests, Pieces.empty(parts.buffers)
-        return requests, parts.take(*(np.concatenate(column) for column in zip(*cast, strict=True)))
+            offset = parts.offset[low:high][row] + first - begin[row]
+            found = np.stack((runs.file[run], position, last - first, parts.buffer[low:high][row], offset))
+            is_cast = found[0] < 0
+            cast.append(np.stack((row + low, first + base, last + base))[:, is_cast])
+            found = found[:, ~is_cast]
+            file, position, numel, buffer, offset = found[:, np.lexsort((found[1], found[0]))]
+            rows, counts = regular((file, buffer), numel, (offset,), position)
+            for one, count in zip(rows.tolist(), counts.tolist(), strict=True):
+                after, length = one + (count > 1), int(numel[one])
+                flat, stride = buffers[parts.buffers[buffer[one]]].detach(), int(offset[after] - offset[one]) or length
+                place, step = matrix_in(flat, int(offset[one]), stride, length, count), position[after] - position[one]
+                self.copy_into(place, dtype, runs.files[file[one]], int(position[one]), int(step))
+        return parts.take(*np.concatenate(cast, axis=1))
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
-
-    def _read(self, requests: list[ReadRequest], buffers: Mapping[BufferId, torch.Tensor]) -> None:
-        for request in requests:
-            order = np.lexsort((request.columns[1], request.columns[0]))
-            file, position, numel, buffer, offset = request.columns[:, order]
-            rows, counts = regular((file, buffer), numel, (offset,), position)
-            for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-                after, length = row + (count > 1), int(numel[row])
-                flat = buffers[request.buffers[buffer[row]]].detach()
-                place = matrix_in(flat, int(offset[row]), int(offset[after] - offset[row]) or length, length, count)
-                at, step = int(position[row]), int(position[after] - position[row])
-                self.copy_into(place, request.dtype, request.files[int(file[row])], at, step)
 
     def copy_into(self, place: torch.Tensor, dtype: torch.dtype, name: str, at: int, step: int = 0) -> None:
         """Fill a matrix with runs of elements of type `dtype`, which begin `step` bytes apart from byte `at` of a file.

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, Strict, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, dumped, naming, parsed, read_small
-from ds_dynatrain.checkpoint.manifest import FILE_NAME, MOST_ELEMENTS, Manifest
+from ds_dynatrain.checkpoint.manifest import MOST_ELEMENTS, Manifest, sizes_of
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor
 from ds_dynatrain.space.tensor import CoordinateLine
@@ -216,12 +216,6 @@ class Saved:
         """
         name = rank_file(rank)
         return parsed(_checked(self.path, self.record, name), name)
-
-
-def sizes_of(path: Path) -> dict[str, int]:
-    """Return a map from the name of each data file in a folder to its size in bytes."""
-    names = [each for each in path.iterdir() if FILE_NAME.fullmatch(each.name)]
-    return {each.name: each.stat().st_size for each in names if each.is_file() and not each.is_symlink()}
 
 
 def _checked(path: Path, record: TrainingRecord, name: str) -> bytes:

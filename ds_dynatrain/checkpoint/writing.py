@@ -123,16 +123,16 @@ class HostMemory:
         if len(self._room) < sum(sizes):
             self._room = torch.empty(0, dtype=torch.uint8)  # free the old before allocating the new
             self._room = allocate(sum(sizes), torch.uint8)
-        rooms, held = self._room[: sum(sizes)].split(sizes), dict[Place | None, torch.Tensor | None]({None: None})
+        rooms, held = self._room[: sum(sizes)].split(sizes), dict[Place, torch.Tensor]()
         for room, (place, values) in zip(rooms, wanted.items(), strict=True):
             held[place] = room[: values.nbytes].view(values.dtype).view(values.shape).copy_(values.detach())
-        return [
-            replace(share, matrix=held[_place(share.matrix)], master=held[_place(share.master)]) for share in shares
-        ]
+        masters = (None if share.master is None else held[_place(share.master)] for share in shares)
+        pairs = zip(shares, masters, strict=True)
+        return [replace(share, matrix=held[_place(share.matrix)], master=master) for share, master in pairs]
 
 
-def _place(values: torch.Tensor | None) -> Place | None:
-    return None if values is None else (values.data_ptr(), values.dtype, values.shape, values.stride())
+def _place(values: torch.Tensor) -> Place:
+    return values.data_ptr(), values.dtype, values.shape, values.stride()
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

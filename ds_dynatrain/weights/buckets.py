@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,25 +53,19 @@ def bucketed(outputs: Sequence[Output], itemsize: int, most: int | None) -> list
     return found
 
 
-class Shipment(NamedTuple):
-    """Elements that this rank sends to one destination: where they lie here, and in the buffer to send."""
-
-    held: Pieces
-    packed: Pieces
-
-
 @dataclass(frozen=True, eq=False)
 class Gathering:
     """One rank's part in the collective that makes a bucket whole on its destinations.
 
-    line: the line of all logical tensors. shipments: what this rank sends, by destination. counts: elements that it
-    receives from each rank. parts: all elements of the bucket after the collective, on a destination; else None.
-    is_needed: whether any destination lacks anything, which is the same on all ranks.
+    line: the line of all logical tensors. shipments: what this rank sends, by destination: where it lies here, and in
+    the buffer to send. counts: elements that it receives from each rank. parts: all elements of the bucket after the
+    collective, on a destination; else None. is_needed: whether any destination lacks anything, which is the same on all
+    ranks.
     """
 
     line: CoordinateLine
     ranks: int
-    shipments: Mapping[int, Shipment]
+    shipments: Mapping[int, tuple[Pieces, Pieces]]
     counts: Ints
     parts: Pieces | None
     is_needed: bool
@@ -93,7 +86,7 @@ class Gathering:
         """
         numbers = np.array(sorted(set(tensors)), dtype=np.int64)
         start, stop = interval.union(line.bases[numbers], line.bases[numbers + 1])
-        shipments, parts, is_needed = dict[int, Shipment](), None, False
+        shipments, parts, is_needed = dict[int, tuple[Pieces, Pieces]](), None, False
         counts, at = np.zeros(sharding.ranks, np.int64), 0
         for destination, holding in holdings.items():
             held = holding.restrict(start, stop)
@@ -104,7 +97,7 @@ class Gathering:
             if mine.any():
                 order = np.argsort(low[mine])
                 sent = owned.restrict(low[mine][order], high[mine][order])
-                shipments[destination] = Shipment(sent, _end_to_end(sent.start, sent.stop, at))
+                shipments[destination] = sent, _end_to_end(sent.start, sent.stop, at)
                 at += sent.numel
             if destination == rank:
                 np.add.at(counts, owner, high - low)
@@ -115,24 +108,24 @@ class Gathering:
     @property
     def sent(self) -> int:
         """Number of elements that this rank sends."""
-        return sum(shipment.held.numel for shipment in self.shipments.values())
+        return sum(held.numel for held, _ in self.shipments.values())
 
     @property
     def received(self) -> int:
         """Number of elements that this rank receives."""
         return int(self.counts.sum())
 
-    def run(self, live: Memory, room: BucketMemory, group: td.ProcessGroup) -> None:
+    def run(self, live: Memory, send: torch.Tensor, got: torch.Tensor, group: td.ProcessGroup) -> None:
         """Send and receive. A collective of all ranks; call it only if `is_needed`.
 
-        live: this rank's weights. The elements that are received lie in `room.received` afterwards.
+        live: this rank's weights. send, got: memory for at least `sent` and `received` elements.
         """
-        send, sizes = room.to_send[: self.sent], [0] * self.ranks
+        send, got, sizes = send[: self.sent], got[: self.received], [0] * self.ranks
         for destination, (held, packed) in sorted(self.shipments.items()):
             sizes[destination] = held.numel
             for _, _, (here, there) in placed(self.line, (held, packed), (dict(live), {PACKED: send})):
                 there.copy_(here)
-        got, itemsize = room.received[: self.received], send.element_size()
+        itemsize = send.element_size()
         td.all_to_all_single(
             got.view(torch.uint8),
             send.view(torch.uint8),
@@ -140,21 +133,6 @@ class Gathering:
             [size * itemsize for size in sizes],
             group=group,
         )
-
-
-@dataclass(frozen=True)
-class BucketMemory:
-    """Memory that the buckets of a pass use one after the other."""
-
-    to_send: torch.Tensor
-    received: torch.Tensor
-
-    @staticmethod
-    def of(gatherings: Iterable[Gathering], dtype: torch.dtype, device: torch.device) -> BucketMemory:
-        """Allocate memory for the largest of several gatherings."""
-        sizes = [(each.sent, each.received) for each in gatherings]
-        most = (max((size[side] for size in sizes), default=0) for side in (0, 1))
-        return BucketMemory(*(torch.empty(size, dtype=dtype, device=device) for size in most))
 
 
 def _end_to_end(start: Ints, stop: Ints, at: int) -> Pieces:

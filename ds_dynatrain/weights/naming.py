@@ -124,11 +124,9 @@ def untied(model: nn.Module, outputs: Iterable[Output]) -> list[Output]:
     """Return the outputs with each tied tensor under the name that transformers saves it by."""
     ties, found = getattr(model, "all_tied_weights_keys", {}), list(outputs)
     names = {each.name for each in found}
-    return [replace(each, name=_kept(each.name, ties, names)) for each in found]
-
-
-def _kept(name: str, ties: Mapping[str, str], names: set[str]) -> str:
-    return ties[name] if name in ties and ties[name] not in names else name
+    return [
+        replace(each, name=kept) if (kept := ties.get(each.name, each.name)) not in names else each for each in found
+    ]
 
 
 def in_checkpoint(model: nn.Module, outputs: Sequence[Output]) -> list[Output]:

@@ -116,7 +116,7 @@ class Outgoing:
         self.digests: dict[str, int] = {}
         self.has_runs = bool(getattr(source, "has_runs", True))
         """Whether ranks own parts; else the first rank has each tensor as a whole, as if it owned it."""
-        self._passing: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._passing: Iterator[tuple[str, torch.Tensor]] = source.iter_full()
         self._numbers = {each.name: number for number, each in enumerate(source.metadata)}
         self._sums = np.zeros((2, len(self._numbers)), np.uint64)
 
@@ -124,16 +124,13 @@ class Outgoing:
         """Get the first full tensor, before the receiver hears of the update: only then do all ranks know that the
         weights can be read. Called on all ranks.
         """
-        self._passing = passing = self.source.iter_full()
-        self._passing = chain(list(islice(passing, 1)), passing)
+        self._passing = chain(list(islice(self._passing, 1)), self._passing)
 
     def full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all tensors in the order of the metadata; all ranks must do so in lockstep, to the end.
 
         A tensor is real on the ranks that the receiver's `full_on` names, and valid until the next one.
         """
-        if self._passing is None:
-            self._passing = self.source.iter_full()
         for name, tensor in self._passing:
             if self.source.rank == 0:
                 meta = self.source.metadata[self._numbers[name]]
@@ -157,15 +154,11 @@ class Outgoing:
             self._note(name, extent, flat)
             yield self._numbers[name], extent, flat
 
-    def drain(self) -> None:
-        """Iterate over what is left of the full tensors, since all ranks must come to the end, also after an error."""
-        for _ in self.source.iter_full() if self._passing is None else self._passing:
-            pass
-
     def settle(self, error: Exception | None) -> None:
-        """Call `drain`, and `prove` also if that fails. A collective."""
+        """Take what is left of the full tensors, to whose end all ranks must come, and call `prove`. A collective."""
         try:
-            self.drain()
+            for _ in self._passing:
+                pass
         except Exception as failed:  # reported to all ranks by `prove`
             error = error or failed
         self.prove(error)
@@ -253,18 +246,10 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
         receiver.version, receiver.world = out.version, None  # also if it fails: its number is not used again
         receiver.send(out)
         receiver.world = world
-    layout, tensors = str(found.layout), len(found.metadata)
+    collectives = 2 - is_known + (0 if receiver.full_on == "none" and out.has_runs else found.collectives)
+    shape, seconds = (str(found.layout), len(found.metadata)), time.monotonic() - begin
     return Update(
-        out.version,
-        found.step,
-        layout,
-        tensors,
-        out.nbytes,
-        time.monotonic() - begin,
-        out.digests,
-        out.is_delta,
-        2 - is_known + (0 if receiver.full_on == "none" and out.has_runs else found.collectives),
-        out.rpcs,
+        out.version, found.step, *shape, out.nbytes, seconds, out.digests, out.is_delta, collectives, out.rpcs
     )
 
 

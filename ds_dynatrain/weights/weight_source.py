@@ -15,8 +15,8 @@ from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.checkpoint.extents import placed
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import ConfigError, WeightsError
-from ds_dynatrain.space import WEIGHT, BufferId, Pieces, of_kind
-from ds_dynatrain.weights.buckets import PACKED, BucketMemory, Gathering, Memory, assembled, bucketed, pieces_of
+from ds_dynatrain.space import WEIGHT, BufferId, of_kind
+from ds_dynatrain.weights.buckets import PACKED, Gathering, assembled, bucketed, pieces_of
 from ds_dynatrain.weights.live import agreed_buffers, read_buffers
 from ds_dynatrain.weights.local import LocalForm, form_of, shard_of
 from ds_dynatrain.weights.naming import outputs_of
@@ -122,24 +122,25 @@ class WeightSource:
         _, buffers = agreed_buffers(engine, "source.iter_full", engine.switcher.in_the_way(of_reading=True))
         live = of_kind(buffers, WEIGHT)
         like = next(iter(live.values()))
-        room = BucketMemory.of(self._gatherings, self.dtype, like.device)
+        sizes = [(each.sent, each.received) for each in self._gatherings]
+        send, got = (
+            torch.empty(max(of), dtype=self.dtype, device=like.device) for of in zip((0, 0), *sizes, strict=True)
+        )
         for bucket, gathering in zip(self.buckets, self._gatherings, strict=True):
             if gathering.is_needed and engine.world is not None:
                 self._check_world("source.iter_full")
                 with engine.turn():
-                    gathering.run(live, room, engine.world.default)
+                    gathering.run(live, send, got, engine.world.default)
                 self.collectives += 1
-            memory = {**live, PACKED: room.received}
+            memory = {**live, PACKED: got}
             for output in bucket:
-                tensor = self._full(output, gathering.parts, memory, like)
+                if gathering.parts is None:
+                    tensor = torch.empty(output.shape, dtype=self.dtype, device="meta")
+                else:
+                    tensor = assembled(self._vps.line, output, gathering.parts, memory, like, self._poison)
                 yield output.name, tensor
                 if self._poison:
                     tensor.fill_(torch.nan)
-
-    def _full(self, output: Output, parts: Pieces | None, memory: Memory, like: torch.Tensor) -> torch.Tensor:
-        if parts is None:
-            return torch.empty(output.shape, dtype=self.dtype, device="meta")
-        return assembled(self._vps.line, output, parts, memory, like, self._poison)
 
     # ---- what this rank has ------------------------------------------------------------------------------------------
 

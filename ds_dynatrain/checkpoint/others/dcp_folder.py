@@ -342,11 +342,13 @@ def to_dcp(
 
     check_names([each.name for each in saved.record.logical_tensors()], saved.record.kinds)
     wanted = _wanted(saved, dtype)
+    lazy = {keys: torch.empty(tensor.shape, dtype=held, device="meta") for keys, (tensor, _, held) in wanted.items()}
     state: dict[str, Any] = {"step": saved.record.step}
-    for keys, (tensor, _, held) in wanted.items():
-        _put(state, keys, torch.empty(tensor.shape, dtype=held, device="meta"))
-    for keys, value in _plain(saved, carry).items():
-        _put(state, keys, value)
+    for (*tables, last), value in {**lazy, **_plain(saved, carry)}.items():  # a level may contain dots
+        table = state
+        for name in tables:
+            table = table.setdefault(name, {})
+        table[last] = value
     by_key = {".".join(keys): each for keys, each in wanted.items()}
     with appearing(path, parents=True) as hidden, Reader(saved.path, saved.manifest) as reader:
 
@@ -393,14 +395,6 @@ def _written(item: Any, value: Any, file: BinaryIO) -> Any:
         file.write(value.getbuffer())
     length = file.tell() - begin
     return WriteResult(item.index, length, _StorageInfo(DATA, begin, length))
-
-
-def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
-    """Put a value into nested dictionaries, one per level of its key. A level may contain dots."""
-    *tables, last = path
-    for name in tables:
-        state = state.setdefault(name, {})
-    state[last] = value
 
 
 def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[LogicalTensor, str, torch.dtype]]:

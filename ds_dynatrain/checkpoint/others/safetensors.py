@@ -85,26 +85,22 @@ def read_safetensors(path: Path, trust_pickle: bool = False) -> Foreign:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Stored]]:
-    if path.is_file():
-        yield from header_of(path).items()
-        return
-    single = (path / SINGLE).is_file()
-    if (path / INDEX).is_file() and single:
+    single, has_index = (path / SINGLE).is_file(), (path / INDEX).is_file()
+    if single and has_index:
         raise CheckpointError(
             f"{path} has both {SINGLE} and {INDEX}; give {path / SINGLE}, or remove the one that does not count"
         )
-    if not (path / INDEX).is_file():
-        files = [path / SINGLE] if single else sorted(path.glob(f"*{SUFFIX}"))
+    if not has_index:
+        files = [path] if path.is_file() else [path / SINGLE] if single else sorted(path.glob(f"*{SUFFIX}"))
         if len(files) != 1:
             raise CheckpointError(
                 f"{path} has {len(files)} safetensors files and no {INDEX}; give the path of one file"
             )
         yield from header_of(files[0]).items()
         return
-    headers: dict[str, dict[str, Stored]] = {}
-    for name, file in _index(path).items():
-        if file not in headers:
-            headers[file] = header_of(path / file)
+    index = _index(path)
+    headers = {file: header_of(path / file) for file in dict.fromkeys(index.values())}
+    for name, file in index.items():
         if name not in headers[file]:
             raise CheckpointDamaged(f"{INDEX} says that {file} has {name!r}, and it has not")
         yield name, headers[file][name]

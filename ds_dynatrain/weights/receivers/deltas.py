@@ -44,11 +44,9 @@ def bits(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGERS[flat.element_size()])
 
 
-def packed(values: torch.Tensor, change: torch.Tensor) -> tuple[DeltaCounts, torch.Tensor]:
-    """Return a delta as bytes, or the values as they are if that is shorter.
-
-    change: how much the bits of each value have changed, as integers that wrap around.
-    """
+def packed(values: torch.Tensor, before: torch.Tensor) -> tuple[DeltaCounts, torch.Tensor]:
+    """Return the changes since the values `before` as bytes, or the values as they are if that is shorter."""
+    change = bits(values) - bits(before)  # integers that wrap around
     at = change.nonzero().view(-1)
     skipped = at.diff(prepend=torch.tensor([-1])) - 1
     ends = (skipped // SKIP + 1).cumsum(0)

@@ -21,7 +21,7 @@ from ds_dynatrain.errors import DynatrainError, MemberMissing, TransferError
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.weights.blocks import Move, moves_between, part_of
 from ds_dynatrain.weights.receivers.board import LinkConnection, TargetTensor, board_at, rows_to_post, targets_of
-from ds_dynatrain.weights.receivers.deltas import bits, packed
+from ds_dynatrain.weights.receivers.deltas import packed
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
 BUCKET_BYTES = 64 << 20
@@ -187,40 +187,36 @@ class Group(Receiver):
         """Send what this rank owns to the receivers that need it, bucket by bucket."""
         if not out.wants_delta:
             link.previous.clear()
-        seen, before = 0, list[Callable[[], None]]()
+        seen, under_way = 0, list[Callable[[], None]]()
         for _, held in groupby(out.runs(), key=lambda run: link.targets[run[0]].bucket):
             values: list[list[torch.Tensor]] = [[] for _ in range(link.receivers)]
-            changes: list[list[torch.Tensor]] = [[] for _ in range(link.receivers)]
+            before: list[list[torch.Tensor]] = [[] for _ in range(link.receivers)]
             for number, extent, flat in held:
                 if seen >= len(link.plan) or link.plan[seen][:2] != (number, extent):
                     raise TransferError(f"{link.targets[number].name}: this rank owned other parts when it connected")
-                change = bits(flat) - bits(link.previous[seen]) if out.is_delta else None
+                sides = [(values, flat), (before, link.previous[seen])] if out.is_delta else [(values, flat)]
                 for receiver, moves in enumerate(link.plan[seen].moves):
                     for at, step, _, _, length, count in moves:
-                        values[receiver].append(matrix_in(flat, at, step, length, count).reshape(-1))
-                        if change is not None:
-                            changes[receiver].append(matrix_in(change, at, step, length, count).reshape(-1))
-                if out.wants_delta:
-                    if seen == len(link.previous):
-                        link.previous.append(torch.empty_like(flat))
-                    link.previous[seen].copy_(flat)
+                        for found, of in sides:
+                            found[receiver].append(matrix_in(of, at, step, length, count).flatten())
+                if out.wants_delta:  # in a tensor of its own: `before` may have views of the present one
+                    link.previous[seen : seen + 1] = [flat.clone()]
                 seen += 1
             waits = []
-            for receiver, found in enumerate(values):
-                if not found:
-                    continue
-                parts = [torch.cat(found).view(torch.uint8)]
+            for receiver in (number for number, parts in enumerate(values) if parts):
+                message = torch.cat(values[receiver])
+                parts = [message.view(torch.uint8)]
                 if out.is_delta:
-                    counts, delta = packed(torch.cat(found), torch.cat(changes[receiver]))
+                    counts, delta = packed(message, torch.cat(before[receiver]))
                     parts = [torch.tensor(counts).view(torch.uint8), delta]
                 for part in parts:
                     if len(part):
                         waits.append(link.connection.send(part, link.trainers + receiver, f"version {out.version}"))
                         out.nbytes += len(part)
-            for wait in before:  # one bucket is under way while the next one is packed
+            for wait in under_way:  # one bucket is under way while the next one is packed
                 wait()
-            before = waits
-        for wait in before:
+            under_way = waits
+        for wait in under_way:
             wait()
         if seen != len(link.plan):
             raise TransferError(f"this rank owns {seen} parts of the weights, and {len(link.plan)} when it connected")
