@@ -126,9 +126,14 @@ class HostMemory:
         rooms, held = self._room[: sum(sizes)].split(sizes), dict[Place, torch.Tensor]()
         for room, (place, values) in zip(rooms, wanted.items(), strict=True):
             held[place] = room[: values.nbytes].view(values.dtype).view(values.shape).copy_(values.detach())
-        masters = (None if share.master is None else held[_place(share.master)] for share in shares)
-        pairs = zip(shares, masters, strict=True)
-        return [replace(share, matrix=held[_place(share.matrix)], master=master) for share, master in pairs]
+        return [
+            replace(
+                share,
+                matrix=held[_place(share.matrix)],
+                master=None if share.master is None else held[_place(share.master)],
+            )
+            for share in shares
+        ]
 
 
 def _place(values: torch.Tensor) -> Place:

@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from ds_dynatrain.checkpoint.files import (
     read_small,
     silent,
 )
+from ds_dynatrain.checkpoint.folder import write
 from ds_dynatrain.checkpoint.manifest import ManifestRow
 from ds_dynatrain.checkpoint.others.foreign import (
     Foreign,
@@ -63,6 +64,7 @@ from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, Box, LogicalTensor, Placed, row_major, row_of
 from ds_dynatrain.space.tiling import rows as rows_of_pieces
+from ds_dynatrain.transfer.series import series
 
 FORMAT = "a torch distributed checkpoint"
 METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
@@ -287,13 +289,10 @@ class _Folder:
                 )
             found = rows_of_pieces(shape, [Placed(Box(begin, end), 0, row_major(held.shape))])
             starts, length = found.start, int(found.stop[0] - found.start[0])
-            steps = np.diff(starts)
-            if (steps == steps[:1]).all():
-                runs = [Extent(int(starts[0]), length, int(steps[0]) if len(steps) else 0, len(starts))]
-            else:
-                runs = [Extent(first, length, 0, 1) for first in starts.tolist()]
-            for number, extent in enumerate(runs):
-                yield stored_row(tensor, kind, held, extent, number * length)
+            for number, count in zip(*series(np.zeros_like(starts), starts), strict=True):
+                step = int(starts[number + 1] - starts[number]) if count > 1 else 0
+                extent = Extent(int(starts[number]), length, step, int(count))
+                yield stored_row(tensor, kind, held, extent, int(number) * length)
 
 
 def _metadata(path: Path) -> dict[str, Any]:
@@ -331,70 +330,31 @@ def to_dcp(
     The conversion needs memory for the largest tensor. Raises CheckpointError if the folder exists, and
     CheckpointDamaged if values are not what was saved.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.metadata import StorageMeta
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-    from torch.distributed.checkpoint.state_dict_saver import save
-    from torch.distributed.checkpoint.storage import WriteResult
-    from torch.futures import Future
+    from torch.distributed.checkpoint import metadata as torchs
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     check_names([each.name for each in saved.record.logical_tensors()], saved.record.kinds)
-    wanted = _wanted(saved, dtype)
-    lazy = {keys: torch.empty(tensor.shape, dtype=held, device="meta") for keys, (tensor, _, held) in wanted.items()}
-    state: dict[str, Any] = {"step": saved.record.step}
-    for (*tables, last), value in {**lazy, **_plain(saved, carry)}.items():  # a level may contain dots
-        table = state
-        for name in tables:
-            table = table.setdefault(name, {})
-        table[last] = value
-    by_key = {".".join(keys): each for keys, each in wanted.items()}
+    wanted, plain = _wanted(saved, dtype), {("step",): saved.record.step, **_plain(saved, carry)}
+    held, storage, nested = dict[str, Any](), dict[Any, Any](), dict[str, Any]()
     with appearing(path, parents=True) as hidden, Reader(saved.path, saved.manifest) as reader:
-
-        class Lazy(DefaultSavePlanner):
-            """A planner that reads each tensor only when it is about to be written."""
-
-            def resolve_data(self, write_item: WriteItem) -> Any:
-                if write_item.index.fqn not in by_key:
-                    return super().resolve_data(write_item)
-                tensor, kind, kind_type = by_key[write_item.index.fqn]
-                progress(tensor.numel * kind_type.itemsize)
-                return proven(reader, tensor, kind, kind_type)
-
-        class OneByOne(FileSystemWriter):
-            """A writer of a single file that, unlike torch's, does not keep its tensors in memory."""
-
-            def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-                done: Future[list[WriteResult]] = Future()
-                with (hidden / DATA).open("xb") as file:
-                    done.set_result([_written(item, planner.resolve_data(item), file) for item in plan.items])
-                    file.flush()
-                    os.fsync(file.fileno())
-                return done
-
-            def storage_meta(self) -> StorageMeta | None:
-                return StorageMeta(checkpoint_id=path, save_id=self.save_id)
-
-        try:
-            save(state, storage_writer=OneByOne(hidden), planner=Lazy(), no_dist=True)
-        except CheckpointException as error:  # torch wraps errors of its writers
-            raise next(iter(error.failures.values()))[0] from None
+        hidden.mkdir()
+        with (hidden / DATA).open("xb") as file:
+            for keys in (*plain, *wanted):
+                name, begin, value, first = ".".join(keys), file.tell(), plain.get(keys), None
+                if keys in wanted:
+                    value = proven(reader, *wanted[keys])
+                    progress(value.nbytes)
+                torch.save(value, file)
+                held[name], nested[name] = torchs.BytesStorageMetadata(), keys
+                if isinstance(value, torch.Tensor):
+                    first, properties = torch.Size([0] * value.dim()), torchs.TensorProperties.create_from_tensor(value)
+                    piece = torchs.ChunkStorageMetadata(first, value.size())
+                    held[name] = torchs.TensorStorageMetadata(properties, value.size(), [piece])
+                storage[torchs.MetadataIndex(name, first)] = _StorageInfo(DATA, begin, file.tell() - begin)
+            file.flush()
+            os.fsync(file.fileno())
+        write(hidden / METADATA, pickle.dumps(torchs.Metadata(held, nested, storage)))
     return path
-
-
-def _written(item: Any, value: Any, file: BinaryIO) -> Any:
-    """Append a tensor, or bytes that torch has serialized, to the file. Return torch's record of the position."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.storage import WriteResult
-
-    begin = file.tell()
-    if isinstance(value, torch.Tensor):
-        torch.save(value, file)
-    else:
-        file.write(value.getbuffer())
-    length = file.tell() - begin
-    return WriteResult(item.index, length, _StorageInfo(DATA, begin, length))
 
 
 def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[LogicalTensor, str, torch.dtype]]:
