@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,31 +13,30 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.checkpoint import folder
+from ds_dynatrain.checkpoint.arrow import ArrowValues
 from tests.checkpoint.test_damage import read_all, whole
 
-EVERY = {"open": 1, "fsync": 1, "rename": 1, "mkdir": 1, "pwrite": 16}
-"""Of so many calls one is a point to stop at."""
+POINTS: dict[str, Any] = dict.fromkeys(("open", "fsync", "rename", "mkdir"), os)
+POINTS |= dict.fromkeys(("__init__", "write", "close"), ArrowValues)
+"""The calls that are points to stop at, and where they are."""
 
 
 def stopping(point: int) -> None:
     """Have this process kill itself at the point-th of these calls."""
-    seen = dict.fromkeys(EVERY, 0)
     passed = 0
 
-    def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:
             nonlocal passed
-            seen[name] += 1
-            if seen[name] % EVERY[name] == 0:
-                if passed == point:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                passed += 1
+            if passed == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            passed += 1
             return call(*arguments, **named)
 
         return counted
 
-    for name in EVERY:
-        setattr(os, name, wrapped(name, getattr(os, name)))
+    for name, place in POINTS.items():
+        setattr(place, name, wrapped(getattr(place, name)))
 
 
 def saves(path: Path, tag: str, point: int) -> bool:
@@ -77,12 +77,16 @@ def test_a_stop_at_any_point(tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of the system, and what was there before."""
     whole(tmp_path, "before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if where == "data":
-        monkeypatch.setattr(os, "pwrite", full)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     else:
         monkeypatch.setattr(folder, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        whole(tmp_path, "after")
+    try:
+        with pytest.raises(OSError, match="File too large" if where == "data" else "No space left"):
+            whole(tmp_path, "after")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     monkeypatch.undo()
     assert folder.latest(tmp_path) == "before" and read_all(tmp_path / "before")
     whole(tmp_path, "after")

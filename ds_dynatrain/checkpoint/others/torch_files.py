@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -133,22 +133,45 @@ Archive = tuple[str, tuple[int, int] | None]
 """A file name, and (first byte, length) of the zip in the file; None instead if the whole file is the zip."""
 
 
-@contextmanager
-def opened(folder: Path, archive: Archive) -> Iterator[IO[bytes]]:
-    """Context manager that opens a file of `torch.save`, or the part of a file that contains one, read into memory.
+class FilePart(io.RawIOBase):
+    """A part of an open file, as a separate file object.
+
+    place: the first byte and the length of the part; None for the whole file.
 
     Raises ValueError if the part exceeds the file.
     """
+
+    def __init__(self, file: io.BufferedReader, place: tuple[int, int] | None) -> None:
+        size = os.fstat(file.fileno()).st_size
+        self.first, self.length = place or (0, size)
+        if min(self.first, self.length) < 0 or self.first + self.length > size:
+            raise ValueError(f"{self.length} bytes from byte {self.first} leave the file")
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, (0, self._at, self.length)[whence] + offset)
+        return self._at
+
+    def readinto(self, room: Any) -> int:
+        view = memoryview(room).cast("B")[: max(0, self.length - self._at)]
+        self._file.seek(self.first + self._at)
+        done = self._file.readinto(view)
+        self._at += done
+        return done
+
+
+@contextmanager
+def opened(folder: Path, archive: Archive) -> Iterator[IO[bytes]]:
+    """Context manager that opens a file of `torch.save`, or the part of a file that contains one."""
     name, place = archive
     with open(open_regular(folder / name, links=True), "rb") as file:
-        if place is None:
-            yield file
-            return
-        first, length = place
-        if min(place) < 0 or first + length > os.fstat(file.fileno()).st_size:
-            raise ValueError(f"{length} bytes from byte {first} leave the file")
-        file.seek(first)
-        yield io.BytesIO(file.read(length))
+        yield cast(IO[bytes], FilePart(file, place) if place else file)
 
 
 def directory(file: IO[bytes]) -> zipfile.ZipFile:
