@@ -8,14 +8,16 @@ import sys
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ds_dynatrain.comparison.job import BEFORE, WAYS, ComparedChange
-from ds_dynatrain.comparison.results import Comparison
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.exits import REFUSED, saying
+
+if TYPE_CHECKING:
+    from ds_dynatrain.comparison.results import Comparison
 
 CHANGES = ("data=2,zero_stage=1:data=4,zero_stage=1", "data=4,zero_stage=1:data=3,zero_stage=2")
 JSON, TABLES, SHORT, PAGE, PICTURE = "compare.json", "compare.md", "short.md", "compare.html", "compare.svg"
@@ -109,6 +111,7 @@ def measured(
     out: the folder for the figures.
     """
     from ds_dynatrain.comparison import comparison as measuring
+    from ds_dynatrain.comparison.results import Comparison
 
     found = Comparison(measuring.machine(), " ".join(["ds-dynatrain", *sys.argv[1:]]), BEFORE, ())
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
@@ -127,6 +130,8 @@ def measured(
 
 def _read(path: Path) -> Comparison:
     """Read the figures of an earlier run from its JSON file. Raises ConfigError if the file has none."""
+    from ds_dynatrain.comparison.results import Comparison
+
     try:
         return Comparison.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
