@@ -87,7 +87,7 @@ class BatchArithmetic:
     @property
     def largest_share(self) -> int:
         """Number of samples of a full global batch that the rank with the largest share takes."""
-        return math.ceil(self.train_batch_size / self.data) if self.shares is None else max(self.shares)
+        return math.ceil(self.train_batch_size / self.data) if self._shares is None else max(self._shares)
 
     @property
     def accumulation(self) -> int:
@@ -123,7 +123,12 @@ class BatchArithmetic:
         """Return the positions of a rank's samples in a global batch of `samples` samples, in the order in which it
         trains them.
         """
-        return range(rank, samples, self.data) if self.shares is None else _in_turn(self.shares, rank, samples)
+        return range(rank, samples, self.data) if self._shares is None else _in_turn(self._shares, rank, samples)
+
+    @property
+    def _shares(self) -> tuple[int, ...] | None:
+        """Samples of a full global batch that each rank takes; None if ranks take them in turn."""
+        return self.shares
 
     def deal(self, samples: int) -> SlotTable:
         """Assign the samples of a global batch to the slots (micro-batches) of all ranks.
@@ -181,11 +186,6 @@ class ColumnArithmetic(BatchArithmetic):
         return Columns.of(self.train_batch_size, self.micro_batch_limit, self.data, self.shares)
 
     @property
-    def largest_share(self) -> int:
-        """Number of samples of a full global batch that the rank with the largest share takes."""
-        return max(self.columns.shares)
-
-    @property
     def accumulation(self) -> int:
         """Number of micro-batches per global batch on the rank that has the most."""
         return self.columns.longest
@@ -227,11 +227,10 @@ class ColumnArithmetic(BatchArithmetic):
         """Return whether all ranks have the same number of micro-batches."""
         return self.columns.is_even
 
-    def positions(self, rank: int, samples: int) -> Sequence[int]:
-        """Return the positions of a rank's samples in a global batch, in the order in which it trains them."""
-        if self.columns.is_even:
-            return range(rank, samples, self.data)
-        return _in_turn(self.columns.shares, rank, samples)
+    @property
+    def _shares(self) -> tuple[int, ...] | None:
+        """Samples of a full global batch that each rank takes; None if ranks take them in turn."""
+        return None if self.columns.is_even else self.columns.shares
 
     def deal(self, samples: int) -> SlotTable:
         """Assign the samples of a full global batch to the slots (micro-batches) of all ranks.

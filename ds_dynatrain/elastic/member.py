@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from multiprocessing.connection import wait
@@ -423,9 +423,9 @@ class Member:
         with self._changed:
             self._changed.notify_all()
 
-    def _tell_reached(self, reached: Sequence[str], unreached: Sequence[str]) -> None:
+    def _tell_reached(self, said: Probed) -> None:
         if self._connection is not None:
-            self._connection.send(Probed(reached=tuple(reached), unreached=tuple(unreached)))
+            self._connection.send(said)
 
     def _see_termination(self) -> None:
         if self._termination.read():

@@ -428,7 +428,7 @@ class MembershipStateMachine:
         world, links = self._world, self.links
         if not links.stands_still(now) or not links.parted:
             return []
-        outside = links.outside(self.roster, self._present(world.everyone))
+        outside = links.outside(self.roster, tuple(self._present(world.everyone)))
         reports = [self.roster[one].report for one in outside]
         stay = tuple(one for one in self._present(world.members) if one not in outside)
         has_enough = len(nodes_of((*stay, *self._newcomers(stay)))) >= self.settings.min_nodes
@@ -486,7 +486,7 @@ class MembershipStateMachine:
         effects += [GiveUpMember(one, self._missed.pop(one).entry.pid, self._gone[one]) for one in begun_here]
         effects += self._miss(now)
         self.changes.append((world, now))
-        self._published = Publish(world, self._present(present))
+        self._published = Publish(world, tuple(self._present(present)))
         return [*effects, self._published]
 
     def _may_stay(self, entry: RosterEntry, recovery: Recovery) -> bool:
@@ -527,7 +527,7 @@ class MembershipStateMachine:
         is_failure = bool(dead or self._breach or self._is_overdue(now))
         if not is_failure and not self._is_settled:
             return None
-        stay = tuple(one for one in self._in_order(members) if one in self.roster and not self._is_leaving(one))
+        stay = tuple(one for one, said in self._present(self._in_order(members)).items() if not said.leaving)
         is_late = is_failure and (self._can_go_alone or self._have_others_waited(now))
         leaving, late = self._leaving(old), frozenset(self._late if is_late else ())
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
@@ -538,6 +538,11 @@ class MembershipStateMachine:
             return None
         if not old.generation and not joined:
             return None
+        reasons = [f"{one} lost ({self._gone.get(one, 'it did not come back')})" for one in dead]
+        reasons += [self._breach] if self._breach else []
+        reasons += [f"{node} is not waited for until it has made its engines" for node in sorted(nodes_of(late))]
+        reasons += [f"{node} joined" for node in sorted(nodes_of(joined))]
+        reasons += [f"{one} leaves" for one in sorted(set(members) & set(leaving))]
         has_ended = bool(old.generation) and not members and old.change == "planned"  # all have left, and saved
         holding = {*self._back, *(members if self._is_entered else self._survivors)}
         return Generation(
@@ -552,7 +557,7 @@ class MembershipStateMachine:
             hangs=self._hangs if self._is_hang else 0,
             begun=self._has_begun and (is_failure or not has_ended),
             paused=len(nodes_of(stay + joined)) < self.settings.min_nodes,
-            reason=self._reason(joined, set(members) & set(leaving), dead, late),
+            reason=clipped("; ".join(reasons), LONGEST_TEXT),
         )
 
     def _in_order(self, members: tuple[str, ...]) -> tuple[str, ...]:
@@ -574,7 +579,8 @@ class MembershipStateMachine:
             return ()
         nodes = self.roster.complete_nodes(apart=self._back.keys() | self._world.ranks.keys())
         nodes = [node for node in nodes if self._may_rejoin or not any(map(self._was_left_behind, node))]
-        nodes = [node for node in nodes if not are_built or all(self._has_built(one) for one in node)]
+        if are_built:
+            nodes = [node for node in nodes if all(self.roster[one].report.engines == "built" for one in node)]
         nodes = self.links.reaching(self.roster, nodes, stay)
         nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]
         if not stay and len(nodes) < self.settings.min_nodes:
@@ -597,13 +603,7 @@ class MembershipStateMachine:
         leave.
         """
         known = dict.fromkeys((*self._in_order(old.members), *old.leaving, *self._back))
-        return tuple(one for one in self._present(known) if self._is_leaving(one) or one in old.leavers)
-
-    def _is_leaving(self, member: str) -> bool:
-        return self.roster[member].report.leaving
-
-    def _has_built(self, member: str) -> bool:
-        return self.roster[member].report.engines == "built"
+        return tuple(one for one, said in self._present(known).items() if said.leaving or one in old.leavers)
 
     @property
     def _late(self) -> tuple[str, ...]:
@@ -612,14 +612,14 @@ class MembershipStateMachine:
         if self._is_entered:
             return ()
         coming = self._present(world.members[world.survivors :])
-        nodes = nodes_of(one for one in coming if not self._has_built(one))
+        nodes = nodes_of(one for one, said in coming.items() if said.engines != "built")
         return tuple(one for one in coming if node_of(one) in nodes)
 
     @property
     def _is_lacking(self) -> bool:
         """Whether the current generation has too few members to be entered."""
-        there = self._present(self._world.everyone)
-        return any(self.roster[one].report.lacking == self._world.generation for one in there)
+        there = self._present(self._world.everyone).values()
+        return any(said.lacking == self._world.generation for said in there)
 
     @property
     def _can_go_alone(self) -> bool:
@@ -627,7 +627,8 @@ class MembershipStateMachine:
         world, late = self._world, frozenset(self._late)
         if not self._present(world.members if self._is_entered else self._survivors):
             return False
-        stay = [one for one in self._present(world.members) if not self.roster[one].report.leaving and one not in late]
+        there = self._present(world.members)
+        stay = [one for one, said in there.items() if not said.leaving and one not in late]
         return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
 
     def _have_others_waited(self, now: float) -> bool:
@@ -636,8 +637,9 @@ class MembershipStateMachine:
         world, late, most = self._world, self._late, self.settings.stuck_seconds
         if not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
             return False
-        coming = [one for one in self._present(world.members[world.survivors :]) if not self._is_leaving(one)]
-        return not set(coming) <= set(late) or bool(self._newcomers(world.members))
+        coming = self._present(world.members[world.survivors :])
+        others = [one for one, said in coming.items() if not said.leaving and one not in late]
+        return bool(others or self._newcomers(world.members))
 
     def _is_overdue(self, now: float) -> bool:
         """Return whether members must not wait any longer for the current generation to be entered."""
@@ -649,15 +651,13 @@ class MembershipStateMachine:
         if not world.survivors:
             return False
         is_leaver_late = now - self.changes[-1][1] >= LEAVER_SECONDS and bool(self._leaving(world))
-        if is_leaver_late and self._late and self._can_go_alone:
-            return True
-        return self._have_others_waited(now)
+        return (is_leaver_late and bool(self._late) and self._can_go_alone) or self._have_others_waited(now)
 
     @property
     def _is_settled(self) -> bool:
         """Whether all surviving members of the current generation have entered it."""
-        world = self._world
-        return all(self.roster[one].report.entered == world.generation for one in world.members if one in self.roster)
+        there = self._present(self._world.members).values()
+        return all(said.entered == self._world.generation for said in there)
 
     @property
     def _is_handed_over(self) -> bool:
@@ -677,18 +677,10 @@ class MembershipStateMachine:
     def _survivors(self) -> tuple[str, ...]:
         return self._world.members[: self._world.survivors]
 
-    def _reason(self, joined: Iterable[str], left: Iterable[str], dead: Iterable[str], late: Iterable[str]) -> str:
-        parts = [f"{one} lost ({self._gone.get(one, 'it did not come back')})" for one in dead]
-        parts += [self._breach] if self._breach else []
-        parts += [f"{node} is not waited for until it has made its engines" for node in sorted(nodes_of(late))]
-        parts += [f"{node} joined" for node in sorted(nodes_of(joined))]
-        parts += [f"{one} leaves" for one in sorted(left)]
-        return clipped("; ".join(parts), LONGEST_TEXT)
-
     def _publish(self, world: Generation, now: float) -> Publish:
         passed_over = self._present(self._world.members)
         for member in self._world.members if self._breach else ():  # each of them should have reported the failure
-            if member in self.roster and _answered(self.roster[member].report) < self._world.generation:
+            if member in passed_over and _answered(passed_over[member]) < self._world.generation:
                 self._mute.setdefault(member, []).append(now)
             else:
                 self._mute.pop(member, None)
@@ -748,8 +740,9 @@ class MembershipStateMachine:
         if self._decide_at is None:
             self._decide_at = now + self.settings.debounce_seconds
 
-    def _present(self, members: Iterable[str]) -> tuple[str, ...]:
-        return tuple(one for one in members if one in self.roster)
+    def _present(self, members: Iterable[str]) -> dict[str, Report]:
+        """Return the members that are connected, with their reports."""
+        return {one: self.roster[one].report for one in members if one in self.roster}
 
 
 def _answered(report: Report) -> int:

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.elastic.abort import new_sockets, open_sockets
 from ds_dynatrain.elastic.address import BACKLOG, Address
+from ds_dynatrain.elastic.messages import Probed
 
 REACH_SECONDS = 2.0
 """How long an attempt to connect may take. TCP sends a lost packet again after one second."""
@@ -31,10 +32,10 @@ ANSWERED = (0, errno.ECONNREFUSED)
 class Reach:
     """A member's listening socket, and its attempts to connect to other members.
 
-    tell: called on another thread with two lists: the addresses that were reached, and those that were not.
+    tell: called on another thread with the results.
     """
 
-    def __init__(self, tell: Callable[[Sequence[str], Sequence[str]], None]) -> None:
+    def __init__(self, tell: Callable[[Probed], None]) -> None:
         self._tell = tell
         self._listener: socket.socket | None = None
 
@@ -71,10 +72,10 @@ class Reach:
 
     def _try(self, addresses: Sequence[str]) -> None:
         with suppress(OSError):  # the coordinator is gone
-            self._tell(*reached_of(addresses))
+            self._tell(reached_of(addresses))
 
 
-def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> tuple[list[str], list[str]]:
+def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> Probed:
     """Return the addresses to which a connection could be made within `seconds`, and those to which none could.
 
     A host that refuses a connection counts as reached. An address that fails for a local reason is in neither list.
@@ -84,8 +85,10 @@ def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> tupl
         return await asyncio.gather(*(_connect(Address.parse(each), seconds) for each in addresses))
 
     results = list(zip(addresses, asyncio.run(tried()), strict=True))
-    reached = [address for address, result in results if result in ANSWERED]
-    return reached, [address for address, result in results if result in UNREACHED]
+    reached, unreached = (
+        tuple(address for address, result in results if result in some) for some in (ANSWERED, UNREACHED)
+    )
+    return Probed(reached=reached, unreached=unreached)
 
 
 async def _connect(address: Address, seconds: float) -> int | None:

@@ -49,7 +49,8 @@ class ElasticMembership(Elastic):
         self._abort: threading.Thread | None = None
         self._boundaries = Boundaries(self)
         self._jobs: list[Job] = []
-        self._must_stay: set[str] = set()
+        self._must_stay: dict[str, int] = {}
+        """The generation in which the coordinator refused to send a node home; in a later one it may be asked again."""
         """Nodes that the coordinator did not allow to leave."""
         self._is_in_call = False
         """Whether one of DeepSpeed's calls is under way. A pipeline reads its samples within such a call."""
@@ -254,7 +255,7 @@ class ElasticMembership(Elastic):
             by_node[node] = *by_node.get(node, ()), member
         most = len(by_node) - self.member.min_nodes
         idle = [node for node, members in by_node.items() if not {*members} & {*engine.members}]
-        able = [node for node in reversed(idle) if node not in self._must_stay]
+        able = [node for node in reversed(idle) if self._must_stay.get(node) != self.generation]
         return {node: by_node[node] for node in able[: max(0, most)]}
 
     def release(self, nodes: Sequence[str]) -> None:
@@ -266,7 +267,7 @@ class ElasticMembership(Elastic):
             try:
                 self.member.send_home(node)
             except PeerRefused as refusal:
-                self._must_stay.add(node)
+                self._must_stay[node] = self.generation
                 logger.info("node %s stays: %s", node, refusal)
             except (OSError, DynatrainError) as error:
                 logger.warning("node %s stays for now, because the coordinator does not answer: %s", node, error)

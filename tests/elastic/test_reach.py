@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.messages import Probed
 from ds_dynatrain.elastic.reach import REACH_SECONDS, Reach, group_host, reached_of
 from tools.nodes import free_port
 
@@ -32,18 +33,18 @@ def test_who_listens_and_who_refuses_is_reached(silent: str) -> None:
     other = Reach(lambda *_: None)
     listens = other.listen()
     begin = time.monotonic()
-    assert reached_of([listens, refuses, silent], 1.0) == ([listens, refuses], [silent])
+    assert reached_of([listens, refuses, silent], 1.0) == Probed(reached=(listens, refuses), unreached=(silent,))
     assert 1.0 <= time.monotonic() - begin < REACH_SECONDS
     other.close()
 
 
 def test_one_that_is_asked_tells() -> None:
-    told: queue.Queue[tuple[list[str], list[str]]] = queue.Queue()
-    one = Reach(lambda *said: told.put(said))  # type: ignore[arg-type]
+    told: queue.Queue[Probed] = queue.Queue()
+    one = Reach(told.put)
     address = one.listen()
     for _ in range(2):
         one.ask([address])
-        assert told.get(timeout=10) == ([address], [])
+        assert told.get(timeout=10) == Probed(reached=(address,))
     one.answer()
     one.close()
 
