@@ -65,8 +65,8 @@ class Round:
         self.is_whole = self.is_void = False
         self.error = "this member has taken none" if taken is None else ""
         self._taken, self._buddies, self._wards, self._kept = taken, tuple(buddies), wards, kept
-        self._transport: Transport | None = transport
-        self._under_way: list[Handle] = []
+        self._transport = transport
+        self._under_way = list[Handle]()
         self._deadline = time.monotonic() + SECONDS
         self._over = threading.Event()
 
@@ -83,7 +83,7 @@ class Round:
         except Exception as error:  # of any kind: training continues, and all members learn that the round is not whole
             self._note(f"{type(error).__name__}: {error}")
         finally:
-            self._transport, self._taken, self._under_way = None, None, []  # these hold the group
+            del self._transport, self._taken, self._under_way  # these hold the group
             self.seconds = time.perf_counter() - begin
             self.is_whole = not self.error
             self._over.set()
@@ -177,7 +177,7 @@ class Round:
     def _answer(self, buddy: int) -> bool:
         """Wait for a buddy's answer and return it."""
         answer = torch.zeros(1, dtype=torch.int64)
-        self._way.receive(answer, buddy, TO_WARD).wait(self._deadline)
+        self._transport.receive(answer, buddy, TO_WARD).wait(self._deadline)
         return bool(answer.item())
 
     def _length(self, ward: Ward) -> int:
@@ -205,13 +205,7 @@ class Round:
 
     def _send(self, values: torch.Tensor, member: int, tag: int) -> None:
         self.sent_bytes += values.nbytes
-        self._under_way.append(self._way.send(values, member, tag))
+        self._under_way.append(self._transport.send(values, member, tag))
 
     def _receive(self, memory: torch.Tensor, ward: Ward) -> Handle:
-        return self._way.receive(memory, ward.member, TO_BUDDY)
-
-    @property
-    def _way(self) -> Transport:
-        if self._transport is None:
-            raise TransferError("this round is over")
-        return self._transport
+        return self._transport.receive(memory, ward.member, TO_BUDDY)

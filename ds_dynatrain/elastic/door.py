@@ -14,6 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from ds_dynatrain.elastic.address import tune
 from ds_dynatrain.elastic.connection import NO_TAG, RETRY_SECONDS, TAG_BYTES, Channel, new_nonce
@@ -55,6 +56,7 @@ LINE_SECONDS = 1.0
 logger = logging.getLogger("ds_dynatrain.elastic")
 
 
+@dataclass(eq=False)
 class Peer:
     """Connection of a peer that has proved the token.
 
@@ -62,20 +64,19 @@ class Peer:
     told: the last generation that was sent over this connection; None before the first.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, channel: Channel) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._channel = channel
-        self.name = name
-        self.told: Generation | None = None
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    name: str
+    channel: Channel
+    told: Generation | None = None
 
     async def receive(self, limit: int = LARGEST_GREETING) -> Message:
         """Return the next message, of at most `limit` bytes.
 
         Raises MessageError if the message is malformed, EOFError or ConnectionError at the end of the connection.
         """
-        wire, tag = await _next(self._reader, limit)
-        self._channel.check(wire, tag)
+        wire, tag = await _next(self.reader, limit)
+        self.channel.check(wire, tag)
         return decode(wire[HEADER.size :])
 
     def send(self, message: Message) -> None:
@@ -84,20 +85,20 @@ class Peer:
 
     def send_bytes(self, wire: bytes) -> None:
         """Queue an encoded message for sending. Drops the connection if the peer leaves too many bytes unread."""
-        if self._writer.is_closing():
+        if self.writer.is_closing():
             return
-        self._writer.write(self._channel.seal(wire))
-        if self._writer.transport.get_write_buffer_size() > MOST_UNREAD:
-            self._writer.transport.abort()
+        self.writer.write(self.channel.seal(wire))
+        if self.writer.transport.get_write_buffer_size() > MOST_UNREAD:
+            self.writer.transport.abort()
 
     def refuse(self, reason: str) -> None:
         """Send the peer the reason for its refusal, and end the connection."""
         self.send(Refused(reason=clipped(reason, LONGEST_TEXT)))
-        self._writer.close()
+        self.writer.close()
 
     def abort(self) -> None:
         """End the connection now, without sending what is still queued."""
-        self._writer.transport.abort()
+        self.writer.transport.abort()
 
 
 class Door:

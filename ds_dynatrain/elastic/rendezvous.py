@@ -120,7 +120,7 @@ class NodeRendezvous(RendezvousHandler):
         if self._host is not None:
             self._host.coordinator.host_node = node
         seconds = float(self._parameters.get("join_timeout", JOIN_SECONDS))
-        job = str(self._parameters.run_id)
+        job = self.get_run_id()
         try:
             connection = connect(self._endpoint, self._token, job, seconds)
         except JobFinished as error:
@@ -252,7 +252,7 @@ class AgentLine:
         """Kill the processes of a worker that was given up, if this agent started them."""
         found = workers_of(order.member, order.pid)
         if not found:
-            logger.warning("no process of %s (%s) is a worker of this agent", order.member, order.pid)
+            logger.warning("process %s of %s is no worker of this agent; left alone", order.pid, order.member)
         for process in found:
             logger.warning("%s does not answer and the others go on: process %d is ended", order.member, process.pid)
             with suppress(psutil.NoSuchProcess):
