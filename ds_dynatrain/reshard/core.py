@@ -30,7 +30,7 @@ from ds_dynatrain.reshard.context import Candidates, Context, Job, OwnGroups
 from ds_dynatrain.reshard.feasible import dealt
 from ds_dynatrain.reshard.pending import PendingSwitch
 from ds_dynatrain.reshard.preparation import ACKNOWLEDGED, Preparation, Ways
-from ds_dynatrain.reshard.streams import GeneratorStates
+from ds_dynatrain.reshard.streams import Streams, capture, restore
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 
@@ -70,17 +70,17 @@ class OldState:
 class PutAsideState:
     """Process-wide state that an engine has saved while other engines use the process."""
 
-    streams: GeneratorStates
+    streams: Streams
     wide: ProcessWide
 
     @staticmethod
     def now() -> PutAsideState:
         """Capture the current state of the process."""
-        return PutAsideState(GeneratorStates.now(), ProcessWide.capture())
+        return PutAsideState(capture(), ProcessWide.capture())
 
     def put(self) -> None:
         """Restore this state in the process."""
-        self.streams.put()
+        restore(self.streams)
         self.wide.put()
 
 

@@ -59,6 +59,8 @@ from ds_dynatrain.transfer.neighbors import NOBODY, machine, permit_readers
 POLL_SECONDS = 0.05
 """Time between two polls; it can be long, because training continues meanwhile."""
 
+NO_NEIGHBORS = Neighbors({}, frozenset())
+
 
 @dataclass
 class Ways:
@@ -74,7 +76,7 @@ class Ways:
     control: Control
     proposal: Proposal
     stop: Callable[[], None]
-    neighbors: Neighbors | None = None
+    neighbors: Neighbors = NO_NEIGHBORS
     batching: Batching | None = None
     _machine: str = ""
     """Key of the list of members on this machine."""
@@ -97,8 +99,8 @@ class Ways:
         self._on_machine = self.control.read_list(self._machine)
         member, device = self.control.member, compute_device()
         self.neighbors = find_neighbors(member, self._share, None if self.way == "nccl" else device)
-        if self.way == "ipc" and self._far:
-            far = sorted(self._far)
+        far = sorted(self._far)
+        if self.way == "ipc" and far:
             self.end()
             raise SwitchRefused(
                 f'dynatrain.transport is "ipc", and member {member} on {device} and members {far} cannot read each '
@@ -138,7 +140,7 @@ class Ways:
 
         kinds, after: the state kinds whose buffers are on accelerators before, and after the switch.
         """
-        memory, lenders = device_memory(compute_device()), self._lenders
+        memory, lenders = device_memory(compute_device()), self.neighbors.lenders
         return Sharing(memory, lenders, kinds, after) if memory is not None and lenders else None
 
     def transport(self, world: World | None) -> Transport:
@@ -150,9 +152,9 @@ class Ways:
             raise SwitchFailed("the groups of the next world are not there")
         stop = None if self.control.watch is None else self.stop
         group = GroupTransport(world.transfer, world.transfer_members, stop)
-        if self.neighbors is None:
+        if not self.neighbors.processes:
             return group
-        permit_readers()
+        permit_readers()  # another engine of this process may have revoked it
         return NeighborTransport(group, self.neighbors.processes)
 
     def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:
@@ -176,19 +178,14 @@ class Ways:
 
     def end(self) -> None:
         """Stop letting other members read this member's memory."""
-        if self.neighbors is not None:
+        if self._on_machine:
             permit_readers(NOBODY)
-            self.neighbors = None
-
-    @property
-    def _lenders(self) -> frozenset[int]:
-        """Members whose accelerator memory this member reads."""
-        return frozenset() if self.neighbors is None else self.neighbors.lenders
+            self._on_machine, self.neighbors = (), NO_NEIGHBORS
 
     @property
     def _far(self) -> frozenset[int]:
         """Other members whose accelerator memory this member does not read."""
-        return frozenset(self.proposal.union) - {self.control.member} - self._lenders
+        return frozenset(self.proposal.union) - {self.control.member} - self.neighbors.lenders
 
     def _share(self, what: str, record: Any) -> Mapping[int, Any]:
         """Post a record for all members on this machine, and return their records by member."""

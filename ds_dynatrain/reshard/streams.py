@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,51 +30,26 @@ Streams = dict[str, Any]
 """Name of a generator -> its state as plain JSON."""
 
 
-@dataclass(frozen=True)
-class GeneratorStates:
-    """States of all generators at one time, for use within this process; `capture` returns them for other processes."""
-
-    torch: torch.Tensor
-    numpy: Any
-    python: Any
-    further: dict[str, np.ndarray[Any, Any]]
-
-    @staticmethod
-    def now() -> GeneratorStates:
-        """Return the current states of all generators."""
-        return GeneratorStates(torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams())
-
-    def put(self) -> None:
-        """Set all generators to these states."""
-        torch.set_rng_state(self.torch)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
-        restore_further_streams(self.further)
-
-
 def capture() -> Streams:
     """Return the states of torch's, numpy's and Python's default generators, and of those that DeepSpeed keeps."""
-    held = GeneratorStates.now()
-    name, keys, position, has_gauss, gauss = held.numpy
-    version, words, spare = held.python
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    version, words, spare = random.getstate()
     return {
-        "torch": _text(held.torch.numpy()),
+        "torch": _text(torch.get_rng_state().numpy()),
         "numpy": [name, _text(np.asarray(keys)), int(position), int(has_gauss), float(gauss)],
         "python": [version, _text(np.array(words, dtype=np.uint32)), spare],
-        "further": {stream: _text(state) for stream, state in sorted(held.further.items())},
+        "further": {stream: _text(state) for stream, state in sorted(further_streams().items())},
     }
 
 
 def restore(streams: Streams) -> None:
     """Set all generators to states from `capture`."""
-    name, keys, position, has_gauss, gauss = streams["numpy"]
+    name, keys, *others = streams["numpy"]
     version, words, spare = streams["python"]
-    GeneratorStates(
-        torch.from_numpy(_array(streams["torch"], np.uint8)),
-        (name, _array(keys, np.uint32), position, has_gauss, gauss),
-        (version, tuple(_array(words, np.uint32).tolist()), spare),
-        {stream: _array(state, np.uint8) for stream, state in streams["further"].items()},
-    ).put()
+    torch.set_rng_state(torch.from_numpy(_array(streams["torch"], np.uint8)))
+    np.random.set_state((name, _array(keys, np.uint32), *others))
+    random.setstate((version, tuple(_array(words, np.uint32).tolist()), spare))
+    restore_further_streams({stream: _array(state, np.uint8) for stream, state in streams["further"].items()})
 
 
 def origin(source: Layout, target: Layout, rank: int) -> int | None:

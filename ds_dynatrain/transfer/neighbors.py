@@ -110,12 +110,19 @@ def find_neighbors(member: int, share: Share, device: torch.device | None = None
     permit_readers()
     lent = MemoryProbe(device)
     cards = share("cards", {"process": os.getpid(), "probe": [probe.data_ptr(), probe.tolist()], "device": lent.record})
-    able = [other for other, card in sorted(cards.items()) if other != member and _can_read(card)]
-    lending = [other for other in able if lent.can_read(cards[other]["device"])]
-    said = share("readable", [able, lending])  # so both sides find the same
-    near = [other for other in able if member in said[other][0]]
-    lenders = frozenset(other for other in near if other in lending and member in said[other][1])
-    return Neighbors({other: int(cards[other]["process"]) for other in near}, lenders)
+    able, lending = list[int](), list[int]()
+    for other, card in sorted(cards.items()):
+        if other != member and _can_read(card):
+            able.append(other)
+            if lent.can_read(card["device"]):
+                lending.append(other)
+    near, lenders = dict[int, int](), set[int]()
+    for other, (reads, borrows) in share("readable", [able, lending]).items():  # near: the same on both sides
+        if other in able and member in reads:
+            near[other] = int(cards[other]["process"])
+            if other in lending and member in borrows:
+                lenders.add(other)
+    return Neighbors(near, frozenset(lenders))
 
 
 def _can_read(card: Mapping[str, Any]) -> bool:
