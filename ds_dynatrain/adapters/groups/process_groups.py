@@ -219,7 +219,7 @@ class GroupOfOne(PythonGroup):
                 raise _wrong(f"invalid root rank {options.rootRank}")
             if getattr(options, "reduceOp", None) == td.ReduceOp.PREMUL_SUM:
                 raise _wrong("ReduceOp.PREMUL_SUM, which multiplies before it adds, is not supported")
-        outputs, inputs, *_ = (*filter(None, map(_tensors, arguments)), [], [])
+        outputs, inputs = [*filter(None, map(_tensors, arguments)), [], []][:2]
         pairs = list(zip(outputs, inputs, strict=False)) if inputs else []
         for sizes, tensors in zip(arguments[2:4], (outputs, inputs), strict=False):
             if isinstance(sizes, list | tuple) and sizes and [*sizes] != [tensors[0].shape[0]]:

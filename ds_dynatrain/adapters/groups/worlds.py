@@ -103,8 +103,9 @@ def build_world(
 
     def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
         members = tuple(world.members[each] for each in ranks)
-        is_there = present is not None and kind in present.kinds and present.between(kind)[1] == members
-        return present.held(kind) if is_there else made(kind, ranks, rank)
+        if present is not None and kind in present.kinds and present.between(kind)[1] == members:
+            return present.held(kind)
+        return made(kind, ranks, rank)
 
     try:
         _fill(world, make)

@@ -58,11 +58,8 @@ class Series:
     refused: Mapping[str, RefusedKey] = field(default_factory=dict)
     gathers_by_address: bool = True
     is_newest: bool = False
-
-    @property
-    def needs_elements(self) -> tuple[int, ...]:
-        """The ZeRO stages that refuse a parameter without elements."""
-        return (3,) if self.is_newest else (1, 2, 3)
+    needs_elements: tuple[int, ...] = (1, 2, 3)
+    """The ZeRO stages that refuse a parameter without elements."""
 
 
 NEWER = "DeepSpeed before 0.19.8 lacks it or is untested with it; leave it out, or install DeepSpeed 0.19.8"
@@ -113,6 +110,7 @@ _NEWEST = Series(
     },
     collector="deepspeed.runtime.zero.utils",
     is_newest=True,
+    needs_elements=(3,),
 )
 
 _REFUSED_BEFORE_0_19_8 = {

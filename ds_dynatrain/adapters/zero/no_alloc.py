@@ -51,9 +51,7 @@ class NoAllocMode(TorchDispatchMode):
     cuts: whether ZeRO-3 is cutting a parameter; large empty tensors on a device are then stand-ins.
     """
 
-    def __init__(self, keeps_zeros: bool = True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.keeps_zeros, self.cuts = keeps_zeros, False
+    keeps_zeros, cuts = True, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,7 +136,8 @@ def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iter
 
     keeps_zeros: see `NoAllocMode`.
     """
-    mode = NoAllocMode(keeps_zeros)
+    mode = NoAllocMode()  # type: ignore[no-untyped-call]
+    mode.keeps_zeros = keeps_zeros
     cut, collector = Init._partition_param, importlib.import_module(present().collector)
 
     def partition(*given: Any, **named: Any) -> Any:

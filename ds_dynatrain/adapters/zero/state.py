@@ -148,7 +148,9 @@ def reusable(
     for kind in {*vps.present_kinds(target)}.intersection(present):
         have = _by_buffer(vps.holding(vps.layout, rank, kind))
         want = _by_buffer(vps.holding(target, target_rank, kind))
-        for name, size in ((name, size) for (wanted, name), size in sizes.items() if wanted == kind):
+        for (wanted, name), size in sizes.items():
+            if wanted != kind:
+                continue
             held = live.get((kind, name))
             if held is not None and memory[kind].place.holds(held) and have.get(name) == want.get(name):
                 bytes_left = held.untyped_storage().nbytes() - held.storage_offset() * held.element_size()

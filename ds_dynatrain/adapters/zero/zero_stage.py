@@ -233,8 +233,10 @@ def write_state(
     first, device = rule_of(optimizer).scalars_of(settings), holder.device if settings.get("fused") else HOST
     for name, value in scalars.items():
         like = first[name]
-        is_tensor = isinstance(like, torch.Tensor)
-        state[name] = torch.tensor(value, dtype=like.dtype, device=device) if is_tensor else type(like)(value)
+        if isinstance(like, torch.Tensor):
+            state[name] = torch.tensor(value, dtype=like.dtype, device=device)
+        else:
+            state[name] = type(like)(value)
     for name, flat in moments.items():
         state[name] = flat if holder.dim() == 1 else flat.view(holder.shape)
     optimizer.state[holder] = state
