@@ -13,7 +13,7 @@ from ds_dynatrain.support.row import Refusal, Target
 
 def needs_compiler(config: Mapping[str, Any]) -> Refusal | None:
     """Refuse DeepSpeed's own Adam and AdamW (without `torch_adam`) if they cannot be compiled when the job starts."""
-    if _at(config, "optimizer.params.torch_adam") or offloads(config):
+    if setting(config, "optimizer.params.torch_adam") or offloads(config):
         return None
     has_ninja = shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None
     missing = "" if has_ninja else "ninja"
@@ -39,7 +39,7 @@ def unmanaged_overlap(target: Target) -> Refusal | None:
 
     DeepSpeed itself checks only the initial stage.
     """
-    if target.layout.zero_stage > 1 or not _at(target.config, "zero_optimization.overlap_comm"):
+    if target.layout.zero_stage > 1 or not setting(target.config, "zero_optimization.overlap_comm"):
         return None
     return Refusal(
         "without it zero_optimization.overlap_comm works in ZeRO stages 2 and 3 alone",
@@ -86,11 +86,11 @@ def autocast_at_stage_3(target: Target) -> Refusal | None:
 
 def _weight_type(config: Mapping[str, Any]) -> str:
     blocks = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-    return next((name for block, name in blocks.items() if _at(config, f"{block}.enabled")), "fp32")
+    return next((name for block, name in blocks.items() if setting(config, f"{block}.enabled")), "fp32")
 
 
 def _gradient_type(config: Mapping[str, Any]) -> str:
-    named = _at(config, "data_types.grad_accum_dtype")
+    named = setting(config, "data_types.grad_accum_dtype")
     return _weight_type(config) if named is None else _type_name(named)
 
 
@@ -102,7 +102,7 @@ def is_low(config: Mapping[str, Any]) -> bool:
 def gradients_apart(config: Mapping[str, Any]) -> str:
     """Return the key that gives gradients a different type from the weights; "" if there is none."""
     keys, weight = ("data_types.grad_accum_dtype", "communication_data_type"), _weight_type(config)
-    named = {key: _at(config, key) for key in keys}
+    named = {key: setting(config, key) for key in keys}
     return next((key for key, held in named.items() if held not in (None, "auto") and _type_name(held) != weight), "")
 
 
@@ -125,12 +125,12 @@ def needs_offload(config: Mapping[str, Any]) -> Refusal | None:
 
 def offloads(config: Mapping[str, Any]) -> bool:
     """Return whether the optimizer's state lies in host memory."""
-    return bool(_at(config, "zero_optimization.offload_optimizer.device") == "cpu")
+    return bool(setting(config, "zero_optimization.offload_optimizer.device") == "cpu")
 
 
 def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
     """Refuse DeepSpeed's own pinned memory, because DeepSpeed frees it with the optimizer, but a switch keeps it."""
-    blocks = [_at(config, f"zero_optimization.{name}") or {} for name in ("offload_optimizer", "offload_param")]
+    blocks = [setting(config, f"zero_optimization.{name}") or {} for name in ("offload_optimizer", "offload_param")]
     pins = any(block.get("device") == "cpu" and block.get("pin_memory", True) for block in blocks)
     if not pins or os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() != "native":
         return None
@@ -147,7 +147,7 @@ def scales_gradients(target: Target) -> Refusal | None:
     The keys are `prescale_gradients` and `gradient_predivide_factor`.
     """
     stage = target.layout.zero_stage
-    if stage >= 2 and _at(target.config, "zero_optimization.reduce_scatter") is not False:
+    if stage >= 2 and setting(target.config, "zero_optimization.reduce_scatter") is not False:
         return Refusal(
             f"stage {stage} scales gradients before or after their sum only where it reduces whole ones",
             "set zero_optimization.reduce_scatter to false",
@@ -173,9 +173,9 @@ def times_stages(target: Target) -> Refusal | None:
     )
 
 
-def _at(config: Mapping[str, Any], key: str) -> Any:
+def setting(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key; None if the key or one of its sections is missing."""
     found: Any = config
     for name in key.split("."):
-        found = (found or {}).get(name)
+        found = found.get(name) if isinstance(found, Mapping) else None
     return found

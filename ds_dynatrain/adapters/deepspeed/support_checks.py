@@ -22,7 +22,7 @@ from ds_dynatrain.adapters.versions.deepspeed_versions import refuse_axes, refus
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import refuse_config, usage
-from ds_dynatrain.support.checks import offloads
+from ds_dynatrain.support.checks import offloads, setting
 
 
 def refuse_unsupported(
@@ -33,12 +33,12 @@ def refuse_unsupported(
     refuse_for_series(config)
     if is_pipeline(model):
         refuse_uncuttable(model)
-        if (config.get("data_efficiency") or {}).get("enabled"):
+        if setting(config, "data_efficiency.enabled"):
             raise usage("data_efficiency beside a pipeline").error("data_efficiency")
     refuse_sequence(model, mpu)
     if mesh_param is not None:
         raise usage("mesh_param").error()
-    if optimizer is None and not (config.get("optimizer") or {}).get("type"):
+    if optimizer is None and not setting(config, "optimizer.type"):
         raise usage("no optimizer").error()
     _refuse_model(model)
 
@@ -64,11 +64,11 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
     if layout.zero_stage == 0 and offloads(config) and is_accelerated():
         raise usage("CPU optimizers at stage 0 on an accelerator").refused(f"offload_optimizer in {layout}")
     if is_pipeline(model):
-        if (config.get("fp16") or {}).get("enabled") and layout.zero_stage == 0 and layout.pipe > 1:
+        if setting(config, "fp16.enabled") and layout.zero_stage == 0 and layout.pipe > 1:
             raise usage("stages in fp16 without ZeRO").refused(f"a PipelineModule in fp16 in {layout}")
-        low = any((config.get(block) or {}).get("enabled") for block in ("bf16", "bfloat16"))
-        zero = config.get("zero_optimization") or {}
-        named = [key for key in ("round_robin_gradients", "parameter_alignment", "offload_optimizer") if zero.get(key)]
+        low = setting(config, "bf16.enabled") or setting(config, "bfloat16.enabled")
+        keys = ("round_robin_gradients", "parameter_alignment", "offload_optimizer")
+        named = [key for key in keys if setting(config, f"zero_optimization.{key}")]
         if low and layout.zero_stage == 0 and named:
             raise usage("options of ZeRO for a pipeline in bf16 without it").refused(f"{named[0]} in {layout}")
     if is_on(config) or any(layers(model)):
@@ -109,9 +109,8 @@ def refuse_moved_states(host: Any) -> None:
 
 def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:
     """Raise SwitchRefused for settings that DeepSpeed's stages 1 and 2 do not accept together with experts."""
-    zero = config.get("zero_optimization") or {}
-    apart = zero.get("contiguous_gradients") is False and not offloads(config)
-    if layout.zero_stage in (1, 2) and zero.get("reduce_scatter") is False:
+    apart = setting(config, "zero_optimization.contiguous_gradients") is False and not offloads(config)
+    if layout.zero_stage in (1, 2) and setting(config, "zero_optimization.reduce_scatter") is False:
         key, nearest = "reduce_scatter", layout.replace(zero_stage=0)
     elif layout.zero_stage == 2 and apart:
         key, nearest = "contiguous_gradients", layout.replace(zero_stage=1)

@@ -43,12 +43,13 @@ from ds_dynatrain.adapters.model.moe import (
 )
 from ds_dynatrain.adapters.model.shaper import Made, ModelFactory, Shaper, copied, template_of
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
-from ds_dynatrain.space import AxisCuts, Dealt, Layout, experts_in_order
+from ds_dynatrain.space import AxisCuts, Dealt, Layout
+from ds_dynatrain.support.checks import setting
 
 
 def is_on(config: Mapping[str, Any]) -> bool:
     """Return whether the configuration turns AutoEP on."""
-    return bool((config.get("expert_parallel") or {}).get("enabled"))
+    return bool(setting(config, "expert_parallel.enabled"))
 
 
 def start_size(config: Mapping[str, Any]) -> int:
@@ -119,10 +120,10 @@ class Conversion:
 
     def enter_layers(self, engine: Any, layout: Layout) -> None:
         """Give layers the current groups and this rank's experts, even if the module is unchanged."""
-        index, placed = expert_index(layout), {} if layout.experts is None else self.rows(layout)
+        index, rows = expert_index(layout), self.rows(layout)
         for name, part in engine.module.named_modules():
             if getattr(part, "_is_autoep_layer", False):
-                take_place(part, placed[name] if placed else experts_in_order(part.num_experts, layout.expert), index)
+                take_place(part, rows[name], index)
         enter_layers(engine, layout.expert)
         _fold(engine, layout)
 
@@ -390,7 +391,6 @@ def validate(config: Mapping[str, Any], layout: Layout) -> None:
     """Raise DeepSpeed's ValueError if DeepSpeed does not train this layout with AutoEP under this configuration."""
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
 
-    zero = config.get("zero_optimization") or {}
     validate_autoep_config(
         parse_autoep_config({**config["expert_parallel"], "autoep_size": layout.expert}),
         world_size=layout.world_size,
@@ -398,9 +398,9 @@ def validate(config: Mapping[str, Any], layout: Layout) -> None:
         tp_size=layout.tensor,
         sp_size=1,
         zero_stage=layout.zero_stage,
-        tp_preset_model=(config.get("tensor_parallel") or {}).get("preset_model"),
-        zero_offload_optimizer=bool(zero.get("offload_optimizer")),
-        zero_offload_param=bool(zero.get("offload_param")),
+        tp_preset_model=setting(config, "tensor_parallel.preset_model"),
+        zero_offload_optimizer=bool(setting(config, "zero_optimization.offload_optimizer")),
+        zero_offload_param=bool(setting(config, "zero_optimization.offload_param")),
     )
 
 

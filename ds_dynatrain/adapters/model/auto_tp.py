@@ -192,13 +192,9 @@ _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, Unsu
 class TensorShaper(Shaper):
     """Shaper of a model that AutoTP cuts along the tensor axis."""
 
-    def __init__(self, template: nn.Module | None, config: Mapping[str, Any], reason: str = "") -> None:
-        """Keep the template of a model.
-
-        template: None if no template can be made.
-        reason: why no template can be made.
-        """
-        self._template, self._config, self._reason = template, config, reason
+    def __init__(self, template: nn.Module | UnsupportedError, config: Mapping[str, Any]) -> None:
+        """Keep the template of a model, or the reason why none can be made."""
+        self._template, self._config = template, config
         self._cuts: dict[int, Cuts] = {}
         self._one_at_a_time = threading.Lock()
 
@@ -208,7 +204,7 @@ class TensorShaper(Shaper):
         try:
             return TensorShaper(template_of(model, factory), config)
         except UnsupportedError as error:
-            return TensorShaper(None, config, str(error))
+            return TensorShaper(error, config)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Return a map from each logical tensor's name to its cut by the tensor axis.
@@ -301,8 +297,8 @@ class TensorShaper(Shaper):
 
     @property
     def _known(self) -> nn.Module:
-        if self._template is None:
-            raise UnsupportedError(self._reason)
+        if isinstance(self._template, UnsupportedError):
+            raise UnsupportedError(str(self._template))
         return self._template
 
     def _described(self, size: int) -> Cuts:

@@ -23,6 +23,7 @@ from packaging.version import Version
 from ds_dynatrain.adapters.versions.torch_versions import has
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
+from ds_dynatrain.support.checks import setting
 from ds_dynatrain.version import __version__
 
 Names = Mapping[str, str]
@@ -201,10 +202,7 @@ def present() -> Series:
 def refuse_for_series(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError, naming the key, for settings that the series does not support or gets wrong."""
     for key, refusal in present().refused.items():
-        value: Any = config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value not in refusal.harmless:
+        if setting(config, key) not in refusal.harmless:
             raise UnsupportedError(f"{key}: {refusal.reason}")
 
 

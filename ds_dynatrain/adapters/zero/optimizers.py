@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from ds_dynatrain.adapters.zero.state import ElementTypes
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import STATE, Kind, Layout
-from ds_dynatrain.support.checks import gradients_apart, is_low, offloads
+from ds_dynatrain.support.checks import gradients_apart, is_low, offloads, setting
 
 Group = Mapping[str, Any]
 """A parameter group of a torch optimizer: its hyper-parameters, keyed by name."""
@@ -276,7 +276,7 @@ def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | No
             "give these axes size 1",
         ),
         (
-            stage == 3 and (config.get("zero_optimization") or {}).get("reduce_scatter", True),
+            stage == 3 and setting(config, "zero_optimization.reduce_scatter") is not False,
             "Muon under ZeRO stage 3 needs whole gradients",
             "set zero_optimization.reduce_scatter to false",
         ),
