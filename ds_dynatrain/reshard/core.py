@@ -17,7 +17,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.deepspeed.host import Host
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import LaunchWorld, drop, install
-from ds_dynatrain.adapters.zero.deepspeed_config import layout_config
+from ds_dynatrain.adapters.zero.deepspeed_config import Settings, layout_config
 from ds_dynatrain.adapters.zero.process_wide import ProcessWide
 from ds_dynatrain.adapters.zero.state import Buffers, Memory, release
 from ds_dynatrain.config import DynatrainConfig
@@ -162,7 +162,7 @@ class EngineCore:
     """Seed of the random streams of leaves (micro-batches of fixed size); a resumed job keeps its first seed."""
     _loads: tuple[int, int] = (0, 0)
     _space: VirtualParameterSpace | None = None
-    _configs: dict[Layout, tuple[dict[str, Any], Any]] = field(default_factory=dict)
+    _configs: dict[Layout, Settings] = field(default_factory=dict)
 
     # ---- its surroundings --------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class EngineCore:
         """Return a map from state kind to the element type and place of its buffers under a layout."""
         return self.host.memory(self.vps.present_kinds(layout), layout)
 
-    def config_for(self, layout: Layout) -> tuple[dict[str, Any], Any]:
+    def config_for(self, layout: Layout) -> Settings:
         """Return DeepSpeed's configuration for a layout, as (dictionary, parsed object). The result is cached."""
         if layout not in self._configs:
             config = copy.deepcopy(self.job.user_config)

@@ -15,6 +15,7 @@ from ds_dynatrain.adapters.deepspeed.host import Host
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import install
 from ds_dynatrain.adapters.model.shaper import Made
+from ds_dynatrain.adapters.zero.deepspeed_config import Settings
 from ds_dynatrain.adapters.zero.stages import stage_of
 from ds_dynatrain.adapters.zero.state import Buffers, Scalars, is_pinned
 from ds_dynatrain.errors import CensusError
@@ -34,7 +35,7 @@ class Before:
 
     world: World
     layout: Layout
-    config: tuple[dict[str, Any], Any]
+    config: Settings
     buffers: Buffers
     scalars: Scalars
     shared: dict[str, Any]

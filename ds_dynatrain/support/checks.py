@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from ds_dynatrain.support.row import Refusal, Target
+from ds_dynatrain.support.row import Config, Refusal, Target
 
 
-def needs_compiler(config: Mapping[str, Any]) -> Refusal | None:
+def needs_compiler(config: Config) -> Refusal | None:
     """Refuse DeepSpeed's own Adam and AdamW (without `torch_adam`) if they cannot be compiled when the job starts."""
     if setting(config, "optimizer.params.torch_adam") or offloads(config):
         return None
@@ -52,7 +52,7 @@ BRAIN = ("bf16", "bfloat16", "torch.bfloat16")
 """DeepSpeed's names of the two 16-bit types. Every other name counts as fp32 here."""
 
 
-def accumulates_in_fp32(config: Mapping[str, Any]) -> Refusal | None:
+def accumulates_in_fp32(config: Config) -> Refusal | None:
     """Refuse gradients that are accumulated in a type that is neither fp32 nor that of the weights."""
     gradient = _gradient_type(config)
     if gradient in ("fp32", _weight_type(config)):
@@ -84,22 +84,22 @@ def autocast_at_stage_3(target: Target) -> Refusal | None:
     return Refusal(why, f"set zero_optimization.{names[0]} to 0, or take {target.layout.replace(zero_stage=2)}")
 
 
-def _weight_type(config: Mapping[str, Any]) -> str:
+def _weight_type(config: Config) -> str:
     blocks = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
     return next((name for block, name in blocks.items() if setting(config, f"{block}.enabled")), "fp32")
 
 
-def _gradient_type(config: Mapping[str, Any]) -> str:
+def _gradient_type(config: Config) -> str:
     named = setting(config, "data_types.grad_accum_dtype")
     return _weight_type(config) if named is None else _type_name(named)
 
 
-def is_low(config: Mapping[str, Any]) -> bool:
+def is_low(config: Config) -> bool:
     """Return whether the configuration gives weights a 16-bit type."""
     return _weight_type(config) != "fp32"
 
 
-def gradients_apart(config: Mapping[str, Any]) -> str:
+def gradients_apart(config: Config) -> str:
     """Return the key that gives gradients a different type from the weights; "" if there is none."""
     keys, weight = ("data_types.grad_accum_dtype", "communication_data_type"), _weight_type(config)
     named = {key: setting(config, key) for key in keys}
@@ -113,7 +113,7 @@ def _type_name(named: object) -> str:
     return "fp16" if text in HALF else "bf16" if text in BRAIN else text
 
 
-def needs_offload(config: Mapping[str, Any]) -> Refusal | None:
+def needs_offload(config: Config) -> Refusal | None:
     """Refuse Lion without optimizer offload, because only DeepSpeedCPULion's states are known."""
     if offloads(config):
         return None
@@ -123,12 +123,12 @@ def needs_offload(config: Mapping[str, Any]) -> Refusal | None:
     )
 
 
-def offloads(config: Mapping[str, Any]) -> bool:
+def offloads(config: Config) -> bool:
     """Return whether the optimizer's state lies in host memory."""
     return bool(setting(config, "zero_optimization.offload_optimizer.device") == "cpu")
 
 
-def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
+def keeps_pinned_memory(config: Config) -> Refusal | None:
     """Refuse DeepSpeed's own pinned memory, because DeepSpeed frees it with the optimizer, but a switch keeps it."""
     blocks = [setting(config, f"zero_optimization.{name}") or {} for name in ("offload_optimizer", "offload_param")]
     pins = any(block.get("device") == "cpu" and block.get("pin_memory", True) for block in blocks)
@@ -173,7 +173,7 @@ def times_stages(target: Target) -> Refusal | None:
     )
 
 
-def setting(config: Mapping[str, Any], key: str) -> Any:
+def setting(config: Config, key: str) -> Any:
     """Return the value of a dotted key; None if the key or one of its sections is missing."""
     found: Any = config
     for name in key.split("."):

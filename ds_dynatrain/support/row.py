@@ -16,6 +16,10 @@ NOT_TRIED = "not supported with a dynatrain block yet"
 REMOVE = "remove the key, or the block"
 
 
+Config = Mapping[str, Any]
+"""DeepSpeed's configuration, as the user wrote it."""
+
+
 class Verdict(str, Enum):
     """Whether a feature works in a job that switches."""
 
@@ -35,7 +39,7 @@ class Target:
     optimizer: the class of the basic optimizer, if known.
     """
 
-    config: Mapping[str, Any]
+    config: Config
     layout: Layout
     present: Layout | None = None
     optimizer: type | None = None
@@ -49,7 +53,7 @@ class Refusal:
     instead: str
 
 
-StartCheck = Callable[[Mapping[str, Any]], Refusal | None]
+StartCheck = Callable[[Config], Refusal | None]
 """Condition on the user's whole configuration, for refusals that depend on more than one key."""
 LayoutCheck = Callable[[Target], Refusal | None]
 """Condition on a target, for refusals that depend on the layout."""

@@ -6,12 +6,11 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from ds_dynatrain import extension
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.support.keys import CONFIG_TABLES
-from ds_dynatrain.support.row import Refusal, Row, Target, Verdict
+from ds_dynatrain.support.row import Config, Refusal, Row, Target, Verdict
 from ds_dynatrain.support.usage import USAGE
 
 _ROWS = tuple(chain.from_iterable(CONFIG_TABLES.values()))
@@ -67,7 +66,7 @@ class Finding:
         return Verdict.WORKS if self.is_off or self.row is None else self.row.verdict
 
 
-def examine(config: Mapping[str, Any]) -> list[Finding]:
+def examine(config: Config) -> list[Finding]:
     """Return the table's finding on every key of a configuration, in the order of the keys.
 
     config: the configuration without its `dynatrain` block.
@@ -75,7 +74,7 @@ def examine(config: Mapping[str, Any]) -> list[Finding]:
     return [finding for key, value in config.items() for finding in _look(str(key), value, config)]
 
 
-def refuse_config(config: Mapping[str, Any]) -> None:
+def refuse_config(config: Config) -> None:
     """Raise UnsupportedError for the first key that is not supported, with the reason and an alternative."""
     for finding in examine(config):
         if finding.refusal is not None:
@@ -105,7 +104,7 @@ def row_of(key: str, value: object = None) -> Row | None:
     return above if above is not None and above.below else None
 
 
-def _look(key: str, value: object, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _look(key: str, value: object, config: Config) -> Iterator[Finding]:
     row = row_of(key, value)
     if row is None:
         close = difflib.get_close_matches(key, CONFIG_ROWS, n=1, cutoff=0.8)
@@ -123,7 +122,7 @@ def _look(key: str, value: object, config: Mapping[str, Any]) -> Iterator[Findin
             yield from _look(f"{key}.{name}", inner, config)
 
 
-def _refusal(row: Row, value: object, config: Mapping[str, Any]) -> Refusal | None:
+def _refusal(row: Row, value: object, config: Config) -> Refusal | None:
     if row.verdict is Verdict.AT_START:
         return Refusal(row.why, row.instead)
     if value == AUTO:

@@ -37,6 +37,7 @@ from ds_dynatrain.adapters.model.shaping import WHOLE_SHAPE, Children, Shape
 from ds_dynatrain.adapters.versions.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero import loss_scale as scaler
+from ds_dynatrain.adapters.zero.deepspeed_config import Settings
 from ds_dynatrain.adapters.zero.logical_model import ModelMap
 from ds_dynatrain.adapters.zero.no_alloc import no_alloc, stand_in
 from ds_dynatrain.adapters.zero.optimizers import moment_types
@@ -186,7 +187,7 @@ class Host:
     micro_step: MicroStep | None = None
     model_map: ModelMap = field(init=False)
     """The tensors in their local shapes, and this rank's parameters."""
-    present_config: tuple[dict[str, Any], Any] = field(init=False)
+    present_config: Settings = field(init=False)
     """DeepSpeed's current configuration: the dictionary and its parsed form."""
     compilations: CompileWatch = field(init=False)
     gradients: GradientWatch = field(init=False)
@@ -225,7 +226,7 @@ class Host:
         self.present_config = self.engine.config, self.engine._config
         self._scaling = scaler.first_state(self.engine)
 
-    def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
+    def attach_first(self, layout: Layout, world: World, config: Settings, buffers: Buffers) -> None:
         """Attach the first ZeRO optimizer, and initialize its state the way DeepSpeed's constructors do."""
         for parameter in self.model_map.parameters:
             parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
@@ -399,9 +400,7 @@ class Host:
             parameter.grad = None
             parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
 
-    def attach(
-        self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
-    ) -> None:
+    def attach(self, layout: Layout, world: World, config: Settings, buffers: Buffers, scalars: Scalars) -> None:
         """Build a ZeRO optimizer of `layout` on the module, with `buffers` as its memory.
 
         Sends no message and allocates no memory. `world` must be installed, and the old layout must be detached. An
@@ -434,7 +433,7 @@ class Host:
         engine.tput_timer.batch_size = engine.train_batch_size()
         self._pass_grad_norm_on()
 
-    def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
+    def _enter_world(self, world: World, layout: Layout, config: Settings) -> None:
         engine, self.layout = self.engine, layout
         engine.config, engine._config = self.present_config = config
         engine.world_size, engine.dp_world_size = layout.world_size, layout.data

@@ -39,6 +39,7 @@ from ds_dynatrain.adapters.model.pipeline_layers import layer_of
 from ds_dynatrain.adapters.model.stage_module import PipelineShaper, StageGrid, place, take_stage
 from ds_dynatrain.adapters.versions.compiled import compile_layers
 from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.adapters.zero.deepspeed_config import Settings
 from ds_dynatrain.adapters.zero.stages import count_empty_experts, count_empty_groups, stage_without_gradients
 from ds_dynatrain.adapters.zero.state import Buffers, Scalars
 from ds_dynatrain.data import EvaluationLoader
@@ -142,7 +143,7 @@ class StageHost(Host):
         """
         return [] if self.compiled_with is None else ["every layer"]
 
-    def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
+    def _enter_world(self, world: World, layout: Layout, config: Settings) -> None:
         super()._enter_world(world, layout, config)
         grid = StageGrid(world, self.engine.global_rank)
         place(self.module, self.shaper.template, layout, grid)
@@ -167,9 +168,7 @@ class StageHost(Host):
         super().break_off()
         self.engine._force_grad_boundary = False
 
-    def attach(
-        self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
-    ) -> None:
+    def attach(self, layout: Layout, world: World, config: Settings, buffers: Buffers, scalars: Scalars) -> None:
         """Build a ZeRO optimizer with `Host.attach`, and assign micro-batches to the columns of the layout."""
         super().attach(layout, world, config, buffers, scalars)
         self.engine.micro_batch_size = self.engine.train_micro_batch_size_per_gpu()

@@ -25,6 +25,7 @@ from torch.utils.file_baton import FileBaton
 from ds_dynatrain.adapters.deepspeed.host import Host
 from ds_dynatrain.adapters.versions.deepspeed_versions import configure_python_gc, mend
 from ds_dynatrain.adapters.versions.replaced import passing_on
+from ds_dynatrain.adapters.zero.deepspeed_config import Settings
 from ds_dynatrain.adapters.zero.stages import restore_linear
 from ds_dynatrain.report import telling_if_long
 
@@ -37,7 +38,7 @@ logger = logging.getLogger("ds_dynatrain")
 jit_load = OpBuilder.jit_load
 
 
-def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
+def engine_around(kind: type[E], settings: Settings, **arguments: Any) -> E:
     """Build an engine of class `kind` the way `deepspeed.initialize` does. The world must be installed.
 
     settings: the configuration as a dictionary and parsed (see `deepspeed_config.layout_config`).

@@ -5,7 +5,6 @@ The table itself is in `ds_dynatrain/support/`. Its rows say which configuration
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import refuse_config, usage
 from ds_dynatrain.support.checks import offloads, setting
+from ds_dynatrain.support.row import Config
 
 
-def refuse_unsupported(
-    config: Mapping[str, Any], model: nn.Module, optimizer: Any, mpu: Any, mesh_param: Any = None
-) -> None:
+def refuse_unsupported(config: Config, model: nn.Module, optimizer: Any, mpu: Any, mesh_param: Any = None) -> None:
     """Raise UnsupportedError, with the reason and an alternative, for a feature that a switch would get wrong."""
     refuse_config(config)
     refuse_for_series(config)
@@ -58,7 +56,7 @@ def check_elastic_launch() -> None:
         raise usage("an elastic launch with an old NCCL").error(f"an elastic launch with NCCL {have}")
 
 
-def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -> None:
+def refuse_module(model: nn.Module, layout: Layout, config: Config) -> None:
     """Raise SwitchRefused if the module cannot run in a layout."""
     refuse_axes(layout)
     if layout.zero_stage == 0 and offloads(config) and is_accelerated():
@@ -107,7 +105,7 @@ def refuse_moved_states(host: Any) -> None:
         raise usage("engine.offload_states").refused(f"engine.offload_states() has moved {names} away")
 
 
-def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:
+def _refuse_beside_experts(layout: Layout, config: Config) -> None:
     """Raise SwitchRefused for settings that DeepSpeed's stages 1 and 2 do not accept together with experts."""
     apart = setting(config, "zero_optimization.contiguous_gradients") is False and not offloads(config)
     if layout.zero_stage in (1, 2) and setting(config, "zero_optimization.reduce_scatter") is False:

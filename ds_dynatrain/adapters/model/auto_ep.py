@@ -45,14 +45,15 @@ from ds_dynatrain.adapters.model.shaper import Made, ModelFactory, Shaper, copie
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Dealt, Layout
 from ds_dynatrain.support.checks import setting
+from ds_dynatrain.support.row import Config
 
 
-def is_on(config: Mapping[str, Any]) -> bool:
+def is_on(config: Config) -> bool:
     """Return whether the configuration turns AutoEP on."""
     return bool(setting(config, "expert_parallel.enabled"))
 
 
-def start_size(config: Mapping[str, Any]) -> int:
+def start_size(config: Config) -> int:
     """Return the expert size configured for AutoEP, by default 1."""
     return int(config["expert_parallel"].get("autoep_size", 1))
 
@@ -60,7 +61,7 @@ def start_size(config: Mapping[str, Any]) -> int:
 class Conversion:
     """AutoEP's conversion of a model: it replaces layers that have experts, and distributes the experts over ranks."""
 
-    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, config: Config) -> None:
         """Keep the settings.
 
         Raises UnsupportedError if the model is not whole, and ConfigError if DeepSpeed refuses the configuration.
@@ -149,7 +150,7 @@ class AutoEPShaper(Conversion, Shaper):
     def __init__(
         self,
         model: nn.Module,
-        config: Mapping[str, Any],
+        config: Config,
         listed: bool = False,
         factory: ModelFactory | None = None,
     ) -> None:
@@ -387,7 +388,7 @@ def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
     return found
 
 
-def validate(config: Mapping[str, Any], layout: Layout) -> None:
+def validate(config: Config, layout: Layout) -> None:
     """Raise DeepSpeed's ValueError if DeepSpeed does not train this layout with AutoEP under this configuration."""
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
 

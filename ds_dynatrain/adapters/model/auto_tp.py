@@ -37,6 +37,7 @@ from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.versions.torch_versions import attends_without_heads
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
+from ds_dynatrain.support.row import Config
 
 WRONG: Mapping[str, str] = {
     "bloom": "AutoTP cuts its fused query_key_value across heads, and would compute something else",
@@ -50,7 +51,7 @@ Cuts = dict[str, AxisCuts]
 """A map from the name of a logical tensor to its cuts."""
 
 
-def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
+def settings(config: Config, size: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration block for AutoTP with a tensor size. Size 1 turns AutoTP off."""
     block = {**(config.get("tensor_parallel") or {}), "autotp_size": size if size > 1 else 0}
     for name in ("tp", "tensor_parallel"):
@@ -59,7 +60,7 @@ def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
     return block
 
 
-def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int) -> None:
+def partition(model: nn.Module, config: Config, size: int, place: int) -> None:
     """Make AutoTP cut a model on the meta device for the rank at index `place` of a tensor group of `size` ranks.
 
     Needs no peers and no particular world. Any thread may call this, but only one at a time. The group that the new
@@ -83,7 +84,7 @@ def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int
                 module._buffers[key] = real[f"{prefix}.{key}"]
 
 
-def describe(template: nn.Module, config: Mapping[str, Any], size: int) -> Cuts:
+def describe(template: nn.Module, config: Config, size: int) -> Cuts:
     """Return a map from each parameter's name to how AutoTP would cut it into `size` parts. Needs no peers.
 
     Raises UnsupportedError, naming the parameter, if AutoTP does not record how it cuts a parameter, or would cut it
@@ -113,7 +114,7 @@ def describe(template: nn.Module, config: Mapping[str, Any], size: int) -> Cuts:
     return found
 
 
-def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None:
+def refuse_empty(found: Cuts, config: Config, layout: Layout) -> None:
     """Raise LayoutError if a rank would get no element of a parameter of which DeepSpeed or torch needs some."""
     if layout.zero_stage == 3:
         why = "zero_stage=3"
@@ -192,14 +193,14 @@ _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, Unsu
 class TensorShaper(Shaper):
     """Shaper of a model that AutoTP cuts along the tensor axis."""
 
-    def __init__(self, template: nn.Module | UnsupportedError, config: Mapping[str, Any]) -> None:
+    def __init__(self, template: nn.Module | UnsupportedError, config: Config) -> None:
         """Keep the template of a model, or the reason why none can be made."""
         self._template, self._config = template, config
         self._cuts: dict[int, Cuts] = {}
         self._one_at_a_time = threading.Lock()
 
     @staticmethod
-    def of(model: nn.Module, config: Mapping[str, Any], factory: ModelFactory | None = None) -> TensorShaper:
+    def of(model: nn.Module, config: Config, factory: ModelFactory | None = None) -> TensorShaper:
         """Return the shaper of a user's model that DeepSpeed has not altered."""
         try:
             return TensorShaper(template_of(model, factory), config)

@@ -43,7 +43,7 @@ DeepSpeed 0.19.8, and measured in `tests/adapters/test_experts.py` and `test_moe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.groups.device import compute_device
 from ds_dynatrain.adapters.model.shaper import (
+    Lists,
     Made,
     ModelFactory,
     Shaper,
@@ -253,7 +254,7 @@ class NativeShaper(Shaper):
         self,
         model: nn.Module,
         member: int,
-        lists: Sequence[list[nn.Parameter]] = (),
+        lists: Lists = (),
         factory: ModelFactory | None = None,
     ) -> None:
         """Take over a user's model, and give it all experts; see `complete`."""
@@ -288,7 +289,7 @@ class NativeShaper(Shaper):
         leave_groups(engine.module)
 
 
-def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:
+def complete(model: nn.Module, member: int, lists: Lists = ()) -> dict[int, int]:
     """Give a user's model all experts of its layers. Experts of other ranks have no storage.
 
     member: the number of this process in the launch.
@@ -357,7 +358,7 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
     return found
 
 
-def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> None:
+def _complete_lists(model: nn.Module, lists: Lists) -> None:
     """If a list contains parameters of some experts of a layer, add the same parameters of all that layer's experts."""
     alike: dict[str, list[nn.Parameter]] = {}
     for path, layer in layers(model):

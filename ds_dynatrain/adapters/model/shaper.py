@@ -8,7 +8,7 @@ The root itself, and with it every reference to the root, stays.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, MethodType
 from typing import Any
@@ -23,6 +23,8 @@ from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, is_partitioned
 
 ModelFactory = Callable[[], nn.Module]
+Lists = Sequence[list[nn.Parameter]]
+"""The caller's lists of a model's parameters, such as those of an optimizer's groups."""
 WAY_OUT = "pass `model_factory=`, a function that builds the model anew"
 
 HOOKS = (

@@ -8,7 +8,7 @@ needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -21,7 +21,7 @@ from ds_dynatrain.adapters.model import moe
 from ds_dynatrain.adapters.model.module_state import note_one, pass_on
 from ds_dynatrain.adapters.model.moe import layers_with_experts
 from ds_dynatrain.adapters.model.pipeline_layers import Cut, is_pipeline
-from ds_dynatrain.adapters.model.shaper import ModelFactory, Shaper, pass_hooks_on
+from ds_dynatrain.adapters.model.shaper import Lists, ModelFactory, Shaper, pass_hooks_on
 from ds_dynatrain.adapters.model.stage_module import PipelineShaper
 from ds_dynatrain.adapters.model.ulysses import spread_layers
 from ds_dynatrain.adapters.versions.deepspeed_versions import aligns_parameters, present
@@ -29,15 +29,16 @@ from ds_dynatrain.adapters.zero.optimizers import holds_flat_groups
 from ds_dynatrain.errors import ConfigError, LayoutError
 from ds_dynatrain.space import Layout, Partition, ZeroRules
 from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, ULYSSES, Features
+from ds_dynatrain.support.row import Config
 
 _STRUCTURE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 def shaper_of(
     model: nn.Module,
-    config: Mapping[str, Any],
+    config: Config,
     member: int = 0,
-    lists: Sequence[list[nn.Parameter]] = (),
+    lists: Lists = (),
     factory: ModelFactory | None = None,
     owners: Mapping[int, int] | None = None,
     cut: Cut | None = None,
@@ -65,7 +66,7 @@ def shaper_of(
     return Shaper()
 
 
-def start_size(axis: str, model: Any, config: Mapping[str, Any], asked: int | None) -> int:
+def start_size(axis: str, model: Any, config: Config, asked: int | None) -> int:
     """Return the initial pipe, tensor or expert size: that of the model or of DeepSpeed's settings, else `asked`, or 1.
 
     asked: the size in `dynatrain.layout`; None if it is not given.
@@ -183,7 +184,7 @@ def rules_of(host: Any) -> ZeroRules:
     )
 
 
-def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
+def features_of(model: nn.Module, config: Config, mpu: Any) -> Features:
     """Return the features of a model, not yet altered by DeepSpeed, that determine which layouts the model can have.
 
     See `support/axes`.

@@ -36,12 +36,13 @@ from ds_dynatrain.adapters.model import moe
 from ds_dynatrain.adapters.model.auto_ep import Conversion
 from ds_dynatrain.adapters.model.moe import enter_layers, layers_with_experts, leave_groups
 from ds_dynatrain.adapters.model.pipeline_layers import PARAMETERS, Cut, PipelineTemplate, giving, is_pipeline, layer_of
-from ds_dynatrain.adapters.model.shaper import Made, Shaper, with_memory, without_memory
+from ds_dynatrain.adapters.model.shaper import Lists, Made, Shaper, with_memory, without_memory
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero.incoming import seeded
 from ds_dynatrain.adapters.zero.no_alloc import is_stand_in, stand_in
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout
+from ds_dynatrain.support.row import Config
 
 
 class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
@@ -81,9 +82,9 @@ class PipelineShaper(Shaper):
     def __init__(
         self,
         model: PipelineModule,
-        config: Mapping[str, Any],
+        config: Config,
         member: int = 0,
-        lists: Sequence[list[nn.Parameter]] = (),
+        lists: Lists = (),
         owners: Mapping[int, int] | None = None,
         cut: Cut | None = None,
     ) -> None:
@@ -261,7 +262,7 @@ class StageExperts(Conversion):
         self,
         model: PipelineModule,
         source: PipelineTemplate,
-        config: Mapping[str, Any],
+        config: Config,
         listed: bool,
         first: Mapping[str, int],
     ) -> None:
@@ -327,7 +328,6 @@ def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
 
 Exchange = Callable[[Any], Mapping[int, Any]]
 """Function that posts this process's record (plain JSON) and returns all records, keyed by launch number."""
-Lists = Sequence[list[nn.Parameter]]
 
 
 def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:

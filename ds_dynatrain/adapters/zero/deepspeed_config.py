@@ -17,6 +17,10 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 """DeepSpeed's keys for batch sizes. Any two of them determine the third."""
 
 
+Settings = tuple[dict[str, Any], Any]
+"""DeepSpeed's configuration for a layout: the dictionary and its parsed form."""
+
+
 @dataclass(frozen=True)
 class BatchSizes:
     """The batch sizes of a configuration, in samples, completed for the initial number of data ranks.

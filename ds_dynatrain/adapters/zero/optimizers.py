@@ -20,6 +20,7 @@ from ds_dynatrain.adapters.zero.state import ElementTypes
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import STATE, Kind, Layout
 from ds_dynatrain.support.checks import gradients_apart, is_low, offloads, setting
+from ds_dynatrain.support.row import Config
 
 Group = Mapping[str, Any]
 """A parameter group of a torch optimizer: its hyper-parameters, keyed by name."""
@@ -169,7 +170,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
     return rule
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, config: Config, layout: Layout) -> None:
     """Raise UnsupportedError if a switch cannot transfer an optimizer, or if the optimizer cannot start in this layout.
 
     config: DeepSpeed's configuration.
@@ -227,7 +228,7 @@ def holds_flat_groups(optimizer: torch.optim.Optimizer, types: ElementTypes) -> 
 
 
 def refuse_optimizer_layout(
-    optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout, present: Layout | None = None
+    optimizer: torch.optim.Optimizer, config: Config, layout: Layout, present: Layout | None = None
 ) -> None:
     """Raise SwitchRefused if DeepSpeed rejects this optimizer in a layout, or handles it wrongly.
 
@@ -253,7 +254,7 @@ def refuse_optimizer_layout(
         )
 
 
-def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
+def _refuse_muon(config: Config, layout: Layout, present: Layout | None) -> None:
     """Raise SwitchRefused if Muon, or the type or partition of its momentum, would differ in a layout."""
     stage, apart, axes = layout.zero_stage, gradients_apart(config), layout.axes()
     wide = [f"{axis}={axes[axis]}" for axis in ("pipe", "expert") if axes[axis] > 1]
