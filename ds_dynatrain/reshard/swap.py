@@ -148,7 +148,7 @@ def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buf
                 f"{when}, rank {rank}: elements of {kind} in {name} are {held.dtype}, and {vps.kind(kind).itemsize} "
                 "bytes are expected of each"
             )
-    found: set[Row] = {row for row in stage_of(host.optimizer).census(host.engine, host.model_map) if row.numel}
+    found: set[Row] = {row for row in stage_of(host.engine, host.model_map).census() if row.numel}
     expected = set[Row]()
     for kind in sorted({row[0] for row in found} | {"weight", "master"}):
         numbers, pieces = local.rows(kind)

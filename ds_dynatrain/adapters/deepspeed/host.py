@@ -306,7 +306,7 @@ class Host:
         First waits until an accelerator has finished all work queued on every stream.
         """
         synchronize()
-        return stage_of(self.optimizer).describe(self.engine, self.model_map)
+        return stage_of(self.engine, self.model_map).describe()
 
     def detach(self) -> None:
         """Remove the ZeRO optimizer from the module.
@@ -314,10 +314,10 @@ class Host:
         The optimizer's buffers live as long as a caller holds them. Parameters keep no gradient. They keep their data
         in stages 0 to 2, and are empty after stage 3.
         """
-        old, stage = self.optimizer, stage_of(self.optimizer)
+        old, stage = self.optimizer, stage_of(self.engine, self.model_map)
         if hasattr(old, "destroy"):
             old.destroy()
-        stage.release(self.engine, self.model_map)
+        stage.release()
         self.basic_optimizer.state.clear()
         for group, parameters in zip(self.basic_optimizer.param_groups, self.model_map.groups, strict=True):
             group["params"] = list(parameters)
@@ -423,7 +423,7 @@ class Host:
         with in_order(engine, model, layout.order), no_alloc(basic, keeps_zeros):
             engine._configure_zero(basic)
         basic.state.clear()
-        stage_of(self.optimizer).refill(engine, model, buffers, scalars)
+        stage_of(engine, model).refill(buffers, scalars)
         is_zero = isinstance(self.optimizer, ZeROOptimizer)  # from here on as DeepSpeed's constructor goes on
         engine._support_torch_style_backward = is_zero and check_internal_apis_for_count_used_parameters()
         if engine._support_torch_style_backward:

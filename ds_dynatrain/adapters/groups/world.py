@@ -35,6 +35,9 @@ from ds_dynatrain.adapters.groups.process_groups import OURS, register, tear_dow
 from ds_dynatrain.space import Layout
 from ds_dynatrain.space.layout import RANK_ORDER
 
+Ranks = tuple[int, ...]
+"""Ranks of a world, or members, in the order of a group."""
+
 VARYING: Mapping[str, tuple[str, ...]] = {
     "data": ("data", "sequence"),
     "data_only": ("data",),
@@ -62,7 +65,7 @@ Messages of the two kinds are never in flight at the same time.
 """
 
 
-def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
+def peers(layout: Layout, rank: int) -> dict[str, Ranks]:
     """Return the ranks, in ascending order, of each group that contains `rank`, keyed by the group's kind.
 
     Raises LayoutError if `rank` is outside the world.
@@ -82,12 +85,12 @@ def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def tie(stages: tuple[int, ...]) -> str:
+def tie(stages: Ranks) -> str:
     """Return the kind of the group that connects pipeline stages with tied weights."""
     return "tie_" + "_".join(map(str, stages))
 
 
-def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def tied_peers(layout: Layout, rank: int, ties: Iterable[Ranks]) -> dict[str, Ranks]:
     """Return the ranks of each group of stages with tied weights that contains `rank`, keyed by the group's kind.
 
     Weights that are tied over all stages of the pipeline use the group of the pipe axis instead.
@@ -100,7 +103,7 @@ def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> di
     }
 
 
-Between = tuple[str, tuple[int, ...]]
+Between = tuple[str, Ranks]
 """Identity of a communicator: a kind, and the members that it connects, in the order of the group.
 
 The kind is "" if several groups share the communicator. Two sorts of groups share with no other: a user's group, which
@@ -153,19 +156,19 @@ class World:
     """
 
     generation: int
-    members: tuple[int, ...]
+    members: Ranks
     rank: int | None
     layout: Layout
-    ties: tuple[tuple[int, ...], ...] = ()
+    ties: tuple[Ranks, ...] = ()
     status: GroupStatus | None = None
     engine: int = 1
     has_sequence: bool = False
     transfer: td.ProcessGroup | None = None
-    transfer_members: tuple[int, ...] = ()
+    transfer_members: Ranks = ()
     communicators: dict[Between, Communicator] = field(default_factory=dict)
     moves_by_device: bool = False
     _held: dict[str, HeldGroup] = field(default_factory=dict)
-    _ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _ranks: dict[str, Ranks] = field(default_factory=dict)
     _of_user: set[str] = field(default_factory=set)
 
     @property
@@ -175,7 +178,7 @@ class World:
 
     # ---- the groups
 
-    def hold(self, kind: str, ranks: tuple[int, ...], held: HeldGroup, is_of_user: bool = False) -> None:
+    def hold(self, kind: str, ranks: Ranks, held: HeldGroup, is_of_user: bool = False) -> None:
         """Add a group that was made for this world, or kept from the previous one."""
         self._of_user |= {kind} if is_of_user else set()
         held.users += held not in self._held.values()
@@ -194,12 +197,12 @@ class World:
         """Return the group of a kind. Raises RuntimeError as in `held`."""
         return self.held(kind).group
 
-    def ranks(self, kind: str) -> tuple[int, ...]:
+    def ranks(self, kind: str) -> Ranks:
         """Return this world's ranks in the group of a kind, in the group's order. Raises RuntimeError as in `held`."""
         self.held(kind)
         return self._ranks[kind]
 
-    def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
+    def tie(self, stages: Ranks) -> td.ProcessGroup:
         """Return the group that connects these stages in this rank's pipeline. Raises RuntimeError as in `held`."""
         return self.group("pipe") if len(stages) == self.layout.pipe else self.group(tie(stages))
 

@@ -32,10 +32,10 @@ from ds_dynatrain.adapters.groups.process_groups import (
     tear_down,
     unregister,
 )
-from ds_dynatrain.adapters.groups.world import KINDS, SAME_AS, HeldGroup, World, peers, tied_peers
+from ds_dynatrain.adapters.groups.world import KINDS, SAME_AS, HeldGroup, Ranks, World, peers, tied_peers
 from ds_dynatrain.space import Layout
 
-Make = Callable[[str, tuple[int, ...], int], HeldGroup]
+Make = Callable[[str, Ranks, int], HeldGroup]
 """Function (kind of group, ranks of the world in the group, this rank) -> the group."""
 GROUP_COUNT = 1000
 """First number in the names of groups that `new_group` makes later.
@@ -62,14 +62,14 @@ class WorldSpec:
     members: Sequence[int]
     previous: Sequence[int]
     layout: Layout
-    ties: Sequence[tuple[int, ...]] = ()
-    own: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ties: Sequence[Ranks] = ()
+    own: Mapping[str, Ranks] = field(default_factory=dict)
     engine: int = 1
     has_sequence: bool = False
     moves_apart: bool = False
 
     @property
-    def union(self) -> tuple[int, ...]:
+    def union(self) -> Ranks:
         """Members of either world, in ascending order."""
         return tuple(sorted({*self.members, *self.previous}))
 
@@ -101,7 +101,7 @@ def build_world(
     union, world = spec.union, spec.world(status)
     made = partial(_made, store, world, seconds)
 
-    def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
+    def make(kind: str, ranks: Ranks, rank: int) -> HeldGroup:
         members = tuple(world.members[each] for each in ranks)
         if present is not None and kind in present.kinds and present.between(kind)[1] == members:
             return present.held(kind)
@@ -123,14 +123,14 @@ def build_world(
     return world
 
 
-def add_groups(store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float) -> None:
+def add_groups(store: Store, world: World, own: Mapping[str, Ranks], seconds: float) -> None:
     """Add the user's own groups to an installed world. All members of the world must call this."""
     _hold_own(world, own, partial(_made, store, world, seconds))
     world.connect(seconds)
     world.register()
 
 
-def _made(store: Store, world: World, seconds: float, kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
+def _made(store: Store, world: World, seconds: float, kind: str, ranks: Ranks, rank: int) -> HeldGroup:
     """Make a group in which this process is `rank`. `ranks` are ranks or, for the moves of a switch, members."""
     name = f"{world.name}_{kind}_{min(ranks)}"
     if len(ranks) == 1 and (kind != "default" or is_accelerated()):
@@ -142,7 +142,7 @@ def _made(store: Store, world: World, seconds: float, kind: str, ranks: tuple[in
     return HeldGroup(group, made_over)
 
 
-def _hold_own(world: World, own: Mapping[str, tuple[int, ...]], make: Make) -> None:
+def _hold_own(world: World, own: Mapping[str, Ranks], make: Make) -> None:
     for kind, ranks in own.items():
         if world.rank is not None and world.rank in ranks:
             world.hold(kind, ranks, make(kind, ranks, world.rank), is_of_user=True)
@@ -159,11 +159,11 @@ def _fill(world: World, make: Make) -> None:
         world.hold(kind, ranks, world.held(serving[0]) if serving else make(kind, ranks, rank))
 
 
-def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = ()) -> World:
+def stand_in_world(rank: int, layout: Layout, ties: Sequence[Ranks] = ()) -> World:
     """Return a world without peers (torch's `fake` back-end), in which an idle member builds its engine."""
     world = World(0, tuple(range(layout.world_size)), rank, layout, tuple(ties))
 
-    def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
+    def make(kind: str, ranks: Ranks, rank: int) -> HeldGroup:
         return HeldGroup(*make_fake_group(f"{OURS}fake_{kind}", ranks.index(rank), len(ranks)))
 
     _fill(world, make)

@@ -53,13 +53,15 @@ def put_plain() -> None:
     ProcessWide(torch.nn.functional.linear).put()
 
 
+StreamState = np.ndarray[Any, Any]
+"""State of a random stream, as bytes."""
 _ACCELERATOR = "accelerator"
 _TRACKED = "checkpointing:"
 
 
-def further_streams() -> dict[str, np.ndarray[Any, Any]]:
+def further_streams() -> dict[str, StreamState]:
     """Return a map from the name of each random stream in use that is not torch's own to its state, as bytes."""
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    found: dict[str, StreamState] = {}
     for name, state in get_cuda_rng_tracker().get_states().items():
         found[f"{_TRACKED}{name}"] = state.cpu().numpy()
     if is_accelerated():
@@ -67,7 +69,7 @@ def further_streams() -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
-def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
+def restore_further_streams(streams: dict[str, StreamState]) -> None:
     """Restore random streams from `further_streams`. The tracker's other streams are removed."""
     tracked: dict[str, torch.Tensor] = {}
     for name, held in streams.items():
@@ -90,7 +92,7 @@ def is_of_tensor_index(name: str) -> bool:
     return name.startswith(_TRACKED)
 
 
-def seeded_stream(seed: int) -> np.ndarray[Any, Any]:
+def seeded_stream(seed: int) -> StreamState:
     """Return the state that the accelerator's generator would have if seeded with `seed`.
 
     The generator is not changed.
@@ -99,7 +101,7 @@ def seeded_stream(seed: int) -> np.ndarray[Any, Any]:
     before = accelerator.get_rng_state()
     try:
         accelerator.manual_seed(seed)
-        state: np.ndarray[Any, Any] = accelerator.get_rng_state().cpu().numpy()
+        state: StreamState = accelerator.get_rng_state().cpu().numpy()
         return state
     finally:
         accelerator.set_rng_state(before)

@@ -87,27 +87,38 @@ class ReplicatedStage(ZeroStage):
     group's steps on that stage.
     """
 
-    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
-        for number, master in enumerate(_masters(engine, model)):
-            group = model.tensors[number].group
-            yield Stepped(BufferId("tensor", number), group, [number], model.parameters[number], master)
-        for group, holder in _holders_of_empty_groups(engine.basic_optimizer, model).items():
-            tensors = [number for number, tensor in enumerate(model.tensors) if tensor.group == group]
+    def _masters(self) -> list[torch.Tensor]:
+        """Return the tensors that the basic optimizer steps at stage 0, in the order of registration.
+
+        FP16_UnfusedOptimizer has no master for a parameter without elements, such as an expert of another rank.
+        """
+        parameters = self.model.parameters[: self.model.trainable]
+        if not isinstance(self.zero, FP16_UnfusedOptimizer):
+            return list(parameters)
+        held = iter([master for group in self.zero.fp32_groups for master in group])
+        return [next(held) if each.numel() else torch.empty_like(each, dtype=torch.float32) for each in parameters]
+
+    def stepped(self) -> Iterator[Stepped]:
+        for number, master in enumerate(self._masters()):
+            group = self.model.tensors[number].group
+            yield Stepped(BufferId("tensor", number), group, [number], self.model.parameters[number], master)
+        for group, holder in _holders_of_empty_groups(self.basic, self.model).items():
+            tensors = [number for number, tensor in enumerate(self.model.tensors) if tensor.group == group]
             yield Stepped(BufferId("tensor", tensors[0]), group, tensors, holder, holder, is_empty=True)
 
-    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
-        model.parameters[each.name.index].data = buffers[WEIGHT, each.name].view(each.weight.shape)
+    def put_weight(self, each: Stepped, buffers: Buffers) -> None:
+        self.model.parameters[each.name.index].data = buffers[WEIGHT, each.name].view(each.weight.shape)
 
-    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
-        buffers, scalars = super().describe(engine, model)
-        level_counts(engine.basic_optimizer, scalars, [tensor.group for tensor in model.tensors])
-        fill_absent(engine.basic_optimizer, model, buffers, scalars)
+    def describe(self) -> tuple[Buffers, Scalars]:
+        buffers, scalars = super().describe()
+        level_counts(self.basic, scalars, [tensor.group for tensor in self.model.tensors])
+        fill_absent(self.basic, self.model, buffers, scalars)
         return buffers, scalars
 
-    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+    def census(self) -> list[Found]:
         """Return the whole tensors, at the addresses of the parameters and of the masters."""
-        rows = super().census(engine, model)
-        for number, master in enumerate(_masters(engine, model)):
+        rows = super().census()
+        for number, master in enumerate(self._masters()):
             rows += rows_of(MASTER, master, [(number, 0, master.numel())])
         return rows
 
@@ -127,18 +138,6 @@ def _holders_of_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) 
     return {number: group["params"][-1] for number, group in groups if is_empty_group(model, number)}
 
 
-def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
-    """Return the tensors that the basic optimizer steps at stage 0, in the order of registration.
-
-    FP16_UnfusedOptimizer has no master for a parameter without elements, such as an expert of another rank.
-    """
-    parameters = model.parameters[: model.trainable]
-    if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        return list(parameters)
-    held = iter([master for group in engine.optimizer.fp32_groups for master in group])
-    return [next(held) if each.numel() else torch.empty_like(each, dtype=torch.float32) for each in parameters]
-
-
 class FlatGroups(ZeroStage):
     """Stages with a flat weight buffer and a flat fp32 master (the whole or a rank's part) for each optimizer group."""
 
@@ -147,53 +146,50 @@ class FlatGroups(ZeroStage):
     tensors: ClassVar[str]
     """Names of the attributes in which DeepSpeed's optimizer lists flat weights, masters, and tensors of each group."""
 
-    def slots(self, held: Any, model: ModelMap, group: int) -> Slots:
-        """Return the slots of a group's tensors by DeepSpeed's own bookkeeping.
+    def slots(self, group: int) -> Slots:
+        """Return the slots of a group's tensors by DeepSpeed's own bookkeeping."""
+        return end_to_end(self.model, getattr(self.zero, self.tensors)[group])
 
-        held: DeepSpeed's optimizer.
-        """
-        return end_to_end(model, getattr(held, self.tensors)[group])
-
-    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
-        held, partly = engine.optimizer, getattr(engine.optimizer, "params_in_partition", None)
+    def stepped(self) -> Iterator[Stepped]:
+        held, partly = self.zero, getattr(self.zero, "params_in_partition", None)
         for group, pair in enumerate(zip(getattr(held, self.flats), getattr(held, self.masters), strict=True)):
-            tensors = [number for number, tensor in enumerate(model.tensors) if tensor.group == group != FROZEN]
+            tensors = [number for number, tensor in enumerate(self.model.tensors) if tensor.group == group != FROZEN]
             whole = None if partly is None else sum(map(torch.Tensor.numel, partly[group]))
-            yield Stepped(BufferId("group", group), group, tensors, *pair, is_empty_group(model, group), whole)
+            yield Stepped(BufferId("group", group), group, tensors, *pair, is_empty_group(self.model, group), whole)
 
-    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+    def census(self) -> list[Found]:
         """Return weights as whole tensors at the parameters' addresses, and masters in DeepSpeed's order in a group.
 
         Moments that are kept for whole tensors are listed in the order in which DeepSpeed reads them. Offloaded
         gradients are listed at the positions to which the reduction copies them (`grad_position`).
         """
-        held, basic, rows = engine.optimizer, engine.basic_optimizer, super().census(engine, model)
-        for each in self.stepped(engine, model):
+        held, basic, rows = self.zero, self.basic, super().census()
+        for each in self.stepped():
             if each.is_empty:
                 continue
             peers = getattr(held, "real_dp_process_group", None)  # FP16_Optimizer has whole masters
             low = 0 if peers is None else dist.get_rank(group=peers[each.group]) * each.master.numel()
-            rows += rows_of(MASTER, each.master, self.slots(held, model, each.group), low)
+            rows += rows_of(MASTER, each.master, self.slots(each.group), low)
             partly = () if each.whole is None else held.params_in_partition[each.group]
             for name in rule_of(basic).whole_tensors:
                 moment = basic.state.get(each.master, {}).get(name)
                 if moment is not None:
-                    rows += rows_of(name, moment, end_to_end(model, partly))
+                    rows += rows_of(name, moment, end_to_end(self.model, partly))
             for parameter in partly if keeps_gradients(held) else ():
                 gradient = held.single_partition_of_fp32_groups[each.group].grad
                 _, start, offset, numel = held.grad_position[held.get_param_id(parameter)]
                 address = gradient.data_ptr() + offset * gradient.element_size()
-                rows.append(Found(HOST_GRAD, model.numbers[id(parameter)], start, numel, address))
+                rows.append(Found(HOST_GRAD, self.model.numbers[id(parameter)], start, numel, address))
         return rows
 
-    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+    def refill(self, buffers: Buffers, scalars: Scalars) -> None:
         """Put buffers in as all stages do. Also link parameters to their parts of the masters, and masters to moments.
 
         DeepSpeed would link moments only in the next step, and `safe_get_full_optimizer_state` would not find them
         before that step. FP16_Optimizer has no such links.
         """
-        super().refill(engine, model, buffers, scalars)
-        held = engine.optimizer
+        super().refill(buffers, scalars)
+        held = self.zero
         if isinstance(held, FP16_Optimizer):
             return
         held._link_all_hp_params()
@@ -209,11 +205,11 @@ class FusedStage(FlatGroups):
 
     flats, masters, tensors = "fp16_groups_flat", "fp32_groups_flat", "fp16_groups"
 
-    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
-        held, flat = engine.optimizer, buffers[WEIGHT, each.name]
+    def put_weight(self, each: Stepped, buffers: Buffers) -> None:
+        held, flat = self.zero, buffers[WEIGHT, each.name]
         held.fp16_groups_flat[each.group] = flat
-        for number, at, numel in self.slots(held, model, each.group):
-            model.parameters[number].data = flat.narrow(0, at, numel).view(model.tensors[number].shape)
+        for number, at, numel in self.slots(each.group):
+            self.model.parameters[number].data = flat.narrow(0, at, numel).view(self.model.tensors[number].shape)
 
 
 class FlatStages(FlatGroups):
@@ -221,13 +217,13 @@ class FlatStages(FlatGroups):
 
     flats, masters, tensors = "bit16_groups_flat", "single_partition_of_fp32_groups", "round_robin_bit16_groups"
 
-    def slots(self, held: Any, model: ModelMap, group: int) -> Slots:
+    def slots(self, group: int) -> Slots:
         """Return the slots in the flat order kept for DeepSpeed's reduction."""
-        ordered = zip(held.round_robin_bit16_groups[group], flat_offsets(held, group), strict=True)
-        return [(model.numbers[id(each)], offset, each.numel()) for each, offset in ordered]
+        ordered = zip(self.zero.round_robin_bit16_groups[group], flat_offsets(self.zero, group), strict=True)
+        return [(self.model.numbers[id(each)], offset, each.numel()) for each, offset in ordered]
 
-    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
-        held, group, flat = engine.optimizer, each.group, buffers[WEIGHT, each.name]
+    def put_weight(self, each: Stepped, buffers: Buffers) -> None:
+        held, group, flat = self.zero, each.group, buffers[WEIGHT, each.name]
         held.bit16_groups_flat[group] = flat
         held._update_model_bit16_weights(group)
         held.parallel_partitioned_bit16_groups[group] = held.get_data_parallel_partitions(flat, group)
@@ -238,8 +234,8 @@ class AccumulatingStage(FlatGroups):
 
     flats, masters, tensors = "bf16_groups_flat", "fp32_groups_flat_partition", "bf16_groups"
 
-    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
-        held, group, flat = engine.optimizer, each.group, buffers[WEIGHT, each.name]
+    def put_weight(self, each: Stepped, buffers: Buffers) -> None:
+        held, group, flat = self.zero, each.group, buffers[WEIGHT, each.name]
         held.bf16_groups_flat[group] = flat
         held._update_storage_to_flattened_tensor(held.bf16_groups[group], flat)
         held.bf16_partitioned_groups[group] = list(flat.split(each.master.numel()))
@@ -250,16 +246,16 @@ class PartitionedStage(ZeroStage):
 
     alone = "partition"
 
-    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
-        zero = engine.optimizer
+    def stepped(self) -> Iterator[Stepped]:
+        zero = self.zero
         for index, master in enumerate(zero.fp32_partitioned_groups_flat):
-            tensors = [model.numbers[id(parameter)] for parameter in zero.fp16_groups[index]]
-            weight, group = zero.fp16_partitioned_groups_flat[index], model.tensors[tensors[0]].group
+            tensors = [self.model.numbers[id(parameter)] for parameter in zero.fp16_groups[index]]
+            weight, group = zero.fp16_partitioned_groups_flat[index], self.model.tensors[tensors[0]].group
             yield Stepped(BufferId("subgroup", index), group, tensors, weight, master)
 
-    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
+    def put_weight(self, each: Stepped, buffers: Buffers) -> None:
         """Make each parameter's part, and its last gradient, a view of the given buffers."""
-        zero, weight, position = engine.optimizer, buffers[WEIGHT, each.name], 0
+        zero, weight, position = self.zero, buffers[WEIGHT, each.name], 0
         each.weight.data = weight
         for parameter in zero.fp16_groups[each.name.index]:
             size = parameter.ds_tensor.ds_numel
@@ -268,27 +264,27 @@ class PartitionedStage(ZeroStage):
             getattr(zero, _GRADIENT_PARTS)[parameter.ds_id] = last
             position += size
 
-    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
-        buffers, scalars = super().describe(engine, model)
-        masters = engine.optimizer.fp32_partitioned_groups_flat
+    def describe(self) -> tuple[Buffers, Scalars]:
+        buffers, scalars = super().describe()
+        masters = self.zero.fp32_partitioned_groups_flat
         sizes = [master.numel() for master in masters]
-        gradients = engine.optimizer.grad_partitions_flat_buffer.split(sizes)
+        gradients = self.zero.grad_partitions_flat_buffer.split(sizes)
         buffers.update({(STALE_GRAD, BufferId("subgroup", index)): last for index, last in enumerate(gradients)})
         return buffers, scalars
 
-    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+    def census(self) -> list[Found]:
         """Return where each part lies: by `ds_tensor` for weights, and by `grad_position` for masters and gradients."""
-        zero = engine.optimizer
+        zero = self.zero
         rows = []
         parameter: Any
-        for index, parameter in enumerate(model.parameters):
+        for index, parameter in enumerate(self.model.parameters):
             part = parameter.ds_tensor.numel()
             start = dist.get_rank(group=parameter.ds_process_group) * part
             numel = max(0, min(part, parameter.ds_numel - start))
             if not numel:
                 continue
             rows.append(Found(WEIGHT, index, start, numel, parameter.ds_tensor.data_ptr()))
-            if index < model.trainable:
+            if index < self.model.trainable:
                 group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
                 master = zero.fp32_partitioned_groups_flat[group]
                 beside = {MASTER: master, **({HOST_GRAD: master.grad} if keeps_gradients(zero) else {})}
@@ -298,18 +294,18 @@ class PartitionedStage(ZeroStage):
                 rows.append(Found(STALE_GRAD, index, start, numel, last.data_ptr()))
         return rows
 
-    def release(self, engine: Any, model: ModelMap) -> None:
+    def release(self) -> None:
         """Remove patched containers and attributes from the module. Parameters keep no data.
 
         Under torch autocast, DeepSpeed leaves a gathered parameter in the low-precision type. The parameter is given
         the model's type again.
         """
         reset_counters()
-        offload = getattr(engine.optimizer, "parameter_offload", None)
+        offload = getattr(self.zero, "parameter_offload", None)
         if offload is not None:  # classes made for the hooks keep it in cycles, and it refers to groups
             offload.get_param_coordinator().__dict__.clear()
             offload.__dict__.clear()
-        for parameter in model.parameters:
+        for parameter in self.model.parameters:
             parameter.grad = None
             for cell in getattr(getattr(parameter, "partition", None), "__closure__", None) or ():
                 if isinstance(
@@ -317,14 +313,14 @@ class PartitionedStage(ZeroStage):
                 ):  # it is in reference cycles with its methods, and refers to groups
                     cell.cell_contents.__dict__.clear()
             forget_parameter(parameter)
-            parameter.data = torch.empty(0, dtype=model.dtype, device=parameter.device)
-        for module in engine.module.modules():
+            parameter.data = torch.empty(0, dtype=self.model.dtype, device=parameter.device)
+        for module in self.engine.module.modules():
             forget_module(module)
         restore_linear()
 
-    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        super().refill(engine, model, buffers, scalars)
-        zero = engine.optimizer
+    def refill(self, buffers: Buffers, scalars: Scalars) -> None:
+        super().refill(buffers, scalars)
+        zero = self.zero
         # host memory of `offload_param`: one block per optimizer group, of which its sub-groups are slices; the blocks
         # are separate if DeepSpeed allocated them, and contiguous if a switch did
         for group, old in enumerate(zero.param_groups_fp16_flat_cpu_memory if zero.offload_param else ()):
@@ -337,28 +333,28 @@ class PartitionedStage(ZeroStage):
         zero.grad_partitions_flat_buffer = whole(buffers, STALE_GRAD)
 
 
-STAGES: tuple[tuple[type, ZeroStage], ...] = (
-    (DeepSpeedZeroOptimizer_Stage3, PartitionedStage()),
-    (DeepSpeedZeroOptimizer, FlatStages()),
-    (BF16_Optimizer, AccumulatingStage()),
-    (FP16_Optimizer, FusedStage()),
-    (FP16_UnfusedOptimizer, ReplicatedStage()),
-    (torch.optim.Optimizer, ReplicatedStage()),
+STAGES: tuple[tuple[type, type[ZeroStage]], ...] = (
+    (DeepSpeedZeroOptimizer_Stage3, PartitionedStage),
+    (DeepSpeedZeroOptimizer, FlatStages),
+    (BF16_Optimizer, AccumulatingStage),
+    (FP16_Optimizer, FusedStage),
+    (FP16_UnfusedOptimizer, ReplicatedStage),
+    (torch.optim.Optimizer, ReplicatedStage),
 )
 """Pairs of optimizer class and stage. The first class of which an optimizer is an instance applies."""
 
 
-def stage_of(optimizer: object) -> ZeroStage:
-    """Return the stage of an engine's current optimizer.
+def stage_of(engine: Any, model: ModelMap) -> ZeroStage:
+    """Return the stage of an engine's current optimizer, over the engine's parameters.
 
     Raises UnsupportedError, naming the class, if there is none.
     """
     for kind, stage in STAGES:
-        if isinstance(optimizer, kind):
-            return stage
+        if isinstance(engine.optimizer, kind):
+            return stage(engine, model)
     raise UnsupportedError(
-        f"DeepSpeed wrapped the optimizer into a {type(optimizer).__name__}, whose state cannot be moved; leave the "
-        "key of the configuration out that asks for it, or leave out the dynatrain block"
+        f"DeepSpeed wrapped the optimizer into a {type(engine.optimizer).__name__}, whose state cannot be moved; leave "
+        "the key of the configuration out that asks for it, or leave out the dynatrain block"
     )
 
 

@@ -59,75 +59,78 @@ class Stepped(NamedTuple):
 class ZeroStage(ABC):
     """One kind of DeepSpeed optimizer: where its state lies, and how it is detached from a module and restored."""
 
+    def __init__(self, engine: Any, model: ModelMap) -> None:
+        self.engine, self.model, self.zero, self.basic = engine, model, engine.optimizer, engine.basic_optimizer
+
     alone: ClassVar[str] = "tensor"
     """Kind of place (`BufferId.place`) in which the buffers of frozen tensors lie."""
 
     @abstractmethod
-    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
+    def stepped(self) -> Iterator[Stepped]:
         """Yield each tensor that the basic optimizer steps."""
 
     @abstractmethod
-    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
+    def put_weight(self, each: Stepped, buffers: Buffers) -> None:
         """Make the weights of a master, and the parameters' views of them, use the memory of the given buffer."""
 
-    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
+    def describe(self) -> tuple[Buffers, Scalars]:
         """Return the live flat buffers and scalars on this rank."""
         buffers: Buffers = {}
         scalars = Scalars()
-        for each in self.stepped(engine, model):
-            moments, counts = read_state(engine.basic_optimizer, each.master, each.group, each.whole)
+        for each in self.stepped():
+            moments, counts = read_state(self.basic, each.master, each.group, each.whole)
             held = {WEIGHT: each.weight.data, MASTER: each.master.data, **moments}
-            if keeps_gradients(engine.optimizer) and each.master.grad is not None:  # `offload_states` drops it
+            if keeps_gradients(self.zero) and each.master.grad is not None:  # `offload_states` drops it
                 held[HOST_GRAD] = each.master.grad.detach()
             for kind, one in held.items():
                 buffers[kind, each.name] = one.view(-1)[: 0 if each.is_empty else None]
             for name, value in counts.items():
                 scalars.values.setdefault(name, {}).update(dict.fromkeys(each.tensors, value))
-        for number, parameter in model.frozen():
+        for number, parameter in self.model.frozen():
             buffers[WEIGHT, BufferId(self.alone, number)] = getattr(parameter, "ds_tensor", parameter).data.view(-1)
         return buffers, scalars
 
-    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+    def census(self) -> list[Found]:
         """Return where each parameter's elements lie by DeepSpeed's own bookkeeping, which omits most moments."""
         rows: list[Found] = []
-        for number, parameter in enumerate(model.parameters):
+        for number, parameter in enumerate(self.model.parameters):
             rows += rows_of(WEIGHT, parameter, [(number, 0, parameter.numel())])
         return rows
 
-    def release(self, engine: Any, model: ModelMap) -> None:
+    def release(self) -> None:
         """Remove the optimizer's attributes, but no buffers, from the module.
 
         Called after the optimizer's `destroy`.
         """
-        for parameter in model.parameters:
+        for parameter in self.model.parameters:
             parameter.grad = None
             for name in _PARAMETER_ATTRIBUTES:
                 parameter.__dict__.pop(name, None)
 
-    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+    def refill(self, buffers: Buffers, scalars: Scalars) -> None:
         """Put real buffers into an optimizer that was built without storage.
 
         Raises SwitchRefused if tensors that share a master have different scalars.
         """
-        basic = engine.basic_optimizer
-        for each in self.stepped(engine, model):
+        basic = self.basic
+        for each in self.stepped():
             master, moments = each.master, dict[str, torch.Tensor]()
             for name in rule_of(basic).moments_of(basic.param_groups[each.group]):
                 held = buffers.get((name, each.name))  # before the first step there is none
                 if held is not None:
                     moments[name] = torch.zeros_like(master, dtype=held.dtype) if each.is_empty else held
             if not each.is_empty:
-                self.put_weight(engine, model, each, buffers)
+                self.put_weight(each, buffers)
                 master.data = buffers[MASTER, each.name].view(master.shape)
             if master.numel():  # else the optimizer would not count its steps
                 # ranks that have tensors of an empty group compare theirs
                 counted = each.tensors[:1] if each.is_empty else each.tensors
                 counts = common_scalars(scalars, counted, f"optimizer group {each.group}")
                 write_state(basic, master, each.group, moments, counts)
-            if keeps_gradients(engine.optimizer):
+            if keeps_gradients(self.zero):
                 kept = buffers[HOST_GRAD, each.name]
                 master.grad = kept.view(master.shape) if kept.numel() else torch.zeros_like(master)
-        for number, parameter in model.frozen():
+        for number, parameter in self.model.frozen():
             part = getattr(parameter, "ds_tensor", parameter)
             part.data = buffers[WEIGHT, BufferId(self.alone, number)].view(part.shape)
 
