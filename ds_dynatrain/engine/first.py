@@ -130,7 +130,7 @@ def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
 def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace) -> None:
     """Build the state of the first layout from parameters that arrive one by one. All processes take part."""
     engine.adopt_space(space)
-    values = incoming.values(engine.launch, engine.job.job_seed, works=engine.world is not None)
+    values = incoming.values(engine.job.job_seed, works=engine.world is not None)
     numbers = {id(parameter): number for number, parameter in enumerate(engine.host.model_map.parameters)}
     buffers: Buffers = {}
     if engine.world is None:

@@ -228,8 +228,7 @@ class Host:
 
     def attach_first(self, layout: Layout, world: World, config: Settings, buffers: Buffers) -> None:
         """Attach the first ZeRO optimizer, and initialize its state the way DeepSpeed's constructors do."""
-        for parameter in self.model_map.parameters:
-            parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
+        self.model_map.drop_data()
         self.attach(layout, world, config, buffers, Scalars())
         if isinstance(self.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
             self.optimizer.initialize_optimizer_states()  # takes a step on zeros, which counts and decays masters
@@ -396,9 +395,7 @@ class Host:
         self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
         self.engine.global_rank = -1
         sequence.leave(self.engine)
-        for parameter in self.model_map.parameters:
-            parameter.grad = None
-            parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
+        self.model_map.drop_data()
 
     def attach(self, layout: Layout, world: World, config: Settings, buffers: Buffers, scalars: Scalars) -> None:
         """Build a ZeRO optimizer of `layout` on the module, with `buffers` as its memory.

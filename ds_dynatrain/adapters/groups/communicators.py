@@ -49,6 +49,8 @@ OLDEST_NCCL = (2, 26, 2)
 BUILT_IN = {NCCL: "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 """Back-ends that torch itself provides if it was built with them. Other back-ends register with torch."""
 Kind = td.ProcessGroup.BackendType
+Stop = Callable[[], None]
+"""Function that is called repeatedly during a wait; it may raise."""
 LOOK_SECONDS = 0.05
 """Seconds between two checks whether another member has failed."""
 END_SECONDS = 5.0
@@ -178,7 +180,7 @@ class Endpoint:
     store: Store
 
 
-def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] = go_on) -> Communicator:
+def make_communicator(where: Endpoint, seconds: float, stop: Stop = go_on) -> Communicator:
     """Make a communicator, and connect it if its library can connect before use. All of its members must call this.
 
     seconds: time-out for connecting. Collectives have the time-out of any DeepSpeed job.
@@ -277,9 +279,7 @@ class CommunicatorLink:
     stop: callback that is called repeatedly during waits; it may raise.
     """
 
-    def __init__(
-        self, communicator: Communicator, member: int, members: Sequence[int], stop: Callable[[], None]
-    ) -> None:
+    def __init__(self, communicator: Communicator, member: int, members: Sequence[int], stop: Stop) -> None:
         self.communicator, self._stop = communicator, stop
         self._rank_of = {each: rank for rank, each in enumerate(members)}
         self._group = td.ProcessGroup(HashStore(), self._rank_of[member], len(members))  # unknown to torch.distributed

@@ -25,6 +25,7 @@ from ds_dynatrain.adapters.groups.communicators import (
     Communicator,
     Connections,
     Endpoint,
+    Stop,
     end,
     go_on,
     make_communicator,
@@ -281,7 +282,7 @@ class World:
         """Return whether `connect` would make a new communicator on this member."""
         return any(self._known(kind, previous) is None for kind in self._served())
 
-    def connect(self, seconds: float, previous: World | None = None, stop: Callable[[], None] = go_on) -> Connections:
+    def connect(self, seconds: float, previous: World | None = None, stop: Stop = go_on) -> Connections:
         """Connect the world's groups on the accelerator. All ranks must call this, while no collective is running.
 
         Communicators of `previous` are kept, in both worlds, if their members stay in the same order; all members agree
@@ -331,7 +332,7 @@ class World:
         members = self.transfer_members
         return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
 
-    def renew(self, ended: Communicator, again: str, seconds: float, stop: Callable[[], None] = go_on) -> None:
+    def renew(self, ended: Communicator, again: str, seconds: float, stop: Stop = go_on) -> None:
         """Replace a communicator that was aborted although its members are alive. All of them must call this.
 
         again: a name that no other call has used.

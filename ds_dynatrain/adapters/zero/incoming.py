@@ -200,7 +200,8 @@ class Incoming:
                 )
         if not joins:
             refuse_undrawable(model, param_init_fn)
-        self.model, self.param_init_fn, self.owners, self.place = model, param_init_fn, owners or {}, 0
+        self.model, self.launch, self.param_init_fn = model, launch, param_init_fn
+        self.owners, self.place = owners or {}, 0
         self.held: dict[int, torch.Tensor] = {}
         self.forms: dict[int, str] = {}
         self.types: dict[int, torch.dtype] = {}
@@ -253,13 +254,13 @@ class Incoming:
             forget_module(module)
         reset_counters()
 
-    def values(self, launch: LaunchWorld, job_seed: int, works: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def values(self, job_seed: int, works: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield each parameter with its whole flat value, one at a time. A collective of all processes of the launch.
 
         A parameter that is whole on every process gets its owner's value, normally that of member 0, as in DeepSpeed.
         Parameters on the meta device are initialized, and yielded only if this member works.
         """
-        places = self._places(launch)
+        launch, places = self.launch, self._places()
         for (_, shape, _, form, _), each in zip(self.rows, self.model.parameters(), strict=True):
             if form == META:
                 continue
@@ -275,15 +276,15 @@ class Incoming:
             for name, module, own in drawing_modules(self.model, meta):
                 yield from draw(f"{job_seed} {name}", module, own, self.types, self.param_init_fn)
 
-    def _places(self, launch: LaunchWorld) -> list[int]:
+    def _places(self) -> list[int]:
         """Return which process has each part, or [] if no parameter is partitioned.
 
         An engine's ranks are not always those of the launch.
         """
         if PART not in self.forms.values():
             return []
-        parts = torch.empty(launch.size, dtype=torch.int64)
-        td.all_gather(list(parts.split(1)), torch.tensor([self.place]), group=launch.group)
+        parts = torch.empty(self.launch.size, dtype=torch.int64)
+        td.all_gather(list(parts.split(1)), torch.tensor([self.place]), group=self.launch.group)
         return parts.argsort().tolist()
 
     def is_drawn(self, parameter: nn.Parameter) -> bool:

@@ -140,6 +140,12 @@ class ModelMap:
         """Number of trainable tensors, which come first in `tensors`."""
         return sum(tensor.group != FROZEN for tensor in self.tensors)
 
+    def drop_data(self) -> None:
+        """Leave the parameters without data and without gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=self.dtype, device=parameter.device)
+
     def frozen(self) -> list[tuple[int, nn.Parameter]]:
         """Return (number, parameter) for each frozen tensor."""
         return list(enumerate(self.parameters))[self.trainable :]

@@ -24,10 +24,13 @@ from ds_dynatrain.support.row import Config
 
 Group = Mapping[str, Any]
 """A parameter group of a torch optimizer: its hyper-parameters, keyed by name."""
+Names = tuple[str, ...]
 Number = int | float | torch.Tensor
 """A scalar's value before the first step, in the type in which it is stored: a Python number or a 0-d tensor."""
+Values = Mapping[str, Number]
+"""A map from the names of scalars to their values before the first step."""
 Moments = Iterable[str] | Callable[[Group], Iterable[str]]
-Scalars = Mapping[str, Number] | Callable[[Group], Mapping[str, Number]]
+Scalars = Values | Callable[[Group], Values]
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,10 @@ class OptimizerRule:
     moments: Moments = ()
     scalars: Scalars = field(default_factory=dict)
     counts_by_group: bool = False
-    whole_tensors: tuple[str, ...] = ()
+    whole_tensors: Names = ()
     placeless: bool = False
 
-    def moments_of(self, group: Group) -> tuple[str, ...]:
+    def moments_of(self, group: Group) -> Names:
         """Return the names of the per-element states of a group's parameters."""
         return tuple(self.moments(group) if callable(self.moments) else self.moments)
 
@@ -58,27 +61,27 @@ class OptimizerRule:
         return dict(self.scalars(group) if callable(self.scalars) else self.scalars)
 
 
-STEP: Mapping[str, Number] = {"step": torch.tensor(0.0, dtype=torch.float32)}
+STEP: Values = {"step": torch.tensor(0.0, dtype=torch.float32)}
 """Scalars of torch's optimizers, which count steps in a float tensor."""
 
 
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
 
 
-def _adam(group: Group) -> tuple[str, ...]:
+def _adam(group: Group) -> Names:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
 
 
-def _sgd(group: Group) -> tuple[str, ...]:
+def _sgd(group: Group) -> Names:
     return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
 
-def _rmsprop(group: Group) -> tuple[str, ...]:
+def _rmsprop(group: Group) -> Names:
     momentum = ("momentum_buffer",) if group["momentum"] > 0 else ()
     return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))
 
 
-_NADAM: Mapping[str, Number] = {**STEP, "mu_product": torch.tensor(1.0, dtype=torch.float32)}
+_NADAM: Values = {**STEP, "mu_product": torch.tensor(1.0, dtype=torch.float32)}
 
 KNOWN: Mapping[str, OptimizerRule] = {
     "torch.optim.adam.Adam": OptimizerRule(_adam, STEP, placeless=True),
@@ -335,7 +338,7 @@ def _refuse_by_name(cls: type) -> None:
         raise UnsupportedError(f"optimizer {full_name(cls)}: {reason}; use AdamW, or one that ds_dynatrain knows")
 
 
-def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Number]) -> None:
+def _check_names(cls: type, moments: Names, scalars: Values) -> None:
     names = [*moments, *scalars]
     if len(set(names)) != len(names):
         raise ConfigError(

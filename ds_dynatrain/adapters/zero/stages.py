@@ -306,14 +306,12 @@ class PartitionedStage(ZeroStage):
             offload.get_param_coordinator().__dict__.clear()
             offload.__dict__.clear()
         for parameter in self.model.parameters:
-            parameter.grad = None
             for cell in getattr(getattr(parameter, "partition", None), "__closure__", None) or ():
-                if isinstance(
-                    cell.cell_contents, Init
-                ):  # it is in reference cycles with its methods, and refers to groups
-                    cell.cell_contents.__dict__.clear()
+                held = cell.cell_contents
+                if isinstance(held, Init):  # it is in reference cycles with its methods, and refers to groups
+                    held.__dict__.clear()
             forget_parameter(parameter)
-            parameter.data = torch.empty(0, dtype=self.model.dtype, device=parameter.device)
+        self.model.drop_data()
         for module in self.engine.module.modules():
             forget_module(module)
         restore_linear()
