@@ -41,7 +41,7 @@ from ds_dynatrain.adapters.model.moe import (
     leave_groups,
     refuse_other_axes,
 )
-from ds_dynatrain.adapters.model.shaper import Made, ModelFactory, Shaper, copied, template_of
+from ds_dynatrain.adapters.model.shaper import Cuts, Made, ModelFactory, Shaper, copied, template_of
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Dealt, Layout
 from ds_dynatrain.support.checks import setting
@@ -74,7 +74,7 @@ class Conversion:
                     "outside of deepspeed.zero.Init, on a real device"
                 )
         self._block, self._config = dict(config["expert_parallel"]), config
-        self._expert_cuts: dict[int, dict[str, AxisCuts]] = {}
+        self._expert_cuts: dict[int, Cuts] = {}
         self._replaced: Any = None
         with refused_by_deepspeed():
             validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
@@ -84,7 +84,7 @@ class Conversion:
         replaced, self._replaced = self._replaced, None
         return replaced
 
-    def expert_cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+    def expert_cuts(self, layout: Layout) -> Cuts:
         """Return a map from each tensor's name to its cut by the expert axis. Raises as `AutoEPShaper.cuts` does."""
         cuts = self._cuts_in_order(layout.expert)
         if layout.experts is None:
@@ -114,7 +114,7 @@ class Conversion:
                 )
         return dict(zip(layers, layout.experts, strict=True))
 
-    def _cuts_in_order(self, size: int) -> Mapping[str, AxisCuts]:
+    def _cuts_in_order(self, size: int) -> Cuts:
         if size not in self._expert_cuts:
             self._expert_cuts[size] = cuts_of(self.dealt(size, 0))
         return self._expert_cuts[size]
@@ -176,7 +176,7 @@ class AutoEPShaper(Conversion, Shaper):
         """Return the tensors of the user's model that AutoEP has replaced."""
         return user_tensors(copied(self._template), self._block)
 
-    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+    def cuts(self, layout: Layout) -> Cuts:
         """Return a map from tensor name to cuts: into whole experts for the stacks, and AutoTP's cuts for other
         tensors.
 
@@ -365,7 +365,7 @@ def leave(engine: Any) -> None:
     _hold_groups(engine, None)
 
 
-def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
+def cuts_of(module: nn.Module) -> Cuts:
     """Return a map from the name of each tensor of a converted module to its cuts.
 
     DeepSpeed's record of which rank holds which experts becomes a cut into whole experts.

@@ -32,7 +32,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_dynatrain.adapters.groups.process_groups import make_fake_group, register, unregister
-from ds_dynatrain.adapters.model.shaper import Made, ModelFactory, Shaper, copied, template_of
+from ds_dynatrain.adapters.model.shaper import Cuts, Made, ModelFactory, Shaper, copied, template_of
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.versions.torch_versions import attends_without_heads
 from ds_dynatrain.errors import LayoutError, UnsupportedError
@@ -46,9 +46,6 @@ WRONG: Mapping[str, str] = {
     "mpt": "its attention counts all heads, whatever its rank holds",
 }
 """Types of Hugging Face models that train wrongly after AutoTP has cut them (measured with DeepSpeed 0.19.8)."""
-
-Cuts = dict[str, AxisCuts]
-"""A map from the name of a logical tensor to its cuts."""
 
 
 def settings(config: Config, size: int) -> dict[str, Any]:
@@ -207,7 +204,7 @@ class TensorShaper(Shaper):
         except UnsupportedError as error:
             return TensorShaper(error, config)
 
-    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+    def cuts(self, layout: Layout) -> Cuts:
         """Return a map from each logical tensor's name to its cut by the tensor axis.
 
         Works for any layout, whichever world is installed.

@@ -58,6 +58,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.groups.device import compute_device
 from ds_dynatrain.adapters.model.shaper import (
+    Cuts,
     Lists,
     Made,
     ModelFactory,
@@ -259,10 +260,10 @@ class NativeShaper(Shaper):
     ) -> None:
         """Take over a user's model, and give it all experts; see `complete`."""
         self._template = template_of(model, factory)
-        self._cuts: dict[int, dict[str, AxisCuts]] = {}
+        self._cuts: dict[int, Cuts] = {}
         self.owners = complete(model, member, lists)
 
-    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+    def cuts(self, layout: Layout) -> Cuts:
         """Return a map from tensor name to cuts that state which expert index holds each expert's tensors.
 
         Raises LayoutError as `convert` does.
@@ -380,7 +381,7 @@ def _complete_lists(model: nn.Module, lists: Lists) -> None:
         listed[first:] = [*order, *(parameter for parameter in listed[first:] if id(parameter) not in place)]
 
 
-def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
+def cuts_of(whole: nn.Module, size: int) -> Cuts:
     """Return a map from tensor name to cuts, for a module with all experts. Raises LayoutError as `convert` does."""
     found = dict(layers(whole))
     check_size({name: layer.num_experts for name, layer in found.items()}, size)

@@ -30,7 +30,9 @@ PARAMETERS, UNIFORM, TYPE, PROFILE = "parameters", "uniform", "type:", "profile"
 
 "type:" is followed by a pattern for the names of layer classes. "profile" takes no argument here.
 """
-Cut = Callable[[int, int], tuple[int, ...]]
+Stages = tuple[int, ...]
+"""Numbers of stages, or the boundaries between stages."""
+Cut = Callable[[int, int], Stages]
 """Function (number of layers, number of stages) -> boundaries of the stages."""
 
 
@@ -59,7 +61,7 @@ class PipelineTemplate:
     names: tuple[str | None, ...]
     tied: Mapping[str, tuple[str, ...]]
     method: str = PARAMETERS
-    parts: tuple[int, ...] = ()
+    parts: Stages = ()
     cut: Cut | None = None
     counts_all: bool = False
 
@@ -89,7 +91,7 @@ class PipelineTemplate:
         ]
         return template
 
-    def boundaries(self, layout: Layout) -> tuple[int, ...]:
+    def boundaries(self, layout: Layout) -> Stages:
         """Return the first layer of each stage, followed by the number of layers, in DeepSpeed's partition.
 
         Raises LayoutError if a stage would have no layer.
@@ -116,7 +118,7 @@ class PipelineTemplate:
             parts = partition_balanced(weights=self._weights(layout.expert), num_parts=layout.pipe)
         return tuple(map(int, parts))
 
-    def stages(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+    def stages(self, layout: Layout) -> dict[str, Stages]:
         """Return a map from each logical tensor's name to the stages that hold it, in ascending order.
 
         A tied tensor has several stages.
@@ -124,7 +126,7 @@ class PipelineTemplate:
         Raises UnsupportedError, naming the tensor, if a tensor that is not tied would be on several stages.
         """
         parts = self.boundaries(layout)
-        found: dict[str, tuple[int, ...]] = {}
+        found: dict[str, Stages] = {}
         for layer, key, prefix in zip(self.layers, self.keys, self.prefixes(), strict=True):
             if layer is None:
                 continue
@@ -143,7 +145,7 @@ class PipelineTemplate:
         """Return, for each layer, the prefix of the names under which its parameters are registered."""
         return tuple(str(at) if key is None else f"tied_modules.{key}" for at, key in enumerate(self.keys))
 
-    def ties(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+    def ties(self, layout: Layout) -> dict[str, Stages]:
         """Return a map from the key of each tied layer to the stages that share it.
 
         The stages are in DeepSpeed's order: the owner comes first.
@@ -185,7 +187,7 @@ class PipelineTemplate:
         """Return one layer from a module like `whole`. The layer must not be a function."""
         return whole.get_submodule(self.prefixes()[number])
 
-    def _holders(self, parts: Sequence[int], prefix: str) -> tuple[int, ...]:
+    def _holders(self, parts: Sequence[int], prefix: str) -> Stages:
         return tuple(sorted({_stage(parts, number) for number, each in enumerate(self.prefixes()) if each == prefix}))
 
     def _weights(self, expert: int) -> list[int]:

@@ -23,6 +23,8 @@ from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, is_partitioned
 
 ModelFactory = Callable[[], nn.Module]
+Cuts = Mapping[str, AxisCuts]
+"""A map from the name of each logical tensor to how a layout cuts it."""
 Lists = Sequence[list[nn.Parameter]]
 """The caller's lists of a model's parameters, such as those of an optimizer's groups."""
 WAY_OUT = "pass `model_factory=`, a function that builds the model anew"
@@ -176,7 +178,7 @@ class Shaper:
     autoep: Any = None
     """The `Conversion` of a model whose layers with experts are AutoEP's; otherwise None."""
 
-    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+    def cuts(self, layout: Layout) -> Cuts:
         """Return a map from each logical tensor's name to how a layout, installed or not, distributes the tensor.
 
         Raises LayoutError, with the arithmetic and the nearest valid size, if the model cannot have the layout. Raises

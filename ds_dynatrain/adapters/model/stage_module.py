@@ -36,12 +36,12 @@ from ds_dynatrain.adapters.model import moe
 from ds_dynatrain.adapters.model.auto_ep import Conversion
 from ds_dynatrain.adapters.model.moe import enter_layers, layers_with_experts, leave_groups
 from ds_dynatrain.adapters.model.pipeline_layers import PARAMETERS, Cut, PipelineTemplate, giving, is_pipeline, layer_of
-from ds_dynatrain.adapters.model.shaper import Lists, Made, Shaper, with_memory, without_memory
+from ds_dynatrain.adapters.model.shaper import Cuts, Lists, Made, Shaper, with_memory, without_memory
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero.incoming import seeded
 from ds_dynatrain.adapters.zero.no_alloc import is_stand_in, stand_in
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
-from ds_dynatrain.space import AxisCuts, Layout
+from ds_dynatrain.space import Layout
 from ds_dynatrain.support.row import Config
 
 
@@ -107,7 +107,7 @@ class PipelineShaper(Shaper):
             self.autoep = StageExperts(model, self.template, config, bool(lists), first)
             self.template, self.owners = self.autoep.template, self.autoep.owners
 
-    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+    def cuts(self, layout: Layout) -> Cuts:
         """Return which stages, and which expert index on them, hold each tensor.
 
         Raises LayoutError for a tensor axis.
