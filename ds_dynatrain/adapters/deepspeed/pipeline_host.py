@@ -70,21 +70,8 @@ def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
     return (*ends_within, SendGrad) if start <= frozen else ends_within
 
 
-@dataclass(frozen=True)
-class Shortened:
-    """A DeepSpeed schedule without some of its instructions."""
-
-    schedule: Any
-    without: tuple[type, ...]
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Yield the instructions of each step."""
-        for commands in self.schedule:
-            yield [each for each in commands if not isinstance(each, self.without)]
-
-    def num_pipe_buffers(self) -> int:
-        """Return the number of buffers that DeepSpeed's schedule needs."""
-        return int(self.schedule.num_pipe_buffers())
+def _skip(engine: Any, **_: Any) -> None:
+    """Stand in for an instruction of a schedule that is needless."""
 
 
 @contextmanager
@@ -313,7 +300,8 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         """Run DeepSpeed's schedule without the instructions that are unnecessary for frozen layers."""
         self._frozen = self._frozen_layers()
         without = needless(self.module._local_start, self.module._local_stop, self._frozen)
-        super()._exec_schedule(Shortened(pipe_schedule, without))
+        with replaced(self, "_INSTRUCTION_MAP", {**self._INSTRUCTION_MAP, **dict.fromkeys(without, _skip)}):
+            super()._exec_schedule(pipe_schedule)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         """Run DeepSpeed's forward pass. Inputs of frozen layers and of the first trained layer require no gradient."""
