@@ -15,6 +15,7 @@ import torch.distributed as td
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+from ds_dynatrain.adapters.groups.world import peers
 from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate
 from ds_dynatrain.adapters.model.shaping import Children
 from ds_dynatrain.adapters.model.stage_module import PipelineShaper, StageGrid, place, reshape
@@ -163,6 +164,9 @@ class _Groups:
 
     def group(self, kind: str) -> Any:
         return kind
+
+    def ranks(self, kind: str) -> tuple[int, ...]:
+        return peers(self.layout, td.get_rank())[kind]
 
     def tie(self, stages: tuple[int, ...]) -> Any:
         return stages

@@ -19,12 +19,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as td
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe import topology
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from torch import nn
 
@@ -52,24 +54,15 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
     """
 
     def __init__(self, world: World, rank: int) -> None:
-        layout = world.layout
-        self._topo = PipeDataParallelTopology(num_pp=layout.pipe, num_dp=layout.data)
-        self.world = world
-        self.global_rank, self.world_size = rank, layout.world_size
-        self.data_parallel_size, self.pipe_parallel_size = layout.data, layout.pipe
-        self.model_parallel_size = self.slice_parallel_size = 1
-        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
-        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == layout.pipe - 1
-        self.dp_groups = self._topo.get_axis_comm_lists("data")
-        self.dp_group = self.dp_groups[self.stage_id]
-        self.dp_proc_group = world.group("data")
-        self.pipe_groups = self._topo.get_axis_comm_lists("pipe")
-        self.pp_group = self.pipe_groups[self.data_parallel_id]
-        self.pp_proc_group = world.group("pipe")
-        self.ds_model_proc_group = self.pp_proc_group
-        self.ds_model_world_size, self.ds_model_rank = layout.pipe, self.stage_id
-        self.slice_group, self.slice_proc_group = [rank], None
-        self.p2p_groups = self._build_p2p_groups()
+        layout, self.world = world.layout, world
+        groups = {frozenset(world.ranks(kind)): world.group(kind) for kind in ("pipe", "data")}
+        given = SimpleNamespace(
+            get_rank=lambda: rank,
+            get_world_size=lambda: layout.world_size,
+            new_group=lambda ranks: groups.get(frozenset(ranks)),
+        )
+        with replaced(topology, "dist", given), replaced(topology, "print", lambda *_: None):
+            super().__init__(PipeDataParallelTopology(num_pp=layout.pipe, num_dp=layout.data))
 
 
 class PipelineShaper(Shaper):
