@@ -80,23 +80,21 @@ class Coordinator:
         self._stirred = asyncio.Event()
         self._wakes_at = 0.0
 
-    async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
+    async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serve until the job has finished and all peers have disconnected, or until `stop` is set. All connections are
         closed after that."""
         door = Door(listener, self._token, _refusal(self._token_file), self._take)
-        keeper, doorman = asyncio.create_task(self._keep_time()), asyncio.create_task(door.serve())
-        stopper = asyncio.create_task((stop or asyncio.Event()).wait())
+        tasks = [asyncio.create_task(each) for each in (self._keep_time(), door.serve(), stop.wait())]
         try:
-            await asyncio.wait([keeper, doorman, stopper], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()  # raises the error with which it ended, if any
         finally:
-            for task in (keeper, doorman, stopper):
+            for task in tasks:
                 task.cancel()
             for peer in list(self._peers):
                 peer.abort()
-            await asyncio.gather(keeper, doorman, stopper, return_exceptions=True)
-        for task in (keeper, doorman):
-            if not task.cancelled():
-                task.result()  # raises the error with which it ended, if any
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def connected(self) -> int:

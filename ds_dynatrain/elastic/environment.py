@@ -97,10 +97,8 @@ def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.envir
     token_file: path of the file with the agent's token; "" if there is none. The path is absolute, because a script may
     change its working directory.
     """
-    variables[NODE] = place.node
-    variables[COORDINATOR] = str(place.coordinator)
-    variables[JOB] = place.job
-    variables[AGENT] = "" if place.agent is None else str(place.agent)
+    place_of = {NODE: place.node, COORDINATOR: str(place.coordinator), JOB: place.job, AGENT: str(place.agent or "")}
+    variables.update(place_of)
     if token_file:
         variables[TOKEN_FILE] = token_file
 

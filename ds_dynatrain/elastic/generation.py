@@ -141,7 +141,7 @@ class Amendment(WireRecord):
         if world.members[: len(kept)] != kept:
             return None
         return cls(
-            head=GenerationHead(**{name: getattr(world, name) for name in GenerationHead.model_fields}),
+            head=GenerationHead(**world.model_dump(exclude={"members"})),
             base=base.digest,
             dropped=tuple(member for member in base.members if member not in world.ranks),
             added=world.members[len(kept) :],

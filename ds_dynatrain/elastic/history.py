@@ -193,13 +193,10 @@ class Point:
 
     def then(self, later: Point) -> Point:
         """Return this point merged with a later one."""
-        return replace(
-            later,
-            steps=self.steps + later.steps,
-            samples=self.samples + later.samples,
-            stepping=self.stepping + later.stepping,
-            seconds=self.seconds + later.seconds,
-        )
+        sums = {
+            name: getattr(self, name) + getattr(later, name) for name in ("steps", "samples", "stepping", "seconds")
+        }
+        return replace(later, **sums)
 
 
 class GenerationChange(WireRecord):

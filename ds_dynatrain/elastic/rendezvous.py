@@ -116,7 +116,8 @@ class NodeRendezvous(RendezvousHandler):
         RendezvousClosedError if the job has finished.
         """
         self._end_line(failed=True)  # torchrun asks again only to restart failed workers
-        node = self._new_node()
+        self._starts += 1
+        node = f"{new_node(self._parameters.local_addr or '')}-{self._starts}"
         if self._host is not None:
             self._host.coordinator.host_node = node
         seconds = float(self._parameters.get("join_timeout", JOIN_SECONDS))
@@ -166,11 +167,6 @@ class NodeRendezvous(RendezvousHandler):
         if self._line is not None:
             self._line.close(failed)
             self._line = None
-
-    def _new_node(self) -> str:
-        """Return a new id for this node; called at each start of the workers."""
-        self._starts += 1
-        return f"{new_node(self._parameters.local_addr or '')}-{self._starts}"
 
     def _compare(self, least: int, most: int) -> None:
         mine = (self._parameters.min_nodes, self._parameters.max_nodes)

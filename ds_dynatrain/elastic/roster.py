@@ -124,12 +124,10 @@ class Roster(dict[str, RosterEntry]):
 
     def remove(self, member: str) -> RosterEntry | None:
         """Remove a worker and return its entry; None if it is not in the roster."""
-        entry = self.pop(member, None)
-        if entry is not None:
-            here = self._nodes[node_of(member)]
-            del here[member]
-            if not here:
-                del self._nodes[node_of(member)]
+        entry, here = self.pop(member, None), self._nodes[node_of(member)]
+        here.pop(member, None)
+        if not here:
+            del self._nodes[node_of(member)]
         return entry
 
     def report(self, member: str, report: Report, now: float) -> bool:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from accelerate.utils import gather_object, send_to_device
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from ds_dynatrain.data import Cursor, TrainLoader
+from ds_dynatrain.data import TrainLoader
 from ds_dynatrain.errors import ConfigError, DataError
-from ds_dynatrain.integrations.shared.batches import refuse_other_epochs
+from ds_dynatrain.integrations.shared.batches import EngineBatches
 
 MOST_SET = 2**32 - 1
 """The largest seed that `set_seed` takes.
@@ -40,7 +40,7 @@ class _Prepared:
         """Do nothing, because the order of an epoch follows from the job's position here."""
 
 
-class TrainingBatches(_Prepared):
+class TrainingBatches(EngineBatches, _Prepared):
     """Loader of this rank's micro-batches, one by one. The last one of a global batch sets `sync_gradients`.
 
     A change of the world takes effect between two global batches. The loader reads from the engine once there is one;
@@ -51,19 +51,10 @@ class TrainingBatches(_Prepared):
     """Number of samples with which the last batch is padded, which is always 0."""
 
     def __init__(self, accelerator: Any, loader: DataLoader[Any]) -> None:
-        super().__init__(accelerator, loader)
+        EngineBatches.__init__(self, loader)
+        _Prepared.__init__(self, accelerator, loader)
         self.end_of_dataloader = False
-        self._ours: TrainLoader | None = None
         self._drawn = 0
-
-    @property
-    def loader(self) -> TrainLoader:
-        """The engine's loader. Raises ConfigError before there is an engine."""
-        if self._ours is None:
-            raise ConfigError(
-                "the training DataLoader has no engine yet: prepare the model and its optimizer before the loop"
-            )
-        return self._ours
 
     @property
     def samples(self) -> int:
@@ -97,16 +88,6 @@ class TrainingBatches(_Prepared):
         if generator is not None and not settings.use_seedable_sampler:
             return int(generator.initial_seed())
         return of_job if of_job <= MOST_SET else 0
-
-    def refuse_other_epochs(self, saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a stock checkpoint whose epochs differ; see the function of this name."""
-        refuse_other_epochs(self._torch, saved)
-
-    def go_to(self, steps: int) -> None:
-        """Move to the position after `steps` optimizer steps of the job."""
-        epoch, step = divmod(steps, self.loader.order.steps)
-        state = self.loader.state_dict()
-        self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
 
     def note_backward(self) -> None:
         """Record that a backward pass begins. Raises DataError if further micro-batches were fetched before it."""

@@ -17,7 +17,38 @@ Window = tuple[MicroBatch, ...]
 """This rank's micro-batches of one global batch."""
 
 
-class GlobalBatches:
+class EngineBatches:
+    """Loader that reads from the engine once there is one.
+
+    loader: a torch DataLoader over the data set. Its samplers and collate function are used.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._torch = loader
+        self._ours: TrainLoader | None = None
+
+    @property
+    def loader(self) -> TrainLoader:
+        """The engine's loader. Raises ConfigError before there is an engine."""
+        if self._ours is None:
+            raise ConfigError(
+                "the training loader has no engine yet: prepare the model and its optimizer, and iterate over the "
+                "loader in training alone"
+            )
+        return self._ours
+
+    def refuse_other_epochs(self, saved: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a stock checkpoint whose epochs differ; see the function of this name."""
+        refuse_other_epochs(self._torch, saved)
+
+    def go_to(self, steps: int) -> None:
+        """Move to the position after `steps` optimizer steps of the job."""
+        epoch, step = divmod(steps, self.loader.order.steps)
+        state = self.loader.state_dict()
+        self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
+
+
+class GlobalBatches(EngineBatches):
     """Loader of global batches, which reads from the engine once there is one; see `bind`.
 
     loader: a torch DataLoader over the data set. Its samplers and collate function are used.
@@ -27,8 +58,8 @@ class GlobalBatches:
     """
 
     def __init__(self, loader: DataLoader[Any], global_batch: int, name: str, seed: int | None = None) -> None:
-        self._torch, self.batch_size, self._name, self._seed = loader, global_batch, name, seed
-        self._ours: TrainLoader | None = None
+        super().__init__(loader)
+        self.batch_size, self._name, self._seed = global_batch, name, seed
         self._drawn: Callable[[], None] = lambda: None
 
     @property
@@ -41,17 +72,6 @@ class GlobalBatches:
         """Whether an incomplete last batch is left out."""
         return bool(self._torch.drop_last)
 
-    def refuse_other_epochs(self, saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a stock checkpoint whose epochs differ; see the function of this name."""
-        refuse_other_epochs(self._torch, saved)
-
-    @property
-    def loader(self) -> TrainLoader:
-        """The engine's loader. Raises ConfigError before there is an engine."""
-        if self._ours is None:
-            raise ConfigError("the training loader has no engine yet; iterate over it while it trains alone")
-        return self._ours
-
     def bind(self, engine: Any, drawn: Callable[[], None] | None = None, reshuffle: bool | None = None) -> None:
         """Read from `engine`.
 
@@ -60,12 +80,6 @@ class GlobalBatches:
         """
         made = engine.loader(self._torch, seed=self._seed, reshuffle=reshuffle, name=self._name)
         self._ours, self._drawn = cast("TrainLoader", made), drawn or self._drawn
-
-    def go_to(self, steps: int) -> None:
-        """Move to the position after `steps` optimizer steps of the job."""
-        epoch, step = divmod(steps, len(self))
-        state = self.loader.state_dict()
-        self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
 
     def __len__(self) -> int:
         rest = 0 if self.drop_last else self.batch_size - 1
