@@ -223,9 +223,7 @@ def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None
     if BLOCK not in whole:
         return own, None
     block = _validated(whole[BLOCK])
-    _check_together(block)
-    _check_monitors(block, own)
-    _check_partition(block, own)
+    _check_together(block, own)
     if block.layout is None or block.layout.zero_stage is not None:
         return own, block
     layout = block.layout.model_copy(update={"zero_stage": _deepspeed_stage(own)})
@@ -250,7 +248,11 @@ def _validated(block: object) -> DynatrainConfig:
         raise ConfigError(
             f"{BLOCK}: expected an object of keys, got {block!r} ({type_name(block)}); write {{}} for the defaults"
         )
-    _refuse_removed(block)
+    if block.get("transport") == "ring":
+        raise ConfigError(
+            f'{BLOCK}.transport: "ring" is gone, because a switch was no faster by it than by gloo; use "gloo", which '
+            'does not read the memory of other members either, or "auto", which does where the kernel permits it'
+        )
     try:
         return DynatrainConfig.model_validate(dict(block))
     except ValidationError as error:
@@ -266,16 +268,6 @@ def _validated(block: object) -> DynatrainConfig:
         expected = "an object of keys" if first["type"].startswith("model") else expected
         value = first["input"]
         raise ConfigError(f"{where}: expected {expected}, got {value!r} ({type_name(value)})") from error
-
-
-def _refuse_removed(block: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for values that earlier versions accepted. The error says why they were removed, and what to
-    use."""
-    if block.get("transport") == "ring":
-        raise ConfigError(
-            f'{BLOCK}.transport: "ring" is gone, because a switch was no faster by it than by gloo; use "gloo", which '
-            'does not read the memory of other members either, or "auto", which does where the kernel permits it'
-        )
 
 
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
@@ -307,34 +299,25 @@ def _unknown_key(where: str, valid: list[str]) -> str:
     return f"{where}: unknown key; {hint}valid here: {', '.join(valid)}"
 
 
-def _check_monitors(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if switches are to be written to monitors and DeepSpeed's part enables none."""
-    blocks = [own.get(name) for name in MONITORS]
-    if block.report.monitor and not any(isinstance(each, Mapping) and each.get("enabled") for each in blocks):
+def _check_together(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for keys that cannot be combined with each other, or with DeepSpeed's part."""
+    monitors = [own.get(name) for name in MONITORS]
+    if block.report.monitor and not any(isinstance(each, Mapping) and each.get("enabled") for each in monitors):
         raise ConfigError(
             f"{BLOCK}.report.monitor: switches go to DeepSpeed's monitors, and none of "
             f"{', '.join(f'{name}.enabled' for name in MONITORS)} is true; set one of them, or leave "
             f"{BLOCK}.report.monitor out"
         )
-
-
-def _check_partition(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a profile is to determine the stages and no profile is named."""
-    pipeline = own.get("pipeline")
+    pipeline, balance = own.get("pipeline"), block.balance
     method = str(pipeline.get("partition", "")).lower() if isinstance(pipeline, Mapping) else ""
-    if method == "profile" and (block.balance is None or block.balance.profile is None):
+    if method == "profile" and (balance is None or balance.profile is None):
         raise ConfigError(
             f'pipeline.partition "profile" cuts stages by a profile: name its file in {BLOCK}.balance.profile '
             '("mode": "off" beside it measures nothing), or give "parameters" until `engine.balancer.profile.save` has '
             "written one"
         )
-
-
-def _check_together(block: DynatrainConfig) -> None:
-    """Raise `ConfigError` for keys that cannot be combined."""
     if block.safety == "lean" and block.fallback is None:
         raise ConfigError(f'{BLOCK}.safety: "lean" switches through a checkpoint: name a folder for it in {BACKUP_KEY}')
-    balance = block.balance
     if block.layouts == BEST and (balance is None or not (balance.profile or balance.measures)):
         raise ConfigError(
             f'{BLOCK}.layouts: "{BEST}" chooses from a profile of the model: name its file in {BLOCK}.balance.profile'

@@ -197,7 +197,7 @@ class Accelerator(Collectives, Checkpoints, Below):
     def _begins(self, loader: EvaluationBatches) -> bool:
         """Return whether a pass over an evaluation loader has batches on this process."""
         engine = self.engine
-        return engine is None or (not engine.idle and engine._parts.loaders.begin_evaluation(loader))
+        return engine is None or (not engine.idle and engine._parts.begin_evaluation(loader))
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from figures import keep, machine, table
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ds_dynatrain.membership import agreement
-from ds_dynatrain.membership.agreement import SwitchRequest
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Join, Session, VoteResult, joined_requests
@@ -164,8 +163,7 @@ def one_switch(switch: Switch, mine: Control, generation: int, together: threadi
         waited[name] = 1e3 * (time.perf_counter() - begin)
         return result
 
-    request = SwitchRequest(switch.target.to_dict(), None, generation)
-    timed("ask", lambda: agreement.agree(mine, str(generation), request, switch.members, proposal))
+    timed("ask", lambda: agreement.agree(mine, str(generation), switch.members, proposal, generation))
     timed("prepare", lambda: prepare(mine, proposal))
     while mine.read(proposal.meeting_key) is None:
         if member == switch.members[0] and proposal.is_prepared(mine):
@@ -178,7 +176,7 @@ def one_switch(switch: Switch, mine: Control, generation: int, together: threadi
     decision = timed("verify", lambda: session.vote(lambda: report, joined_sides, switch.judge))
     if not decision.commit:
         raise RuntimeError(decision.reason)
-    measured = {"kept": 1, "local": 1, "sent": 1, "certificate_ms": 1.0, "peak_memory": 1}
+    measured = {"bytes_kept": 1, "bytes_local": 1, "bytes_sent": 1, "certificate_ms": 1.0, "peak_memory_bytes": 1}
     timed("acknowledge", lambda: session.reduce("acknowledged", measured, over_all))
     return waited
 
@@ -230,7 +228,7 @@ def simulated(members: int) -> dict[str, float]:
     store.set_timeout(timedelta(seconds=60))
     counts, found = Counts(), dict[str, float]()
     proposal = switch.proposal(2)
-    asked = {**asdict(SwitchRequest(switch.target.to_dict(), None, 1)), "destination": proposal.fingerprint()}
+    asked = {"said": f"{switch.target} (asked at step 1)", "destination": proposal.fingerprint()}
 
     def request_of(rank: int) -> dict[str, Any]:
         return {"refusal": None, "asked": [[rank, asked]]}

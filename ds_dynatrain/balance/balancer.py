@@ -85,7 +85,7 @@ class Balancer:
         """Whether costs are already known to differ from those of the earlier windows."""
         self._noted: tuple[str, int] = ("", 0)
         """The segment and micro-step of the last call of `note`, and the number of calls at that micro-step."""
-        engine.switcher.listeners.append(self._note_switch)
+        engine.switch_listeners.append(self._note_switch)
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Balancer:
     def _move_to(self, layout: Layout, without: tuple[int, ...]) -> MoveCost | None:
         """Return the cost of moving to a layout without some ranks; None if a switch would be refused."""
         members = (*self._course.let_go, *(self._engine.members[rank] for rank in without))
-        estimate = self._engine.switcher.dry_run(layout, {}, members)
+        estimate = self._engine.estimate(layout, {}, members)
         return None if estimate.refusal else MoveCost(estimate.bytes_sent, self._pause.seconds(estimate.bytes_sent))
 
     @property
@@ -193,7 +193,7 @@ class Balancer:
         logger.debug("balance: step %d: %s", engine.global_steps, course.why or "nothing was decided")
         if course.gain is not None and self._open is not None:
             slowdown = course.slowdown
-            engine.switcher.note_gain(self._open, course.gain, None if slowdown is None else slowdown.removed)
+            engine.note_gain(self._open, course.gain, None if slowdown is None else slowdown.removed)
         if course.verdict is not None:
             self._open = None
         if course.wanted is not None and self._asked is None:
@@ -209,7 +209,7 @@ class Balancer:
         without = (*let_go, *(engine.members[rank] for rank in wanted.without))
         reason = Reason(CAUSE, wanted.predicted_gain, without)
         try:
-            pending = engine.switcher.ask(wanted.layout, None, {}, late=False, reason=reason)
+            pending = engine.ask_for_switch(wanted.layout, None, {}, late=False, reason=reason)
         except SwitchRefused as refusal:  # for example, the script has a switch pending, or members change
             self._put_off(str(refusal))
             return
@@ -368,7 +368,7 @@ class Balancer:
         window = TimingWindow.of(rows, engine.layout, self._model.cut, beside, waits)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
-        self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.switcher.bytes_per_second).fitted(self._switches)
+        self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.bytes_per_second).fitted(self._switches)
         has_changed = self._averaged is not None and averaged.since != self._averaged.since
         steps = (each.newest if has_changed else each.steps for each in timed.values())
         measured = max(steps, key=lambda each: each.seconds)

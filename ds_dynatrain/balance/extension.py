@@ -43,7 +43,7 @@ def suggest(
     count = len(PROCESS.membership.able(engine)) if members is None else members
 
     def seconds(layout: Layout) -> float:
-        return engine.switcher.dry_run(layout, {}).seconds
+        return engine.estimate(layout, {}).seconds
 
     return fastest(engine, known, count, _limit_of(engine) or PLENTY, horizon_steps, seconds)
 

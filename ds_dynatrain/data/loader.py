@@ -97,7 +97,7 @@ class LoaderHost(Protocol):
         last: whether the micro-batch is the last one of its global batch.
         """
 
-    def open_batch(self, slots: Sequence[Slot]) -> None:
+    def note_slots(self, slots: Sequence[Slot]) -> None:
         """Record this rank's slots of a global batch that is fetched as a whole. `deal` is called for each of them
         later."""
 
@@ -395,7 +395,7 @@ class Pass(Iterator[Any]):
 
     def _open(self, slot: Slot, last: bool) -> None:
         if not self.loader.mid_window:
-            self._host.open_batch(self._window)
+            self._host.note_slots(self._window)
 
     def close(self) -> None:
         """Drop the torch loader. Its worker processes end once nothing refers to the loader any longer."""

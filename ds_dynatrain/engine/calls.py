@@ -2,65 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ds_dynatrain.checkpoint import folder as folders
+from ds_dynatrain.checkpoint.others import ZeroFolder, rules_then
+from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints import restore
-from ds_dynatrain.engine.checkpoints import stock_folder as stock
-from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
-from ds_dynatrain.engine.checkpoints.sources import ALL, CheckpointPart
-from ds_dynatrain.engine.discarded import DiscardableBatch
-from ds_dynatrain.engine.switcher import Switcher
+from ds_dynatrain.engine.checkpoints.other_tools import check_batch
+from ds_dynatrain.engine.checkpoints.saving import PendingSave
+from ds_dynatrain.engine.checkpoints.sources import CheckpointPart
+from ds_dynatrain.engine.discarded import DISCARDED
+from ds_dynatrain.engine.loaders import LoadingEngine
 from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.restoration import Restored
+from ds_dynatrain.space import MASTER, Layout, VirtualParameterSpace
 
 ELSEWHERE = "this member came late, and the others"
 COUNT = "loop over engine.epochs(n), which counts the job's epochs"
+EXPERT_SIZE = "ds_dynatrain_expert_size.json"
+"""File among DeepSpeed's with the expert size, which these do not state. DeepSpeed reads masters and optimizer states
+of experts by rank, so at another size it would give them to other experts."""
 
 
-class Checkpoints:
-    """Calls that save and load checkpoints, in our format and in DeepSpeed's; see the methods of `DynatrainEngine`."""
-
-    def __init__(self, engine: EngineCore, switcher: Switcher, saver: Saver, window: DiscardableBatch) -> None:
-        self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
+class SavingEngine(LoadingEngine):
+    """An engine that saves and loads checkpoints, in our format and in DeepSpeed's; see `DynatrainEngine`."""
 
     def save(self, path: str | os.PathLike[str], tag: str | None, background: bool) -> Path | PendingSave:
         """Save a checkpoint; see `DynatrainEngine.save`."""
         agreed = self._arrive("save in the background" if background else "save", path, tag)
         if agreed is None:
-            given_up = PendingSave(self.engine.global_steps)
-            given_up.run(lambda: _not_saved("save", path, tag))
-            return given_up if background else given_up.wait()
-        folder, name = agreed
-        how = self._saver.start if background else self._saver.save
-        in_the_way = self._switcher.in_the_way(of_reading=True)
-        return how(folder, name, self._key("save"), in_the_way, None)
+            pending = PendingSave(self.global_steps)
+            pending.run(lambda: _not_saved("save", path, tag))
+        else:
+            key, in_the_way = self._key("save"), self.in_the_way(of_reading=True)
+            pending = self.saver.save(agreed[0], agreed[1], key, in_the_way, None, background)
+        return pending if background else pending.wait()
 
-    def load(
-        self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: CheckpointPart = ALL
-    ) -> Restored:
+    def load(self, path: str | os.PathLike[str], tag: str | None, part: CheckpointPart) -> Restored:
         """Load a checkpoint; see `DynatrainEngine.load`. Like a switch, this uses up a generation number.
 
         part: see `FromCheckpoint`.
         """
         agreed = self._arrive("load", path, tag)
         if agreed is None:
-            raise CheckpointError(
-                f"load({path}, {tag}): {ELSEWHERE} load nothing here; loop over engine.epochs(n), which counts the "
-                "job's epochs"
-            )
-        self._saver.settle()
-        folder, name = agreed
-        engine, place, in_the_way = self.engine, self._switcher.place_in_training(), self._switcher.in_the_way()
-        engine.attempt += 1
-        engine.begin_segment()
-        found = restore.load(engine, folder, name, place, engine.attempt, in_the_way, trust_pickle, part)
-        engine.note_safe()
+            raise CheckpointError(f"load({path}, {tag}): {ELSEWHERE} load nothing here; {COUNT}")
+        self.saver.settle()
+        place, in_the_way = self.place_in_training(), self.in_the_way()
+        self.attempt += 1
+        self.begin_segment()
+        folder, name = Path(agreed[0]).absolute(), agreed[1]
+        found = restore.load(self, folder, name, place, in_the_way, part)
+        self.note_safe()
         return found
 
     def save_stock(self, save: Callable[..., Any], folder: Any, tag: Any) -> bool:
@@ -70,23 +71,23 @@ class Checkpoints:
         """
         self._refuse_late("save_checkpoint")
         self._refuse_map("save_checkpoint", "use engine.save, which saves any layout")
-        if self.engine.layout.order is not None:
+        if self.layout.order is not None:
             raise CheckpointError(
-                f"save_checkpoint: in {self.engine.layout} the flat buffers hold the tensors in another order than "
+                f"save_checkpoint: in {self.layout} the flat buffers hold the tensors in another order than "
                 "DeepSpeed's, which its load would not notice; call engine.save, which any layout can load"
             )
-        if not self.engine.is_discarded:
+        if not self.is_discarded:
             agreed = PROCESS.sync_points.arrive("save_checkpoint", os.fspath(folder), tag)
             if agreed is None:
                 _not_saved("save_checkpoint", folder, tag)
                 return False
 
             def call() -> Any:
-                self.engine.agree()
-                stock.note_experts(self.engine, *agreed)
+                self.agree()
+                self._note_experts(*agreed)
                 return save(*agreed)
 
-            saved = PROCESS.membership.surviving(self.engine, call, lambda: None)
+            saved = PROCESS.membership.surviving(self, call, lambda: None)
             if saved is not None:
                 return bool(saved)
         logger.warning(
@@ -96,15 +97,12 @@ class Checkpoints:
         )
         return False
 
-    def load_stock(
-        self, load: Callable[..., Any], folder: Any, tag: Any, trust_pickle: bool, part: CheckpointPart
-    ) -> Any:
+    def load_stock(self, load: Callable[..., Any], folder: Any, tag: Any, part: CheckpointPart) -> Any:
         """Load a checkpoint of either format; see `DynatrainEngine.load_checkpoint`.
 
         load: DeepSpeed's call.
         """
-        engine = self.engine
-        known = PROCESS.membership.loaded(engine.job.number) if engine.idle else None
+        known = PROCESS.membership.loaded(self.job.number) if self.idle else None
         self._refuse_late("load_checkpoint")
         if known is not None:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
@@ -114,29 +112,29 @@ class Checkpoints:
             logger.warning("load_checkpoint(%s, %s): %s load nothing here; %s", folder, tag, ELSEWHERE, COUNT)
             return None, {}
         folder, tag = agreed
-        if not engine.idle and stock.is_for_us(engine, self._key("stock"), folder, tag, part, trust_pickle):
-            found = self.load(folder, tag, trust_pickle, part)
+        if not self.idle and self._is_for_us(folder, tag, part):
+            found = self.load(folder, tag, part)
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
             self._refuse_map("load_checkpoint", "switch to a map in order first, or load a checkpoint of engine.save")
-            if not engine.idle:
-                engine.begin_segment()
-            result = load(folder, tag, *part)
-        PROCESS.membership.remember_load(engine.job.number, result)
+            if not self.idle:
+                self.begin_segment()
+            result = load(folder, tag, *part[:-1])
+        PROCESS.membership.remember_load(self.job.number, result)
         return result
 
     def _key(self, call: str) -> str:
         """Return a key in the job's key-value store that no other call uses."""
-        return f"{call}/{self._switcher.place_in_training()}"
+        return f"{call}/{self.place_in_training()}"
 
     def _refuse_late(self, call: str) -> None:
         """Raise CheckpointError on all members while part of the state is still moving after a late switch."""
-        if self.engine.awaits_late:
-            raise CheckpointError(f"{call}: {self._switcher.in_the_way()}; call it after that")
+        if self.awaits_late:
+            raise CheckpointError(f"{call}: {self.in_the_way()}; call it after that")
 
     def _refuse_map(self, call: str, way_out: str) -> None:
         """Raise CheckpointError under a map of experts, because DeepSpeed numbers the files of experts by place."""
-        if self.engine.layout.experts is not None:
+        if self.layout.experts is not None:
             raise CheckpointError(
                 f"{call}: the layout has a map of experts, and DeepSpeed's files would mix up experts that are not at "
                 f"the place of their number; {way_out}"
@@ -148,17 +146,141 @@ class Checkpoints:
 
         Raises CheckpointError on an idle member, in a discarded batch, and during a late switch.
         """
-        if self.engine.idle:
+        if self.idle:
             raise CheckpointError(
                 f"{call}: this member is idle and holds no shard; call it on the working members, where engine.idle "
                 "is false"
             )
-        self._window.refuse_checkpoint()
+        if self.is_discarded:
+            raise CheckpointError("; ".join(DISCARDED))
         self._refuse_late(call)
         return PROCESS.sync_points.arrive(call, os.fspath(path), tag)
+
+    # ---- whether DeepSpeed reads a checkpoint itself, or our code reads it -------------------------------------------
+
+    def _note_experts(self, save_dir: str, tag: str | None) -> None:
+        """Write the expert size into the folder of the checkpoint that DeepSpeed is about to save."""
+        if self.rank == 0 and any(each.expert for each in self.vps.tensors):
+            path = Path(save_dir) / (f"global_step{self.global_steps}" if tag is None else str(tag))
+            path.mkdir(parents=True, exist_ok=True)
+            (path / EXPERT_SIZE).write_text(json.dumps(self.layout.expert), encoding="utf-8")
+
+    def _is_for_us(self, load_dir: Any, tag: Any, part: CheckpointPart) -> bool:
+        """Return whether our code reads a checkpoint: one in our format, or one of DeepSpeed's that it may not read.
+
+        Rank 0 decides and informs all working members, which must act the same.
+
+        Raises CheckpointError on all members if no decision is possible, or if only weights are requested and DeepSpeed
+        would not read them.
+        """
+        key = self._key("stock")
+        if self.deepspeed.load_universal_checkpoint():
+            return False
+        session = Session(self.control, key, self.members, "load_checkpoint", is_patient=True)
+        return session.first("is_for_us", lambda: _is_read_here(self, load_dir, tag, part), "looking at a checkpoint")
 
 
 def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:
     """Log that this member, which joined late, saves nothing, and return the path that its call returns."""
     logger.warning("%s(%s, %s): %s save nothing here; %s", call, path, tag, ELSEWHERE, COUNT)
     return Path(path) / (tag or "")
+
+
+def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointPart) -> bool:
+    try:
+        path = Path(load_dir) / (folders.latest(Path(load_dir)) if tag is None else str(tag))
+    except CheckpointError:
+        return False  # DeepSpeed raises its own error
+    is_ours, held = (path / RECORD).is_file(), None
+    if not is_ours:
+        if part.load_optimizer_states and not part.load_module_only:
+            _check_expert_size(engine, path)
+        with suppress(CheckpointError):  # it is no checkpoint, or has experts or others that our code cannot read
+            held = ZeroFolder.open(path, part.trust_pickle)
+    if part.is_read_here:
+        if held is not None:
+            check_batch(engine, held)
+        return is_ours or (held is not None and _differs(engine, held))
+    if is_ours or (held is not None and _is_beyond(engine, held, part)):
+        raise CheckpointError(
+            f"load_checkpoint: a part of {path} (load_optimizer_states, load_module_only, custom_load_fn) is read by "
+            "DeepSpeed, which cannot: it was saved by engine.save, or in another layout; load all "
+            "of it, or give initialize a model with its weights (ds-dynatrain checkpoint convert)"
+        )
+    return False
+
+
+def _check_expert_size(engine: EngineCore, path: Path) -> None:
+    """Raise CheckpointError if a checkpoint of DeepSpeed's says that it was saved with another expert size."""
+    said = path / EXPERT_SIZE
+    size = json.loads(said.read_text(encoding="utf-8")) if said.is_file() else engine.layout.expert
+    if size != engine.layout.expert:
+        raise CheckpointError(
+            f"load_checkpoint: {path} was saved with expert={size}, and this layout has expert={engine.layout.expert}: "
+            f"DeepSpeed would give experts each other's masters and moments; call engine.switch(expert={size}) first, "
+            "or load a checkpoint of engine.save, which loads into any layout"
+        )
+
+
+def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
+    """Return whether a checkpoint was divided differently: by another layout, or by other ZeRO settings
+    (`ZeroRules`)."""
+    try:
+        if not _is_same_layout(engine, held):
+            return True
+        return (engine.layout.pipe > 1 and not _trains_alike(engine, held)) or _is_cut_anew(engine, held)
+    except CheckpointError:
+        return False  # content that our code cannot read: DeepSpeed needs the same layout
+
+
+def _is_beyond(engine: EngineCore, held: ZeroFolder, part: CheckpointPart) -> bool:
+    """Return whether DeepSpeed would fail to read this part of a checkpoint, or read nothing.
+
+    DeepSpeed gathers the weights of stage 3 from files of an equal number of ranks, and reads none if only
+    `load_module_only` is set.
+    """
+    if part.load_optimizer_states and not part.load_module_only:
+        return _differs(engine, held)
+    is_gathered = not part.load_optimizer_states and _is_same_layout(engine, held)
+    return 3 in (held.stage, engine.layout.zero_stage) and not is_gathered
+
+
+def _is_same_layout(engine: EngineCore, held: ZeroFolder) -> bool:
+    layout = engine.layout
+    stage = 1 if engine.vps.rules.parts_without_zero and not layout.zero_stage else layout.zero_stage
+    now = layout.data * layout.sequence, layout.pipe * layout.tensor, stage
+    return (held.ranks, held.parts, held.stage) == now
+
+
+def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
+    """Return whether ranks held different parts than now, as with another `round_robin_gradients` or
+    `sub_group_size`."""
+    layout, now = engine.layout, engine.vps
+    if not layout.zero_stage:
+        return False
+    stock = layout.replace(order=None)
+    before = VirtualParameterSpace(
+        now.line, rules_then(held, now.rules), now.kinds, stock, now.members, now.partitioner
+    )
+    return any(_cut(before, stock, rank) != _cut(now, layout, rank) for rank in range(layout.world_size))
+
+
+def _cut(space: VirtualParameterSpace, layout: Layout, rank: int) -> list[Any]:
+    """Return the sizes of a rank's buffers, and where each piece of its masters lies."""
+    held = space.holding(layout, rank, MASTER)
+    columns = held.start, held.stop, held.buffer, held.offset
+    return [space.local(layout, rank).sizes(), *(column.tolist() for column in columns)]
+
+
+def _trains_alike(engine: EngineCore, held: ZeroFolder) -> bool:
+    """Return whether each stage trained the same tensors as now.
+
+    The checkpoint does not record the boundaries of stages.
+    """
+    layout = engine.layout
+    for stage in range(layout.pipe):
+        there, local = held.shapes(stage), engine.vps.local(layout, layout.rank(pipe=stage))
+        here = {each.name for each in local.tensors if each.trainable and each.numel}
+        if there is not None and here != {name for table in there for name in table}:
+            return False
+    return True

@@ -7,7 +7,7 @@ work, its place is compared with the one that was last reported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.process import PROCESS
@@ -58,20 +58,19 @@ class Change:
 OnChange = Callable[[Change], object]
 
 
-class Changes:
-    """Changes of one engine's place, and the user's functions that are called with them."""
+@dataclass(eq=False)
+class PlacedEngine(EngineCore):
+    """An engine that reports changes of its place to the user's functions."""
 
-    def __init__(self, engine: EngineCore) -> None:
-        self._engine = engine
-        self.listeners: list[OnChange] = []
-        self._told: Place | None = None
-        self._formed = 0
+    change_listeners: list[OnChange] = field(default_factory=list)
+    _told: Place | None = None
+    _formed: int = 0
 
-    def begin(self) -> None:
+    def begin_places(self) -> None:
         """Record the first place. Called once the engine is made and the script can ask for its place."""
         self._told, self._formed = self._present(), PROCESS.membership.formed[0]
 
-    def look(self) -> None:
+    def tell_of_change(self) -> None:
         """Report a change to the listeners, if there is one.
 
         Does nothing while a new world is being formed, because the place is not final yet.
@@ -82,15 +81,14 @@ class Changes:
         formed, (self._formed, words) = self._formed, PROCESS.membership.formed
         if before == self._told:
             return
-        event, reason = self._engine.last_switch, words
+        event, reason = self.last_switch, words
         if self._formed == formed:  # no members have come or gone since the last place
             reason = (event.cause if event is not None else "") or "switch"
         if event is not None and (event.outcome, event.generation) == ("rolled_back", before.generation):
             reason = f"rolled back: {event.reason}" if self._formed <= formed else reason
-        change = Change(before, self._told, self._engine.global_steps, reason)
-        for listener in self.listeners:
+        change = Change(before, self._told, self.global_steps, reason)
+        for listener in self.change_listeners:
             listener(change)
 
     def _present(self) -> Place:
-        engine = self._engine
-        return Place(engine.layout, engine.members, engine.rank, 0 if engine.idle else engine.generation)
+        return Place(self.layout, self.members, self.rank, 0 if self.idle else self.generation)

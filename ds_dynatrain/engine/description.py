@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ds_dynatrain.config import DynatrainConfig
@@ -19,37 +19,24 @@ def described(own: Mapping[str, Any], settings: DynatrainConfig) -> dict[str, st
     return {path: value for path, value in found.items() if not path.startswith(FREE)}
 
 
-def differing_key(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Return a description of the first key that differs between a newcomer and the running job; "" if none differs."""
-    for path in sorted({*mine, *theirs}):
-        if mine.get(path) != theirs.get(path):
-            here, there = mine.get(path, "not given"), theirs.get(path, "not given")
-            return f"{path} is {here} here and {there} in the running job: start it with the same configuration"
-    return ""
+def differing_members(one: Mapping[str, Any], two: Mapping[str, Any], of_one: str, of_two: str) -> str:
+    """Return a description of the first difference between two processes; "" if there is none.
+
+    one: the record of a process, as read from JSON. Its "machine" maps names to values that extensions require to be
+        equal, and its "rows" describe the parameters.
+    """
+    model = "(name, shape, type, form, requires_grad): build the same model on every process"
+    first, other = ({f"parameter {place}": row for place, row in enumerate(each["rows"])} for each in (one, two))
+    differs = differing(one["machine"], two["machine"], of_one, of_two, "make them equal")
+    return differs or differing(first, other, of_one, of_two, model)
 
 
-def differing_parameter(
-    first: Sequence[Any], other: Sequence[Any], of_first: str = "on member 0", of_other: str = "here"
-) -> str:
-    """Return a description of the first parameter that differs between two models; "" if none differs."""
-    first, other = plain(first), plain(other)
-    for place in range(max(len(first), len(other))):
-        theirs = first[place] if place < len(first) else None
-        mine = other[place] if place < len(other) else None
-        if mine != theirs:
-            return (
-                f"parameter {place} is {theirs} {of_first} and {mine} {of_other} (name, shape, type, form, "
-                "requires_grad): build the same model on every process"
-            )
-    return ""
-
-
-def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_first: str, of_other: str = "here") -> str:
-    """Return a description of the first value that differs although extensions require it to be equal; "" if none
-    differs."""
-    for name, value in first.items():
-        if other[name] != value:
-            return f"{name} is {value} {of_first} and {other[name]} {of_other}: make them equal"
+def differing(first: Mapping[str, Any], other: Mapping[str, Any], of_first: str, of_other: str, way_out: str) -> str:
+    """Return a description of the first value that differs between two maps; "" if none differs."""
+    for name in {**first, **other}:
+        one, two = first.get(name, "not given"), other.get(name, "not given")
+        if one != two:
+            return f"{name} is {one} {of_first} and {two} {of_other}: {way_out}"
     return ""
 
 

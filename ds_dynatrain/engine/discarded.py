@@ -8,12 +8,14 @@ members may be at another line of the script, and newcomers have not started it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ds_dynatrain.errors import CheckpointError, SwitchRefused, WorldChanged
+from ds_dynatrain.engine.changes import PlacedEngine
+from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.membership import Membership
@@ -25,60 +27,63 @@ DISCARDED = (
 )
 
 
-class DiscardableBatch:
-    """The open global batch of one engine, with its beginning recorded so that the batch can be trained again."""
+@dataclass(eq=False)
+class DiscardableEngine(PlacedEngine):
+    """An engine whose open global batch can be discarded: its beginning is recorded, so that it is trained again."""
 
-    def __init__(self, engine: EngineCore) -> None:
-        self._engine = engine
-        self._loaders: dict[str, dict[str, Any]] = {}
-        self._streams: streams.Streams | None = None
-        self._output: Any = None
+    _loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _streams: streams.Streams | None = None
+    _output: Any = None
 
-    def open(self, stays_discarded: bool = False) -> None:
+    def open_window(self, stays_discarded: bool = False) -> None:
         """Record the beginning of a global batch. Called before a loader returns the first micro-batch.
 
         stays_discarded: whether the first engine of the process has not yet finished the global batch in which the
             world was aborted. If so, a discarded batch of this engine stays discarded.
         """
-        if self._engine.is_discarded and stays_discarded:
+        if self.is_discarded and stays_discarded:
             return
-        self._engine.is_discarded = False
-        self.note()
+        self.is_discarded = False
+        self.note_window()
 
-    def note(self) -> None:
+    def note_window(self) -> None:
         """Record the current positions of the loaders and the random streams as the beginning of the global batch."""
-        self._loaders = {name: loader.state_dict() for name, loader in self._engine.train_loaders.items()}
+        self._loaders = {name: loader.state_dict() for name, loader in self.train_loaders.items()}
         self._streams = streams.capture()
 
-    def discard(self, has_dealt: bool) -> None:
+    def discard_window(self) -> None:
+        """Drop the gradients of the open global batch, and go back to the batch's beginning."""
+        dealt = self.open_batch.is_dealt
+        self.host.break_off()
+        self.go_back(dealt)
+        self.deepspeed.micro_steps -= self.micro_steps % self.accumulation
+        self.forget_batch()
+        self.host.window_tokens = None
+        self.host.drop_gradients()
+
+    def go_back(self, has_dealt: bool) -> None:
         """Go back to the beginning of the global batch.
 
         has_dealt: whether one of our loaders has returned some of the batch. If not, the user's code manages the
             position in the data.
         """
-        self._engine.is_discarded = True
+        self.is_discarded = True
         if not has_dealt:
-            self.note()
+            self.note_window()
         else:
             for name, state in self._loaders.items():
-                self._engine.train_loaders[name].load_state_dict(state)
+                self.train_loaders[name].load_state_dict(state)
             if self._streams is not None:
                 streams.restore(self._streams)
 
     def refuse_switch(self) -> None:
         """Raise SwitchRefused in a discarded batch. Newcomers do not go through the batch, so they would not answer."""
-        if self._engine.is_discarded:
+        if self.is_discarded:
             raise SwitchRefused(*DISCARDED)
-
-    def refuse_checkpoint(self) -> None:
-        """Raise CheckpointError in a discarded batch. Newcomers do not go through the batch, so they would not
-        answer."""
-        if self._engine.is_discarded:
-            raise CheckpointError(f"{'; '.join(DISCARDED)}")
 
     def remember(self, output: Any) -> Any:
         """Return the output of a forward pass, and keep it if other ranks would be needed to compute it again."""
-        if needs_peers(self._engine.layout) and (self._engine.host.module.training or self._output is None):
+        if needs_peers(self.layout) and (self.host.module.training or self._output is None):
             self._output = pytree.tree_map(_leaf, output)
         return output
 
@@ -92,7 +97,7 @@ class DiscardableBatch:
         """
         before = streams.capture()
         try:
-            if not needed_peers and not needs_peers(self._engine.layout):
+            if not needed_peers and not needs_peers(self.layout):
                 return pytree.tree_map(_leaf, forward())
         finally:
             streams.restore(before)
@@ -100,7 +105,7 @@ class DiscardableBatch:
             raise WorldChanged(
                 "the world was formed anew, and this global batch is discarded: go on with the loader's next"
             )
-        return pytree.tree_map(_leaf if self._engine.host.module.training else _unknown, self._output)
+        return pytree.tree_map(_leaf if self.host.module.training else _unknown, self._output)
 
 
 def needs_peers(layout: Layout) -> bool:

@@ -7,7 +7,6 @@ None of them commits unless all of them can.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial, singledispatchmethod
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.copies.copy import lacks_frozen
 from ds_dynatrain.engine.elastic import Elastic, GenerationBoards
 from ds_dynatrain.engine.parts import EngineParts, open_engines
-from ds_dynatrain.engine.restoring import StateRecovery, let_go, void_before
+from ds_dynatrain.engine.restoring import StateRecovery, let_go
 from ds_dynatrain.errors import ElasticError, SwitchRefused
 from ds_dynatrain.extension import backups_of
 from ds_dynatrain.membership import agreement
@@ -166,10 +165,9 @@ class Driver:
 
     def _own(self) -> OwnFacts:
         elastic = self._elastic
+        held = tuple(held_by(engine, self.say_once, elastic) for engine in self.engines)
         if elastic is None:
-            held = tuple(held_by(engine, self.say_once, tuple, is_fixed=True) for engine in self.engines)
             return OwnFacts("", None, Registry(), False, held, at=self._at)
-        held = tuple(held_by(engine, self.say_once, elastic.replaced) for engine in self.engines)
         known = elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted
         return OwnFacts(*known, held, elastic.member.is_leaving, self._at, self._has_waited)
 
@@ -196,7 +194,7 @@ class Driver:
         for engine in self.engines:
             if engine.is_switching:
                 with engine.turn():
-                    engine.switcher.give_up(action.reason)
+                    engine.give_up(action.reason)
 
     @_do.register
     def _open(self, action: Open) -> None:
@@ -219,7 +217,7 @@ class Driver:
                     engine.attempt = int(record["attempt"])
                     engine.layout, engine.members = Layout.from_dict(record["layout"]), tuple(record["members"])
                     registration.repeat(engine, record["registered"][len(engine.registered) :])
-                    void_before(engine, tuple(record["since"] or ()))
+                    engine.kept.void_before(tuple(record["since"]))
 
     @_do.register
     def _post(self, action: Post) -> None:
@@ -231,28 +229,23 @@ class Driver:
     def _post_job(self, action: PostJob) -> None:
         """Post what a newcomer has to know to build each engine, as plain JSON."""
         for place, engine in enumerate(self.engines):
-            job = engine.job
             record = {
+                **engine.job.alike,
                 "engines": len(self.engines),
                 "attempt": engine.attempt,
                 "layout": engine.layout.to_dict(),
                 "members": engine.members,
                 "registry": to_record(action.registry),
-                "described": job.described,
-                "machine": job.machine,
-                "rows": job.rows,
-                "batch_sizes": asdict(job.batch_sizes),
-                "seed": job.job_seed,
                 "registered": engine.registered,
-                "loaded": self.elastic.loads.get(job.number),
-                "since": None if engine.kept is None else engine.kept.since,
+                "loaded": self.elastic.loads.get(engine.job.number),
+                "since": engine.kept.since,
             }
             self._open_boards.of(place)[0].post("job", record)
 
     @_do.register
     def _void(self, action: Void) -> None:
         for engine in self.engines:
-            void_before(engine, action.before)
+            engine.kept.void_before(action.before)
 
     @_do.register
     def _let_go(self, action: LetGo) -> None:
@@ -281,24 +274,24 @@ class Driver:
             if mine in proposal.union and proposal.source_members
         ]
         moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
-        refusals = dict[int, SwitchRefused | None]()
+        wanted = [
+            partial(needs, engine, proposal.layout, proposal.members, all_nodes, proposal.late)
+            for engine, proposal in moving
+        ]
+        check = NodeMemory(mine, wanted, all_nodes).check
+        checks = dict[int, Callable[[], None]]()
         for engine, proposal in moving:  # before any thread starts: the first one asks each engine for its needs
             with engine.turn():
                 engine.vps.mesh(proposal.source_layout), engine.vps.mesh(proposal.layout)
                 if engine.idle:
                     rank = proposal.members.index(mine)
-                    refusals[engine.job.number] = engine.switcher.rehearse(proposal.layout, rank)
-        wanted = [
-            partial(needs, engine, proposal.layout, proposal.members, all_nodes, proposal.late)
-            for engine, proposal in moving
-        ]
-        memory = NodeMemory(mine, wanted, all_nodes)
+                    checks[engine.job.number] = engine.rehearse(proposal.layout, rank, check)
         for engine, proposal, its in parts:
             with engine.turn():
                 if proposal.moves_nothing:
                     agreement.say_prepared(its[0], proposal)
                 else:
-                    engine.switcher.prepare(proposal, its, memory.check, nodes, refusals.get(engine.job.number))
+                    engine.prepare(proposal, its, checks.get(engine.job.number, check), nodes)
 
     @_do.register
     def _follow(self, action: Follow) -> None:
@@ -306,7 +299,7 @@ class Driver:
         with engine.turn():
             registration.catch_up(engine)
             rank = proposal.members.index(engine.control.member)
-            engine.switcher.prepare(proposal, refusal=engine.switcher.rehearse(proposal.layout, rank))
+            engine.prepare(proposal, check=engine.rehearse(proposal.layout, rank))
 
     @_do.register
     def _pass_by(self, action: PassBy) -> None:
@@ -324,7 +317,7 @@ class Driver:
     def _connect(self, action: Connect) -> None:
         engine = self.engines[action.engine]
         with engine.turn():
-            engine.switcher.connect_ahead()
+            engine.connect_ahead()
 
     @_do.register
     def _transact(self, action: Transact) -> None:
@@ -339,7 +332,7 @@ class Driver:
             record = (self._open_boards.of()[0], self.machine.proposals[0].record_key) if len(engines) > 1 else None
         if prepared.proposal.late:
             with first.turn():
-                first.switcher.enter(prepared, self._place)
+                first.enter_late(prepared, self._place)
             return
         with without_collection():
             votes = self._switch(parts, record)
@@ -351,14 +344,14 @@ class Driver:
 
     def _switch(
         self, parts: Sequence[tuple[EngineParts, Preparation]], record: tuple[Control, str] | None
-    ) -> Sequence[Transaction | LeanTransaction]:
+    ) -> Sequence[Transaction]:
         """Switch engines in the same order on all members, so that all of them commit or none, and return the
         transactions.
 
         record: the board and key of the joint record of several engines, which is written once all of them can commit;
             None for a single engine, whose transaction writes its own record.
         """
-        votes, is_part = list[Transaction | LeanTransaction](), record is not None
+        votes, is_part = list[Transaction](), record is not None
         for engine, preparation in parts:
             given = engine, preparation, self._place
             with engine.turn():
@@ -380,7 +373,7 @@ class Driver:
         for (engine, _), transaction in zip(parts, votes, strict=True):
             with engine.turn():
                 transaction.conclude(decision)
-                engine.switcher.note(transaction)
+                engine.report(transaction)
             outcome.is_uncertain |= transaction.outcome.is_uncertain
         return votes
 
@@ -481,21 +474,14 @@ class Driver:
             self._boards = None
 
 
-def held_by(
-    engine: EngineParts,
-    say: Callable[[str], None],
-    replaced: Callable[[], tuple[int, ...] | None],
-    is_fixed: bool = False,
-) -> HeldState:
+def held_by(engine: EngineParts, say: Callable[[str], None], elastic: Elastic | None) -> HeldState:
     """Return what one engine of this process holds at this moment.
 
     say: logs a message for users.
-    replaced: returns the newest stretch of training that members have reported (each load of state begins a new
-        stretch); see `Elastic.replaced`.
-    is_fixed: whether the launch has a fixed size, so that communicators can be made before the pause.
+    elastic: the membership; None in a launch of fixed size, where communicators can be made before the pause.
     """
     number, preparation, lacks = engine.control.member, engine.preparation, None
-    if is_fixed and is_accelerated() and preparation is not None and preparation.connections is None:
+    if elastic is None and is_accelerated() and preparation is not None and preparation.connections is None:
         lacks = partial(preparation.lacks, engine.world)
     return HeldState(
         number=number,
@@ -513,10 +499,10 @@ def held_by(
         lacks=lacks,
         can_restore=backups_of(engine.extensions) is not None,
         registered=len(engine.registered),
-        since=partial(_since, engine, replaced),
+        since=partial(_since, engine, elastic),
         copies=partial(_copies, engine),
         damaged=partial(_damaged, engine),
-        frozen=_frozen(engine),
+        frozen=engine.kept.frozen_of if engine.kept.frozen else None,
         goes_late=partial(_goes_late, engine, say),
     )
 
@@ -533,47 +519,36 @@ def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) 
     return True
 
 
-def _frozen(engine: EngineParts) -> tuple[Layout, int] | None:
-    """Return the layout and rank in which this member held the frozen weights that are in no copy; see `Survivor`."""
-    kept = engine.kept
-    if kept is None or not kept.frozen or kept.frozen_of is None:
-        return None
-    return kept.frozen_of
-
-
-def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) -> tuple[int, ...] | None:
+def _since(engine: EngineParts, elastic: Elastic | None) -> tuple[int, ...] | None:
     """Return the oldest stretch of training whose copies still count (see `Mark.stretch`); None if it is unknown.
 
     An idle member may not know it. A working member has taken part in every load, unless the others have continued
     without it.
     """
-    kept = engine.kept
-    if kept is None:
-        return ()
-    said = replaced()
-    return None if said is None and engine.idle else max(kept.since, said or ())
+    said = () if elastic is None else elastic.replaced()
+    return None if said is None and engine.idle else max(engine.kept.since, said or ())
 
 
 def _copies(engine: EngineParts) -> tuple[Had, ...]:
     """Return a description of each copy that this process keeps, without reading the copies."""
-    kept, mine = engine.kept, engine.control.member
-    rank = engine.members.index(mine) if mine in engine.members else None
+    mine = engine.control.member
+    present = engine.members.index(mine) if mine in engine.members else None, engine.generation
     return tuple(
         Had(
             copy.mark,
             copy.rank,
-            is_own=(copy.rank, copy.mark.generation) == (rank, engine.generation),
+            is_own=(copy.rank, copy.mark.generation) == present,
             lacks_frozen=lacks_frozen(engine.vps, copy.mark.layout),
         )
-        for copy in (() if kept is None else kept.copies())
+        for copy in engine.kept.copies()
     )
 
 
 def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
     """Return the ranks whose copies this member must provide but finds missing or damaged."""
-    kept, mine, found = engine.kept, engine.control.member, list[int]()
-    for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
-        copy = None if kept is None else kept.find(whole.mark, rank)
+    found = list[int]()
+    for rank in whole.held_by(engine.control.member):
+        copy = engine.kept.find(whole.mark, rank)
         if copy is None or not copy.is_sound(engine.vps):
             logger.error(
                 "the copy of rank %d of step %d is damaged; another one is taken, or the newest checkpoint",

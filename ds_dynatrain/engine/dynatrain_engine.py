@@ -22,9 +22,8 @@ from ds_dynatrain.adapters.model.shaper import Shaper
 from ds_dynatrain.data import BatchArithmetic, Cursor, EvaluationLoader, MicroBatch, TrainLoader
 from ds_dynatrain.engine.changes import OnChange
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
-from ds_dynatrain.engine.checkpoints.sources import CheckpointPart
+from ds_dynatrain.engine.checkpoints.sources import ALL, CheckpointPart
 from ds_dynatrain.engine.discarded import needs_peers, plain
-from ds_dynatrain.engine.loaders import Shuffling
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.switcher import OnSwitch
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
@@ -139,7 +138,7 @@ class DynatrainEngine(HostEngine):
     @property
     def data_rank(self) -> int:
         """This member's index on the data axis; -1 on an idle member. Ranks with equal indices get the same samples."""
-        return self._parts.place("data")
+        return self._parts.data_rank
 
     @property
     def data(self) -> int:
@@ -160,7 +159,7 @@ class DynatrainEngine(HostEngine):
     @property
     def batch(self) -> BatchArithmetic:
         """How a global batch is divided in the current world."""
-        return self._parts.batch_for(self._parts.layout)
+        return self._parts.batch
 
     @property
     def global_batch_size(self) -> int:
@@ -192,20 +191,17 @@ class DynatrainEngine(HostEngine):
     def buddies(self) -> Any:
         """The protection of the state against a member's death, as far as this member knows; None in a job without
         buddies."""
-        found = self._parts.extension("buddies")
-        return None if found is None else found.protection
+        return getattr(self._parts.extension("buddies"), "protection", None)
 
     @property
     def balancer(self) -> Any:
         """Measured times of layers, and the best boundaries for these times; None without `dynatrain.balance`."""
-        found = self._parts.extension("balance")
-        return None if found is None else found.balancer
+        return getattr(self._parts.extension("balance"), "balancer", None)
 
     @property
     def exact(self) -> Any:
         """Record of the newest steps of an exact job, such as `engine.exact.digest`; None without `dynatrain.exact`."""
-        found = self._parts.extension("exact")
-        return None if found is None else found.steps
+        return getattr(self._parts.extension("exact"), "steps", None)
 
     def meter(self, *names: str) -> None:
         """Time each of these modules, and the rest of the model, in the windows of `balance`. For models without
@@ -269,9 +265,9 @@ class DynatrainEngine(HostEngine):
         Raises SwitchRefused on all members, with the reason and what would be possible. In this case nothing has
         changed.
         """
-        self._parts.window.refuse_switch()
+        self._parts.refuse_switch()
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares, experts)
-        return self._parts.switcher.ask(layout, at, sizes, late)
+        return self._parts.ask_for_switch(layout, at, sizes, late)
 
     @in_turn
     def plan(
@@ -290,7 +286,7 @@ class DynatrainEngine(HostEngine):
     ) -> SwitchEstimate:
         """Return what a switch would cost, or why it would be refused. Contacts no other member and changes nothing."""
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares, experts)
-        return self._parts.switcher.dry_run(layout, sizes)
+        return self._parts.estimate(layout, sizes)
 
     def shapes(self) -> dict[str, dict[str, Any]]:
         """Return a map from the name of each parameter to its whole `shape` and its optimizer `group` (-1: frozen).
@@ -321,7 +317,7 @@ class DynatrainEngine(HostEngine):
 
     def on_switch(self, function: OnSwitch) -> OnSwitch:
         """Call `function(event)` on this member after every committed switch; usable as a decorator."""
-        self._parts.switcher.listeners.append(function)
+        self._parts.switch_listeners.append(function)
         return function
 
     def on_change(self, function: OnChange) -> OnChange:
@@ -332,7 +328,7 @@ class DynatrainEngine(HostEngine):
         before its first batch once it works. The change has `before` and `after`, each with `layout`, `members`, `rank`
         and `generation`. Usable as a decorator.
         """
-        self._parts.changes.listeners.append(function)
+        self._parts.change_listeners.append(function)
         return function
 
     @in_turn
@@ -342,7 +338,7 @@ class DynatrainEngine(HostEngine):
         On an idle member the call returns when the member works again, and raises SystemExit(0) when the job has ended.
         """
         parts = self._parts
-        parts.switcher.at_boundary(BOUNDARY)
+        parts.at_boundary(BOUNDARY)
         if not PROCESS.membership.stays_discarded(parts):
             parts.is_discarded = False
 
@@ -369,8 +365,8 @@ class DynatrainEngine(HostEngine):
                 "update_param_groups: this member is idle and holds no shard",
                 "call it on the working members, where engine.idle is false",
             )
-        self._parts.window.refuse_switch()
-        return self._parts.switcher.register(list(groups or ()))
+        self._parts.refuse_switch()
+        return self._parts.register_groups(list(groups or ()))
 
     def register_for_checkpointing(self, name: str, value: Any) -> Any:
         """Save an object that has `state_dict` and `load_state_dict` with the job's state, and return the object.
@@ -447,8 +443,8 @@ class DynatrainEngine(HostEngine):
         reshuffle: whether each epoch has a different order, seeded by `seed` + epoch; by default the setting of the
         DataLoader or of `dynatrain.data`.
         """
-        order = Shuffling(shuffle, seed, reshuffle)
-        return self._parts.loaders.make(dataset, collate_fn, num_workers, order, evaluation, batch_size, name)
+        how = num_workers, shuffle, evaluation, batch_size, name, seed, reshuffle
+        return self._parts.make_loader(dataset, collate_fn, *how)
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
         """Return the loader for the `training_data` that was given to `initialize`."""
@@ -470,8 +466,7 @@ class DynatrainEngine(HostEngine):
                 "deepspeed_io: a sampler of your own cannot follow the world; leave data_sampler out, or give "
                 "shuffle= to engine.loader"
             )
-        evaluation = route != "train"
-        if batch_size is not None and not evaluation:
+        if batch_size is not None and route == "train":
             raise DataError(
                 f"deepspeed_io(batch_size={batch_size}): the micro-batch follows from train_batch_size and the world; "
                 "leave batch_size out"
@@ -480,7 +475,7 @@ class DynatrainEngine(HostEngine):
             dataset,
             collate_fn=collate_fn,
             num_workers=num_local_io_workers,
-            evaluation=evaluation,
+            evaluation=route != "train",
             batch_size=batch_size,
         )
 
@@ -506,7 +501,7 @@ class DynatrainEngine(HostEngine):
         """
         if self._parts.job.has_stages:
             raise usage("engine.micro_batch of a pipeline").error("engine.micro_batch")
-        return self._parts.loaders.micro_batch(one, is_divided)
+        return self._parts.micro_batch(one, is_divided)
 
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
         """Return the mean of `value` (one number) over the data axis, weighted by each rank's `samples`.
@@ -517,7 +512,7 @@ class DynatrainEngine(HostEngine):
         call, if the global batch is discarded, or if this member joined late and the others are elsewhere in their
         scripts. Raises DataError if no rank has a sample.
         """
-        return self._parts.loaders.mean(value, samples)
+        return self._parts.mean(value, samples)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -544,7 +539,7 @@ class DynatrainEngine(HostEngine):
         Raises CheckpointError on all members if the checkpoint could not be saved. Earlier checkpoints are unchanged,
         and training can continue.
         """
-        return self._parts.checkpoints.save(path, tag, background)
+        return self._parts.save(path, tag, background)
 
     @in_turn
     def load(self, path: Folder, tag: str | None = None, *, trust_pickle: bool = False) -> Restored:
@@ -565,7 +560,7 @@ class DynatrainEngine(HostEngine):
         differs from what was saved. In both cases training continues as before the call. Raises OutcomeUnknown if this
         member cannot know whether others have loaded it; this member must not continue training.
         """
-        return self._parts.checkpoints.load(path, tag, trust_pickle)
+        return self._parts.load(path, tag, ALL._replace(trust_pickle=trust_pickle))
 
     @in_turn
     def save_pretrained(
@@ -613,11 +608,11 @@ class DynatrainEngine(HostEngine):
         If the world is aborted during the pass (in a job whose members come and go), a new world is formed, and the
         output trains nothing.
         """
-        parts, window = self._parts, self._parts.window
+        parts = self._parts
         run = partial(self._forward, *inputs, **kwargs)
         parts.control.raise_if_lost()
         if parts.is_discarded:
-            return window.forward_again(run, needed_peers=False)
+            return parts.forward_again(run, needed_peers=False)
         needed_peers = needs_peers(parts.layout)
         if needed_peers and not parts.is_in_epoch and PROCESS.sync_points.arrive("a forward pass") is None:
             raise DataError(
@@ -625,7 +620,7 @@ class DynatrainEngine(HostEngine):
                 "elsewhere in their scripts: loop over engine.epochs(n), which counts the job's epochs, or evaluate "
                 "with engine.loader(..., evaluation=True), which has no batch here"
             )
-        output = PROCESS.membership.surviving(parts, run, lambda: window.forward_again(run, needed_peers))
+        output = PROCESS.membership.surviving(parts, run, lambda: parts.forward_again(run, needed_peers))
         return output if parts.is_discarded else PROCESS.membership.returned(parts, output)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -681,13 +676,13 @@ class DynatrainEngine(HostEngine):
             raise usage("set_gradient_accumulation_boundary").error(
                 f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
             )
-        is_last, place = by_hand or self.is_gradient_accumulation_boundary(), parts.switcher.entered_at
-        if is_last and not parts.switcher.settle():  # some of the state that follows after the pause did not arrive
+        is_last, place = by_hand or self.is_gradient_accumulation_boundary(), parts.entered_at
+        if is_last and not parts.settle_late():  # some of the state that follows after the pause did not arrive
             logger.warning(
                 "this global batch is void: it trains nothing, and the world before the switch deals it again"
             )
             if parts.idle:  # a member that was idle in the old world waits here until it works
-                parts.switcher.at_boundary(place)
+                parts.at_boundary(place)
             return
         super().step(lr_kwargs)
         if by_hand:  # one call for all of the window's micro-batches
@@ -713,8 +708,8 @@ class DynatrainEngine(HostEngine):
         samples: the value of `global_samples` before the step.
         """
         parts = self._parts
-        parts.switcher.note_first_step()
-        parts.switcher.note_step()
+        parts.note_first_step()
+        parts.note_step()
         if parts.open_batch.samples is not None:
             self.global_samples = samples + parts.open_batch.samples
         for extension in parts.extensions:
@@ -755,7 +750,7 @@ class DynatrainEngine(HostEngine):
 
         Raises ConfigError after the first batch.
         """
-        for loader in self._parts.loaders.of_curricula:
+        for loader in self._parts.of_curricula:
             if loader.cursor > Cursor() or loader.mid_window:
                 raise ConfigError(
                     f"set_custom_curriculum_learning_schedule: loader {loader.name!r} has dealt batches by another "
@@ -765,7 +760,7 @@ class DynatrainEngine(HostEngine):
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
         """Set DeepSpeed's hook for curricula: `function(batch, sampler_state)` returns the batch to train on."""
-        for loader in self._parts.loaders.of_curricula:
+        for loader in self._parts.of_curricula:
             loader.post_process = post_process_func
 
     @in_turn
@@ -790,7 +785,7 @@ class DynatrainEngine(HostEngine):
             save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
-        return self._parts.checkpoints.save_stock(save, save_dir, tag)
+        return self._parts.save_stock(save, save_dir, tag)
 
     @in_turn
     def load_checkpoint(
@@ -817,10 +812,9 @@ class DynatrainEngine(HostEngine):
         A member that has just joined a running job loads nothing before its first batch. In this case the call returns
         the result of the job's own call, with the parts of the client state that JSON can hold.
         """
-        part = CheckpointPart(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        )
-        return self._parts.checkpoints.load_stock(super().load_checkpoint, load_dir, tag, trust_pickle, part)
+        states = load_optimizer_states, load_lr_scheduler_states, load_module_only
+        part = CheckpointPart(load_module_strict, *states, custom_load_fn, trust_pickle)
+        return self._parts.load_stock(super().load_checkpoint, load_dir, tag, part)
 
     save_16bit_model = in_turn(HostEngine.save_16bit_model)
     module_state_dict = in_turn(HostEngine.module_state_dict)

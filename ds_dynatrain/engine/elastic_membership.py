@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as td
@@ -19,16 +21,20 @@ from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.member import Ending, end_process
-from ds_dynatrain.engine.boundaries import Boundaries
+from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.discarded import guarded
-from ds_dynatrain.engine.elastic import Elastic
-from ds_dynatrain.engine.parts import parts_of
-from ds_dynatrain.errors import DynatrainError, PeerRefused, SwitchRefused
+from ds_dynatrain.engine.driver import Driver
+from ds_dynatrain.engine.losses import FallibleMembership, Rounds
+from ds_dynatrain.engine.parts import EngineParts, open_engines, parts_of
+from ds_dynatrain.engine.restoring import POLL_SECONDS
+from ds_dynatrain.errors import ConfigError, DynatrainError, ElasticError, PeerRefused, SwitchRefused
+from ds_dynatrain.extension import BACKUP_KEY, backups_of
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.destinations import Registry
-from ds_dynatrain.membership.liveness import Watch, ended_in_error, post_end
+from ds_dynatrain.membership.liveness import Wait, Watch, ended_in_error, post_end
 from ds_dynatrain.membership.proposal import Proposal
-from ds_dynatrain.membership.tally import told
+from ds_dynatrain.membership.tally import Clock, told
+from ds_dynatrain.plan import needs_copies
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.reshard.context import Context, Job
 from ds_dynatrain.reshard.core import EngineCore
@@ -37,9 +43,13 @@ from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.support import usage
 
 T = TypeVar("T")
+WAIT_SECONDS = 0.02
+"""Polling interval of a member that waits for work or for other members."""
+MEET_SECONDS = 1.0
+"""Time that a member waits at a boundary for the others if all were asked to leave, before it trains on."""
 
 
-class ElasticMembership(Elastic):
+class ElasticMembership(FallibleMembership):
     """Membership of this process in a job whose members come and go, with its engines."""
 
     def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
@@ -47,7 +57,8 @@ class ElasticMembership(Elastic):
         self._first = weakref.WeakSet[GroupStatus]()
         """Statuses of the worlds in which engines are being made."""
         self._abort: threading.Thread | None = None
-        self._boundaries = Boundaries(self)
+        self._driver = Driver(self, self._leave)
+        self._clock, self._rounds, self._place = Clock(), Rounds(), ""
         self._jobs: list[Job] = []
         self._must_stay: dict[str, int] = {}
         """The generation in which the coordinator refused to send a node home; in a later one it may be asked again."""
@@ -64,7 +75,7 @@ class ElasticMembership(Elastic):
     def formed(self) -> tuple[int, str]:
         """The generation in which this process trains, and the coordinator's reason for it; (0, "") before the
         first."""
-        world = self._boundaries.driver.trains_in
+        world = self._driver.trains_in
         return (0, "") if world is None else (world.generation, world.reason)
 
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
@@ -110,7 +121,8 @@ class ElasticMembership(Elastic):
         if len(left) == len(self._jobs):
             return
         self._jobs = left
-        self._boundaries.remove()
+        if len(self.engines) > 1:
+            self._driver.forget()
         if not left:
             self.member.stop(has_ended=not ended_in_error())
 
@@ -151,7 +163,7 @@ class ElasticMembership(Elastic):
 
         blocked_seconds: see `Gate.waits`.
         """
-        waits = [status.gate.waits(blocked_seconds) for status in self._boundaries.losses.statuses]
+        waits = [status.gate.waits(blocked_seconds) for status in self.statuses]
         return max(waits, key=lambda wait: wait[1], default=("", 0.0))
 
     def _tear(self, statuses: Sequence[GroupStatus]) -> None:
@@ -161,30 +173,257 @@ class ElasticMembership(Elastic):
     def _give_up(self, reason: str) -> None:
         end_process(Ending.DEVICE, f"its accelerator takes nothing any more: {reason}")
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- boundaries --------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> list[EngineParts]:
+        """Open engines of the process, in the order in which they were made."""
+        return open_engines()
+
+    @property
+    def first(self) -> EngineParts:
+        """The engine that was made first. It represents all engines of the process: members come and go at its
+        boundaries, while no other engine is inside a global batch, and all engines change in one transaction."""
+        return self.engines[0]
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
-        """Do everything that is due at a boundary; see `Boundaries.at_boundary`."""
-        return self._boundaries.at_boundary(parts_of(engine), place)
+        """Do everything that is due at a boundary; see `Membership.at_boundary`.
+
+        Raises SystemExit(0) on a member that leaves, or that was waiting for work when the job ended.
+        """
+        if engine is not self.first:
+            self._at_boundary_of_another(parts_of(engine), place)
+            return engine.window_in_words
+        self._place = place
+        self._clock.arrive(engine.global_steps)
+        self._rounds.begin()
+        self.close_worlds(False)
+        self.see_failure()
+        self._form_anew_if_aborted()
+        for other in self.engines[1:]:
+            if other.is_discarded:  # its batches since the abort are trained again
+                with other.turn():
+                    other.discard_window()
+                other.is_discarded = False
+        obstacle = "" if engine.idle else engine.window_in_words or self._busy_others()
+        if not engine.idle and not obstacle:
+            self._work()
+        while engine.idle:
+            self._wait_for_work()
+            self._clock.skip()
+            engine.settle_state()
+            self._form_anew_if_aborted()  # a member may have died while this one received its part of the state
+            if self._is_paused:
+                self._work()
+        self._tell()
+        return obstacle
+
+    def _tell(self) -> None:
+        """Report this member's step, layout and figures to the coordinator, at the end of a boundary."""
+        first, last = self.first, self.first.last_switch
+        self._clock.depart(first.global_steps, int(first.deepspeed.global_samples))
+        pause_ms = 0.0 if last is None else last.pause_ms
+        kept: Protected = max((each.protects() for each in first.extensions), default="")
+        if not kept and not first.idle and any(map(_loses_by_a_death, self.engines)):
+            kept = "no"
+        saved = sum(each.saved_member_seconds() for each in first.extensions)
+        tally = self._clock.tally.model_copy(update={"saved_member_seconds": saved})
+        self.member.progress(first.global_steps, str(first.layout), pause_ms, kept, tally)
+
+    def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
+        """Take part in a requested switch, at a boundary of an engine other than the first.
+
+        Raises ConfigError if the first engine has not reached a boundary yet, because newcomers would wait at this one.
+        Raises WorldChanged if the script reaches this boundary again and again without reaching one of the first
+        engine.
+        """
+        if not self.first.has_stood:
+            raise ConfigError(
+                f"members come and go between two global batches of the engine that was made first, and the script "
+                f"asks engine {engine.job.number} for a batch ({place!r}) before that one: make this engine first, or "
+                "ask that one first"
+            )
+        self.see_failure()
+        self._form_anew_if_aborted()
+        self._rounds.stay(engine.job.number, self.first.is_discarded)
+        if not (self.first.is_discarded or engine.idle or engine.has_open_window):
+            self._driver.advance(engine, place)
+
+    def _busy_others(self) -> str:
+        """Return a description of the other engine that is inside a global batch; "" if none is.
+
+        The result is the same on all members, because they run the same script.
+        """
+        busy = [one for one in self.engines[1:] if one.has_open_window]
+        if not busy:
+            return ""
+        return (
+            f"engine {busy[0].job.number} is in a global batch whenever the first engine begins one: members can come "
+            "and go only where none is"
+        )
+
+    def _work(self) -> None:
+        """Do everything that is due on a working member.
+
+        If the job has fewer than MIN nodes, this saves the state at once, because the last nodes may disappear without
+        notice too, and waits for more nodes. If that takes too long, it ends the process.
+        """
+        begin, seconds, standing = time.monotonic(), self.wait_seconds, ""
+        while not self.first.idle:
+            self._save(is_due=True)
+            newest = self.member.newest
+            all_leave = newest is not None and newest.change == "planned" and not newest.members
+            waits = all_leave and time.monotonic() - begin < MEET_SECONDS
+            self._advance(has_waited=not waits)
+            self._form_anew_if_aborted()
+            if self.first.awaits_late:  # the switch is decided before the next optimizer step
+                return
+            for extension in () if self.first.idle else self.first.extensions:
+                extension.at_boundary()
+            meets_at = self._driver.machine.meets_at
+            if waits and (meets_at is None or meets_at <= self.first.global_steps):
+                time.sleep(WAIT_SECONDS)
+                continue
+            if self.first.idle or not self._is_paused:
+                return
+            self._driver.say_once(
+                f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s; start more nodes"
+            )
+            if standing != self.first.segment:  # all members of a world save once in it
+                standing = self.first.segment
+                self._save()
+            if time.monotonic() - begin > seconds:
+                self._save()
+                logger.error(
+                    "fewer nodes than MIN for %g s: this process ends with code %d; start more nodes, or give torchrun "
+                    "--nnodes=MIN:MAX a smaller MIN",
+                    *(seconds, Ending.TOO_FEW),
+                )
+                raise SystemExit(int(Ending.TOO_FEW))
+            time.sleep(WAIT_SECONDS)
+
+    def _wait_for_work(self) -> None:
+        """Wait until this idle member is given work. Raises SystemExit(0) if the job has ended or the member must
+        leave.
+        """
+        for engine in self.engines:
+            engine.close_loaders()  # their processes must not outlive the world that they fetched for
+        watch = Watch(self.first.control, by_hearts=False)
+        with self._long_wait() as wait:
+            while self.first.idle:
+                if self._driver.machine.world is None:  # without a change, it waits for no member
+                    wait.rest()
+                wait.look()
+                watch.control = self.first.control
+                self.first.tell_of_change()
+                with suppress(td.DistError):
+                    if self.member.is_finished or watch.look(self.first.members):
+                        raise SystemExit(0)
+                self._advance()
+                if self.first.idle:
+                    self.first.pass_time(WAIT_SECONDS)
+
+    def _long_wait(self) -> Wait:
+        return Wait(self._driver.waits_for, self.member.waits_for)
+
+    def _advance(self, has_waited: bool = True) -> None:
+        """Advance a change of members, or a requested switch, as far as possible now."""
+        if self.ending:
+            raise ElasticError(self.ending)
+        self._driver.advance(self.first, self._place, has_waited)
+
+    @property
+    def _is_paused(self) -> bool:
+        return self.world is not None and self.world.paused
+
+    # ---- after a loss ------------------------------------------------------------------------------------------------
+
+    def see_failure(self) -> None:
+        """Form a new world if a collective has failed that the script itself called, outside all calls of an engine."""
+        failure = self.failure
+        if failure is not None and self.explains(failure):
+            self.form_anew()
+
+    def _form_anew_if_aborted(self) -> None:
+        if self.is_aborted and not self.first.idle:
+            self.form_anew()
+
+    def form_anew(self) -> None:
+        """Wait until a new world is formed. Open global batches are discarded, and trained again later.
+
+        Raises ElasticError if state was permanently lost, or if collectives hang again and again.
+        """
+        for engine in self.engines:
+            with engine.turn():  # afterwards all engines hold the state of one world, the old one or the new one
+                engine.give_up_late("the world was aborted")
+        for engine in self.engines:
+            if not engine.idle:
+                with engine.turn():
+                    engine.discard_window()
+        with self._long_wait() as wait:
+            while self.is_aborted:
+                wait.look()
+                self._advance()
+                if self.is_aborted and self.first.idle:
+                    self._wait_for_work()
+                    break
+                time.sleep(POLL_SECONDS)
+        for engine in self.engines:
+            if not engine.idle:  # if this batch is discarded, training continues from here
+                with engine.turn():
+                    engine.note_window()
+        self._clock.start_over(self.first.global_steps)
+
+    # ---- saving, and leaving -----------------------------------------------------------------------------------------
+
+    def _save(self, is_due: bool = False) -> None:
+        """Have the extensions save the state.
+
+        is_due: whether each extension saves only if its save is due; otherwise all of them save now.
+        """
+        with self._clock.saving():
+            for extension in self.first.extensions:
+                (extension.save_if_due if is_due else extension.save_now)()
+
+    def _leave(self, must_save: bool) -> None:
+        """End this process.
+
+        must_save: whether all members were asked to leave, so that the state has to be saved. In this case all members
+        are at the same step.
+        """
+        name = self.member.id
+        if not must_save:
+            self.member.has_left = True
+            logger.info("%s: its state is with others; it leaves", name)
+            raise SystemExit(0)
+        self._save()
+        if self.first.rank == 0 and backups_of(self.first.extensions) is None:
+            logger.error(
+                "all members were told to leave, and nobody is there to take the state over: nothing of step %d was "
+                "saved; to have it saved, configure %s",
+                *(self.first.global_steps, BACKUP_KEY),
+            )
+        self.member.has_left = True
+        logger.info("%s: nobody goes on; it leaves", name)
+        raise SystemExit(0)
 
     def waiting_change(self, engine: EngineCore) -> str:
         """Return a description of the newest generation if this is the first engine and has not entered it; else ""."""
         newest = self.member.newest
-        if engine is not self._boundaries.first or newest is None or newest.generation <= self.generation:
+        if engine is not self.first or newest is None or newest.generation <= self.generation:
             return ""
         return f"generation {newest.generation}: {newest.reason}"
 
     def open_window(self, engine: EngineCore) -> None:
         """Record the point where the global batch begins, in case the batch is discarded."""
-        parts_of(engine).window.open(stays_discarded=self.stays_discarded(engine))
+        parts_of(engine).open_window(stays_discarded=self.stays_discarded(engine))
 
     def stays_discarded(self, engine: EngineCore) -> bool:
         """Return whether the batches of an engine other than the first are still discarded.
 
         They are discarded until the first engine has finished the batch in which the world was aborted.
         """
-        first = self._boundaries.first
-        return engine is not first and first.is_discarded
+        return engine is not self.first and self.first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
         """Form a new world if a collective has failed that the script itself called.
@@ -192,32 +431,32 @@ class ElasticMembership(Elastic):
         Within a call that `surviving` runs, this raises WorldChanged instead, and `surviving` forms the new world.
         """
         if self._is_in_call:
-            self._boundaries.losses.check()
+            self.check_losses()
         else:
-            self._boundaries.see_failure()
+            self.see_failure()
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
         """Return the result of `call`. If the world is lost during the call, form a new one and return the result of
         `again`."""
-        boundaries, losses, was = self._boundaries, self._boundaries.losses, self._is_in_call
+        was = self._is_in_call
         try:
             self._is_in_call = True
-            losses.check()
+            self.check_losses()
             return call()
         except RuntimeError as error:
-            if not losses.explains(error):
+            if not self.explains(error):
                 if found := complaint():  # every later call would fail, too, including those that end the script
                     self._give_up(found)
                 raise
         finally:
             self._is_in_call = was
-        boundaries.form_anew()
-        losses.close_worlds(True)
+        self.form_anew()
+        self.close_worlds(True)
         return again()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
         """Return the output of a forward pass, with losses whose own `backward` survives the death of a member."""
-        return guarded(parts_of(engine).window.remember(output), engine, self)
+        return guarded(parts_of(engine).remember(output), engine, self)
 
     # ---- switches ----------------------------------------------------------------------------------------------------
 
@@ -287,7 +526,7 @@ class ElasticMembership(Elastic):
     def _generation_ahead(self) -> int:
         """Number of the generation that this member is about to enter, or of its current one if it is not about to
         enter any."""
-        machine = self._boundaries.driver.machine
+        machine = self._driver.machine
         world = self.world if machine.world is None else machine.world
         return 0 if world is None else world.generation
 
@@ -296,18 +535,18 @@ class ElasticMembership(Elastic):
 
         This cannot wait, because other members may die before the change is complete.
         """
-        machine, member = self._boundaries.driver.machine, self.member
+        machine, member = self._driver.machine, self.member
         if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
             member.enter(machine.world)
 
     def entered(self, engine: EngineCore) -> None:
         """Treat any loss in either world as a failure until the late switch has ended."""
         self.enter_window(self._generation_ahead)
-        self._boundaries.driver.entered(parts_of(engine))
+        self._driver.entered(parts_of(engine))
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
         """Update the membership at the end of a late switch; see `Driver.ended`."""
-        self._boundaries.driver.ended([engine], proposal, outcome)
+        self._driver.ended([engine], proposal, outcome)
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
         """Send the event to the coordinator, which keeps it for people who watch the job."""
@@ -337,3 +576,9 @@ def plain_part(value: Any) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError):
         return None
+
+
+def _loses_by_a_death(engine: EngineParts) -> bool:
+    """Return whether the death of one node may lose state that no other node holds."""
+    nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # none if it leaves
+    return needs_copies(engine.vps, engine.layout, nodes)

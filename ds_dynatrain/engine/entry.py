@@ -127,13 +127,7 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
             warm()
         elastic.member.ready()
         with telling_if_long(start_of_job(elastic)):
-            entry: Entry | None = None
-            generation = 0
-            while entry is None:
-                world = elastic.member.wait_for_world(generation)
-                generation = world.generation
-                entry = into(elastic, world, alone, settings.timeout_seconds)
-    return entry
+            return _entered(elastic, alone, settings.timeout_seconds)
 
 
 def beside(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
@@ -145,7 +139,7 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
     Raises ElasticError if a member is lost during the call.
     Raises SystemExit(0) if the job ends.
     """
-    elastic, alone, generation = membership, LaunchWorld.current(), 0
+    elastic = membership
     if not isinstance(elastic, ElasticMembership):
         raise ConfigError(
             f"engine {number}: the others of this process were made in a launch of fixed size; make all engines after "
@@ -157,14 +151,19 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
             f"{elastic.engine_count}; start it with the script of the others, which makes {elastic.engine_count}"
         )
     with _to_the_end_of_the_job(elastic):
-        while True:
-            world = elastic.world or elastic.member.wait_for_world(generation)
-            generation = world.generation
-            entry = into(elastic, world, alone, settings.timeout_seconds, number)
-            if entry is not None:
-                return entry
-            if elastic.world is not None:
-                raise ElasticError(f"engine {number}: a member was lost while it was made; start the job again")
+        return _entered(elastic, LaunchWorld.current(), settings.timeout_seconds, number)
+
+
+def _entered(elastic: ElasticMembership, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry:
+    """Enter the process's generation or, for its first engine, the first one that can be entered; see `into`."""
+    generation = 0
+    while True:
+        world = elastic.world or elastic.member.wait_for_world(generation)
+        generation = world.generation
+        if entry := into(elastic, world, alone, seconds, engine):
+            return entry
+        if elastic.world is not None:
+            raise ElasticError(f"engine {engine}: a member was lost while it was made; start the job again")
 
 
 @contextmanager
@@ -363,7 +362,13 @@ def begin(place: WorkerPlace) -> Early:
         elastic.member.start()
         with telling_if_long(start_of_job(elastic)):
             entry = None if _is_running(elastic) else _start(elastic, alone, settings.timeout_seconds)
-    early = Early(elastic, alone, _node_of(elastic) if entry is None else entry.launch, entry)
+    if entry is None:  # in the world of this process's node, once all workers of the node have come
+        at = elastic.member.place
+        store = elastic.member.store(f"node/{at.node}", START_SECONDS)
+        launch = LaunchWorld.formed(store, "node", at.local_rank, at.local_size, START_SECONDS, GroupStatus())
+    else:
+        launch = entry.launch
+    early = Early(elastic, alone, launch, entry)
     early.install()
     return early
 
@@ -397,10 +402,3 @@ def _is_running(elastic: Elastic) -> bool:
     except OSError:
         return False
     return status.generation > 0 and elastic.member.id not in status.ranks
-
-
-def _node_of(elastic: Elastic) -> LaunchWorld:
-    """Return the world of this process's node. Waits until all workers of the node have come."""
-    place = elastic.member.place
-    store = elastic.member.store(f"node/{place.node}", START_SECONDS)
-    return LaunchWorld.formed(store, "node", place.local_rank, place.local_size, START_SECONDS, GroupStatus())

@@ -28,7 +28,7 @@ from ds_dynatrain.reshard.context import Job
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import Layout, VirtualParameterSpace, row_of, shared_stages
 from ds_dynatrain.support import Target, refuse_layout, usage
-from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE
+from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS
 from ds_dynatrain.transfer import digest
 
 DRAW_SECONDS = 1800.0
@@ -96,23 +96,17 @@ def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, proc
             extension.check_layout(layout, job.batch_sizes, job.has_stages)
         refuse_module(model, layout, job.user_config)
         refuse_layout(Target(job.user_config, layout))
-        if job.settings.owners == "nearest":
-            _refuse_owners(layout, job)
+        others = {
+            "a pipeline": job.has_stages,
+            "experts": not job.features.isdisjoint((EXPERTS, NATIVE_EXPERTS)),
+            "a tensor axis": layout.tensor > 1,
+            "DeepSpeed before 0.19.8": "zero_optimization.round_robin_gradients" in present().refused,
+        }
+        for name in others if job.settings.owners == "nearest" else ():  # tensors in an order of our choice
+            if others[name]:
+                raise usage("an order of tensors by owners").refused(f'"owners": "nearest" with {name}')
     except SwitchRefused as refusal:
         raise ConfigError(str(refusal)) from refusal
-
-
-def _refuse_owners(layout: Layout, job: Job) -> None:
-    """Raise SwitchRefused if the job's tensors cannot have an order of our choice in flat buffers."""
-    others = {
-        "a pipeline": PIPELINE in job.features,
-        "experts": not job.features.isdisjoint((EXPERTS, NATIVE_EXPERTS)),
-        "a tensor axis": layout.tensor > 1,
-        "DeepSpeed before 0.19.8": "zero_optimization.round_robin_gradients" in present().refused,
-    }
-    for name, is_there in others.items():
-        if is_there:
-            raise usage("an order of tensors by owners").refused(f'"owners": "nearest" with {name}')
 
 
 def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:

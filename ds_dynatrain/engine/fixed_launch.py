@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from ds_dynatrain.engine.driver import Driver
 from ds_dynatrain.engine.parts import EngineParts, parts_of
+from ds_dynatrain.errors import MemberMissing
 from ds_dynatrain.membership.liveness import Heartbeat, ending_error, post_end, say_last_words
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.membership import Membership
@@ -49,10 +51,9 @@ class FixedLaunch(Membership):
             return
         waiting = [f"left/{member}" for member in engine.candidates.members if member not in engine.members]
         waiting += [f"ended/{member}" for member in PROCESS.sync_points.late]
-        deadline = time.monotonic() + SEE_OFF_SECONDS
-        while waiting and time.monotonic() < deadline:
-            waiting = [key for key in waiting if board.read(key) is None]
-            time.sleep(IDLE_POLL_SECONDS)
+        if waiting:
+            with suppress(MemberMissing):
+                board.wait(dict(enumerate(waiting)), "the ends of others", time.monotonic() + SEE_OFF_SECONDS)
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
         """Take part in a switch that is due, or wait for one; see `Membership.at_boundary`."""
@@ -74,14 +75,14 @@ class FixedLaunch(Membership):
         while engine.idle:
             self._driver.advance(engine, place)
             if engine.idle:
-                engine.changes.look()
+                engine.tell_of_change()
                 if watch.look(engine.members):
-                    engine.switcher.cancel()
+                    engine.cancel()
                     engine.control.post(f"left/{engine.control.member}", True)
                     raise SystemExit(0)
-                engine.switcher.pass_time(IDLE_POLL_SECONDS)
+                engine.pass_time(IDLE_POLL_SECONDS)
         engine.note_safe()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
         """Return the output of a forward pass, and keep it while the batch may still be discarded."""
-        return parts_of(engine).window.remember(output) if engine.awaits_late else output
+        return parts_of(engine).remember(output) if engine.awaits_late else output

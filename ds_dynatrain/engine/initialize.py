@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import deepspeed
@@ -45,19 +44,17 @@ from ds_dynatrain.config_file import Config, read_config
 from ds_dynatrain.descriptors import raise_descriptors
 from ds_dynatrain.elastic.environment import WorkerPlace, local_rank, settle_watchdog, worker_place
 from ds_dynatrain.elastic.worker_process import at_exit
-from ds_dynatrain.engine.checkpoints.resume import first_state
-from ds_dynatrain.engine.description import described, differing_key, differing_machine, differing_parameter
+from ds_dynatrain.engine.checkpoints.restore import first_state
+from ds_dynatrain.engine.description import described, differing, differing_members, plain
 from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
 from ds_dynatrain.engine.entry import Early, Entry, begin, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.first import check_axes, check_start, first_layout, take_in
-from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
 from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.extension import Extension, check, made
 from ds_dynatrain.membership.destinations import rule_of
 from ds_dynatrain.report import show_by_default
 from ds_dynatrain.reshard.context import Context, Job, OnIdle, OwnGroups
-from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.feasible import dealt
 from ds_dynatrain.reshard.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another
 from ds_dynatrain.reshard.registration import space_of
@@ -135,7 +132,13 @@ def initialize(
     settings = settings.in_launch(is_elastic=worker_place() is not None)
     if worker_place() is not None:
         _settle_elastic_launch()
-        _require_global_batch(own)
+        if not isinstance(own.get("train_batch_size"), int):
+            micro, steps = (own.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+            raise ConfigError(
+                f"train_batch_size is {own.get('train_batch_size')!r}, train_micro_batch_size_per_gpu {micro!r} and "
+                f"gradient_accumulation_steps {steps!r}: in a launch whose nodes come and go the global batch would "
+                'change with their number; give "train_batch_size", which the ranks that are there share'
+            )
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     added = [*made(settings), *extensions]
     for extension in added:
@@ -145,7 +148,7 @@ def initialize(
     engine = _joined(_Given(own, settings, given, on_idle, param_init_fn, mpu, model_factory, tuple(added)), start)
     loader = None if training_data is None else engine._training_loader(training_data, collate_fn)
     try:
-        engine.resumed = first_state(engine._parts, engine._parts.checkpoints.load)
+        engine.resumed = first_state(engine._parts, engine._parts.load)
     except BaseException:
         engine.destroy()
         raise
@@ -198,17 +201,6 @@ def _join_before_engines() -> bool:
     return joins
 
 
-def _require_global_batch(own: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the global batch size is not given, because it would change with the number of ranks."""
-    if not isinstance(own.get("train_batch_size"), int):
-        micro, steps = (own.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-        raise ConfigError(
-            f"train_batch_size is {own.get('train_batch_size')!r}, train_micro_batch_size_per_gpu {micro!r} and "
-            f"gradient_accumulation_steps {steps!r}: in a launch whose nodes come and go the global batch would change "
-            'with their number; give "train_batch_size", which the ranks that are there share'
-        )
-
-
 def _settle_elastic_launch() -> None:
     """Prepare an elastic launch before anything else is done.
 
@@ -247,23 +239,8 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     place = worker_place()
     PROCESS.begin()
     rule_of(given.settings.raw_layouts)  # a wrong one is refused before this process joins anything
-    _refuse_beside(PROCESS.engines, given.arguments["model"], place)
-    for extension in given.extensions:
-        extension.check_launch(place is not None)
-    for other in PROCESS.engines:
-        for extension in (*given.extensions, *other.job.extensions):
-            extension.check_beside(given.settings, other.settings, other.job.number)
-    early: Early | None = PROCESS.found_early()
-    if place is not None and early is None and not PROCESS.engines:
-        start_alone()
-    deepspeed.init_distributed(**start)
-    with PROCESS.joining():
-        return _build(given, place, early)
-
-
-def _refuse_beside(others: list[EngineCore], model: nn.Module, place: WorkerPlace | None) -> None:
-    """Raise UnsupportedError or ConfigError if the model or the process's other engines rule out a new engine."""
-    if others and place is not None and is_pipeline(model):
+    others = PROCESS.engines
+    if others and place is not None and is_pipeline(given.arguments["model"]):
         raise usage("a pipeline beside another engine where members come and go").error()
     stood = [other.job.number for other in others if other.has_stood]
     if place is not None and stood:  # members that have joined would not know of this engine
@@ -271,6 +248,17 @@ def _refuse_beside(others: list[EngineCore], model: nn.Module, place: WorkerPlac
             f"engine {stood[0]} of this process has dealt a batch already, and members that come would not know of a "
             "new engine; make all engines before the first batch of any of them"
         )
+    for extension in given.extensions:
+        extension.check_launch(place is not None)
+    for other in others:
+        for extension in (*given.extensions, *other.job.extensions):
+            extension.check_beside(given.settings, other.settings, other.job.number)
+    early: Early | None = PROCESS.found_early()
+    if place is not None and early is None and not others:
+        start_alone()
+    deepspeed.init_distributed(**start)
+    with PROCESS.joining():
+        return _build(given, place, early)
 
 
 def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> DynatrainEngine:
@@ -292,7 +280,8 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
             extension.check_model(own, model, mpu)
         in_leaves = any(extension.has_leaves for extension in given.extensions)
         if entry.record is not None:
-            if differs := differing_key(said, entry.record["described"]):
+            words = "here", "in the running job", "start it with the same configuration"
+            if differs := differing(said, entry.record["described"], *words):
                 raise ConfigError(f"this process cannot join the job: {differs}")
             layout, sizes = Layout.from_dict(entry.record["layout"]), BatchSizes(**entry.record["batch_sizes"])
         else:
@@ -322,7 +311,8 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
             mine |= extension.described(own)
         records = introduce(entry, rows, mine)
         seed = int((entry.record or records[0])["seed"])
-        parts = (settings, own, sizes, seed, features, rows, said, given.extensions, mine, given.on_idle)
+        alike = {"described": said, "machine": mine, "rows": rows, "batch_sizes": asdict(sizes), "seed": seed}
+        parts = (settings, own, sizes, seed, features, alike, given.extensions, given.on_idle)
         job = Job(*parts, entry.number)
         return _make(job, entry, entry.context(records), layout, arguments, incoming, shaper)
     except BaseException:
@@ -402,7 +392,13 @@ def _make(
         engine.on_change(extension.on_change)
         if hasattr(extension, "state_dict"):
             engine.register_for_checkpointing(extension.name, extension)
-    _settle(engine._parts, entry)
+    parts = engine._parts
+    if entry.world is not None and entry.alone is not None and not entry.joins:  # leave the group of all who start
+        parts.context = replace(parts.context, launch=entry.alone)
+        if parts.idle:
+            entry.alone.install()
+        parts.control.track_teardown(entry.launch.retire())
+        entry.membership.begin(entry.world, parts.members)
     at_exit(_close, weakref.ref(engine))
     return engine
 
@@ -437,18 +433,6 @@ def _idle(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) 
         engine = _engine_in(None, stand_in, given)
     engine._host.leave_world()
     return engine
-
-
-def _settle(engine: EngineParts, entry: Entry) -> None:
-    """Replace the group of all starting processes by one of this process alone, which the process uses while it is
-    idle."""
-    if entry.world is None or entry.alone is None or entry.joins:
-        return
-    engine.context = replace(engine.context, launch=entry.alone)
-    if engine.idle:
-        entry.alone.install()
-    engine.control.track_teardown(entry.launch.retire())
-    entry.membership.begin(entry.world, engine.members)
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
@@ -503,24 +487,15 @@ def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dic
     Raises ConfigError on all processes if a parameter or value differs; if this process joins a running job, only on
     this process. The error names the first difference.
     """
-    if entry.record is not None:
-        differs = differing_machine(entry.record["machine"], machine, "in the running job") or differing_parameter(
-            entry.record["rows"], rows, "in the running job"
-        )
+    mine = {"node": entry.membership.node, "seed": torch.initial_seed(), "machine": machine, "rows": rows}
+    if entry.record is not None and (
+        differs := differing_members(entry.record, plain(mine), "in the running job", "here")
+    ):
+        raise ConfigError(f"this process cannot join the job: {differs}")
+    records = entry.exchange("member", mine)
+    first, *others = sorted(records)
+    for other in others:
+        differs = differing_members(records[first], records[other], f"on member {first}", f"on member {other}")
         if differs:
-            raise ConfigError(f"this process cannot join the job: {differs}")
-    digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
-    record = {"node": entry.membership.node, "seed": torch.initial_seed(), "model": digest, "parameters": rows}
-    record["machine"] = machine
-    records = entry.exchange("member", record)
-    for member, other in sorted(records.items()):
-        first = records[min(records)]
-        whose = f"on member {min(records)}", f"on member {member}"
-        if differs := differing_machine(first["machine"], other["machine"], *whose):
             raise ConfigError(differs)
-        if other["model"] != first["model"]:
-            differs = differing_parameter(first["parameters"], other["parameters"], of_other=f"on member {member}")
-            raise ConfigError(
-                differs or f"the model of member {member} differs from that of member 0: build the same one on both"
-            )
     return records

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -14,61 +14,40 @@ import torch.distributed as td
 from ds_dynatrain.adapters.deepspeed.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.groups.device import is_accelerated
 from ds_dynatrain.data import BatchArithmetic, DataSource, EvaluationLoader, Leaf, MicroBatch, Slot, TrainLoader
-from ds_dynatrain.engine.discarded import DiscardableBatch
-from ds_dynatrain.engine.switcher import Switcher
+from ds_dynatrain.engine.switcher import SwitchingEngine
 from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.core import EngineCore, OpenBatch
+from ds_dynatrain.reshard.core import OpenBatch
 from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.space.leaves import MicroStep
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Shuffling:
-    """Order of a loader as given by its caller. A field is None if the caller does not set it."""
+@dataclass(eq=False)
+class LoadingEngine(SwitchingEngine):
+    """An engine that is the host of its loaders (see `data.loader.Host`), and computes means over their batches."""
 
-    shuffle: bool | None
-    seed: int | None = None
-    reshuffle: bool | None = None
-
-
-class Loaders:
-    """Host of an engine's loaders (see `data.loader.Host`). It also computes means over the loaders' batches."""
-
-    def __init__(self, engine: EngineCore, switcher: Switcher, window: DiscardableBatch) -> None:
-        self.engine, self._switcher, self._window = engine, switcher, window
-        self._evaluation_loaders = 0
-        self._opened: dict[str, tuple[str, int]] = {}
-        """Map from the name of each train loader to its last global batch: (segment, number of micro-batches trained
-        before it)."""
+    _evaluation_loaders: int = 0
+    _opened: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Map from the name of each train loader to its last global batch: (segment, number of micro-batches trained
+    before it)."""
 
     # ---- what loaders ask --------------------------------------------------------------------------------------------
 
     @property
     def data_rank(self) -> int:
         """This member's index on the data axis; -1 on an idle member."""
-        return self.engine.place("data")
+        return self.place("data")
 
     @property
     def batch(self) -> BatchArithmetic:
         """Division of a global batch among the ranks of the current world."""
-        return self.engine.batch_for(self.engine.layout)
-
-    @property
-    def generation(self) -> int:
-        """Number of the current world, counted from 1."""
-        return self.engine.generation
-
-    @property
-    def idle(self) -> bool:
-        """Whether this member waits for work."""
-        return self.engine.idle
+        return self.batch_for(self.layout)
 
     def turn(self) -> AbstractContextManager[None]:
         """Return the context manager for a loader's work, within which process-wide state belongs to this engine."""
-        return PROCESS.turn(self.engine)
+        return PROCESS.turn(self)
 
     def begin_epoch(self, loader: TrainLoader) -> int | None:
         """Begin a pass over a train loader; see `Host.begin_epoch`."""
@@ -80,7 +59,7 @@ class Loaders:
 
     def before_micro_batch(self) -> None:
         """Form a new world if the current one is lost. Called by a train loader before each micro-batch."""
-        PROCESS.membership.before_micro_batch(self.engine)
+        PROCESS.membership.before_micro_batch(self)
 
     def before_batch(self, loader: TrainLoader) -> None:
         """Reach a boundary. Called by a train loader before it begins a global batch.
@@ -88,9 +67,9 @@ class Loaders:
         Raises DataError if the loader's last global batch was trained only partly.
         """
         self._refuse_part(loader)
-        self._switcher.at_boundary(loader.name)
-        PROCESS.membership.open_window(self.engine)
-        self._opened[loader.name] = self.engine.segment, self.engine.micro_steps
+        self.at_boundary(loader.name)
+        PROCESS.membership.open_window(self)
+        self._opened[loader.name] = self.segment, self.micro_steps
 
     def _refuse_part(self, loader: TrainLoader) -> None:
         """Raise DataError if the loader's last global batch was trained only partly.
@@ -98,14 +77,13 @@ class Loaders:
         DeepSpeed's accumulation window would stay open at all later boundaries, and no switch, save or SIGTERM could
         take effect.
         """
-        engine = self.engine
         segment, opened = self._opened.get(loader.name, ("", 0))
-        trained = engine.micro_steps - opened
-        if engine.idle or segment != engine.segment or not 0 < trained < engine.accumulation:
+        trained = self.micro_steps - opened
+        if self.idle or segment != self.segment or not 0 < trained < self.accumulation:
             return
         raise DataError(
             f"loader {loader.name!r}: before global batch {loader.cursor.step} of epoch {loader.cursor.epoch}, "
-            f"{trained} of {engine.accumulation} micro-batches of the last one were trained: one was left out "
+            f"{trained} of {self.accumulation} micro-batches of the last one were trained: one was left out "
             "(`continue`), or they are drawn ahead of training; train every micro-batch, one that is to count nothing "
             "with a finite loss times 0: engine.backward(0 * engine(OTHER_INPUTS)), engine.step(); or leave out whole "
             "global batches, which loader.windows() gives"
@@ -113,24 +91,24 @@ class Loaders:
 
     def deal(self, slot: Slot, last: bool) -> None:
         """Record the slot (weight and number of samples) of the micro-batch that a train loader is about to return."""
-        host = self.engine.host
+        host = self.host
         host.slot_weight, host.slot_is_borrowed = slot.weight, slot.is_borrowed
         if isinstance(slot, Leaf):
             host.micro_step = MicroStep(slot.micro_step, self.batch.data, slot.leaves)
-            streams.begin_leaf(self.engine.stream_seed, self.engine.global_steps, slot.number)
-        self.engine.open_batch = OpenBatch(True, self._samples_with(slot), last)
+            streams.begin_leaf(self.stream_seed, self.global_steps, slot.number)
+        self.open_batch = OpenBatch(True, self._samples_with(slot), last)
 
-    def open_batch(self, slots: Sequence[Slot]) -> None:
+    def note_slots(self, slots: Sequence[Slot]) -> None:
         """Record this rank's slots of a global batch. Called by a train loader before the first micro-batch."""
         for slot in slots:
-            self.engine.open_batch = OpenBatch(True, self._samples_with(slot), False)
+            self.open_batch = OpenBatch(True, self._samples_with(slot), False)
 
     def _samples_with(self, slot: Slot) -> int | None:
         """Return the number of samples in the open global batch, derived from a slot; None if it is not yet known."""
         if isinstance(slot, Leaf):
             return slot.batch_samples
         if slot.is_borrowed:
-            return self.engine.open_batch.samples
+            return self.open_batch.samples
         return round(slot.samples * self.batch.slots / slot.weight)
 
     @contextmanager
@@ -141,47 +119,49 @@ class Loaders:
                 f"engine.micro_batch: a {type(one).__name__} is not one of a loader's windows(); write `for window in "
                 "loader.windows(): for one in window: with engine.micro_batch(one):`"
             )
-        if not self.engine.is_discarded:
+        if not self.is_discarded:
             if one.generation != self.generation:
                 raise DataError(
                     f"engine.micro_batch: the world of generation {one.generation} dealt it, and this is generation "
                     f"{self.generation}; draw the next global batch"
                 )
             self.deal(one.slot, one.is_last)
-            self.engine.host.loss_is_divided = is_divided
+            self.host.loss_is_divided = is_divided
         try:
             yield
         finally:
-            self.engine.host.loss_is_divided = False
+            self.host.loss_is_divided = False
 
     # ---- what a user asks --------------------------------------------------------------------------------------------
 
-    def make(
+    def make_loader(
         self,
         dataset: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         num_workers: int | None,
-        order_of: Shuffling,
+        shuffle: bool | None,
         evaluation: bool,
         batch_size: int | None,
         name: str | None,
+        seed: int | None,
+        reshuffle: bool | None,
     ) -> TrainLoader | EvaluationLoader:
         """Make a loader; see `DynatrainEngine.loader`."""
-        deepspeed, known = self.engine.deepspeed, self.engine.train_loaders
-        order = None if evaluation else self.engine.host.curriculum_order(_length(dataset))
+        deepspeed, known, data = self.deepspeed, self.train_loaders, getattr(dataset, "dataset", dataset)
+        order = None if evaluation else self.host.curriculum_order(len(data) if hasattr(data, "__len__") else 0)
         if order is not None and num_workers is None:
             num_workers = int(deepspeed.data_sampling_config()["num_workers"])
-        drop_last = True if self.engine.job.user_config.get("dataloader_drop_last") and not evaluation else None
+        drop_last = True if self.job.user_config.get("dataloader_drop_last") and not evaluation else None
         source = DataSource.build(
             dataset,
             collate_fn=collate_fn if collate_fn is not None else deepspeed.collate_fn,
             num_workers=num_workers,
-            shuffle=bool(order_of.shuffle) if evaluation else order_of.shuffle,
-            seed=order_of.seed,
-            reshuffle=self.engine.settings.data.reshuffle or None if order_of.reshuffle is None else order_of.reshuffle,
+            shuffle=bool(shuffle) if evaluation else shuffle,
+            seed=seed,
+            reshuffle=self.settings.data.reshuffle or None if reshuffle is None else reshuffle,
             drop_last=drop_last,
             pin_memory=getattr(dataset, "pin_memory", is_accelerated()),
-            seeds_samples=self.engine.host.in_leaves and not evaluation,
+            seeds_samples=self.host.in_leaves and not evaluation,
         )
         if evaluation:
             self._evaluation_loaders += 1
@@ -191,14 +171,14 @@ class Loaders:
             raise ConfigError(f"engine.loader: there is a loader {name!r} already; give another name")
         loader = TrainLoader(source, self, name, order)
         known[name] = loader
-        if name in self.engine.arrived["loaders"]:
-            loader.load_state_dict(self.engine.arrived["loaders"].pop(name))
+        if name in self.arrived["loaders"]:
+            loader.load_state_dict(self.arrived["loaders"].pop(name))
         return loader
 
     @property
     def of_curricula(self) -> list[TrainLoader]:
         """Train loaders whose order follows a curriculum."""
-        return [loader for loader in self.engine.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
+        return [loader for loader in self.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
 
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
         """Return a weighted mean over the data axis; see `DynatrainEngine.mean`."""
@@ -207,7 +187,7 @@ class Loaders:
         alone = torch.tensor([plain, 1.0], dtype=torch.float64)
 
         def added() -> torch.Tensor:
-            world = self.engine.world
+            world = self.world
             if world is not None and world.data.size() > 1:
                 td.all_reduce(pair, group=world.data)
             return pair
@@ -215,7 +195,7 @@ class Loaders:
         pair = self.together("a mean", added, lambda: alone)
         if not pair[1]:
             raise DataError(
-                f"engine.mean: every rank of data={self.engine.layout.data} gave samples=0; give the number of "
+                f"engine.mean: every rank of data={self.layout.data} gave samples=0; give the number of "
                 "samples that the value is the mean of"
             )
         found = (pair[0] / pair[1]).to(torch.float32)
@@ -229,12 +209,6 @@ class Loaders:
 
         name: a name for the log, the same on all members.
         """
-        if self.engine.is_discarded or not (self.engine.is_in_epoch or PROCESS.sync_points.arrive(name) is not None):
+        if self.is_discarded or not (self.is_in_epoch or PROCESS.sync_points.arrive(name) is not None):
             return alone()
-        return PROCESS.membership.surviving(self.engine, call, alone)
-
-
-def _length(data: Any) -> int:
-    """Return the number of samples in a data set, or in the data set of a torch loader; 0 if it has no length."""
-    dataset = getattr(data, "dataset", data)
-    return len(dataset) if hasattr(dataset, "__len__") else 0
+        return PROCESS.membership.surviving(self, call, alone)

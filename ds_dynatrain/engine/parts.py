@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as td
@@ -12,40 +12,29 @@ from ds_dynatrain.adapters.groups.process_groups import is_known
 from ds_dynatrain.adapters.groups.worlds import drop
 from ds_dynatrain.adapters.model.ulysses import enter as enter_sequence
 from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping
-from ds_dynatrain.engine.calls import Checkpoints
-from ds_dynatrain.engine.changes import Changes
-from ds_dynatrain.engine.checkpoints.saving import Saver
+from ds_dynatrain.engine.calls import SavingEngine
 from ds_dynatrain.engine.copies.kept import Kept
-from ds_dynatrain.engine.discarded import DiscardableBatch
-from ds_dynatrain.engine.loaders import Loaders
-from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.extension import Extension
 from ds_dynatrain.membership.liveness import Heartbeat
 from ds_dynatrain.reshard.context import OwnGroups
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.process import PROCESS
-from ds_dynatrain.reshard.targets import Targets
 from ds_dynatrain.space import VirtualParameterSpace
 
 
 @dataclass(eq=False)
-class EngineParts(EngineCore):
+class EngineParts(SavingEngine):
     """State and parts of an engine, which a `DynatrainEngine` keeps in one attribute."""
 
     heartbeat: Heartbeat | None = None
     """Heartbeat of this member; None in jobs whose coordinator detects deaths."""
-    kept: Kept | None = None
-    """Copies of the state that members keep for each other; None in jobs without copies."""
+    kept: Kept = field(default_factory=Kept)
+    """Copies of the state that members keep for each other."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.stream_seed = self.job.job_seed
-        self.saver, self.window, self.targets = Saver(self), DiscardableBatch(self), Targets(self)
-        self.changes = Changes(self)
-        around = self.saver, self.changes, self.window.note, self.discard_window
-        self.switcher = Switcher(self, self.targets, *around)
-        self.loaders = Loaders(self, self.switcher, self.window)
-        self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
         self.own_groups = OwnGroups(each.group for each in self.extensions if each.group)
 
     @property
@@ -61,10 +50,6 @@ class EngineParts(EngineCore):
     def others(self) -> list[EngineParts]:
         """The other engines of this process."""
         return [one for one in open_engines() if one is not self]
-
-    def turn(self) -> AbstractContextManager[None]:
-        """Return a context manager within which process-wide state belongs to this engine."""
-        return PROCESS.turn(self)
 
     def begin_segment(self) -> None:
         """Record that another state is about to be loaded, so that step numbers may repeat, and notify the
@@ -105,17 +90,17 @@ class EngineParts(EngineCore):
             enter_sequence(self.deepspeed, self.world, self.layout)
             for extension in self.extensions:
                 extension.on_start()
-        self.switcher.tell_of_batch()
+        self.tell_of_batch()
         if self.idle:  # do imports and other first work now, not in a pause
             others = set() if compiled_by_wrapping(self.host.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
                 layout = self.layout.replace(zero_stage=stage)
                 with suppress(SwitchRefused):  # no switch can go there
                     self.targets.check(layout, len(self.candidates.nodes))
-                    self.switcher.rehearse(layout, 0)
+                    self.rehearse(layout, 0)
         PROCESS.membership.add(self)
         PROCESS.add(self)
-        self.changes.begin()
+        self.begin_places()
 
     def close(self) -> None:
         """End the engine with the script: notify the other members, and destroy process groups while all members
@@ -135,8 +120,8 @@ class EngineParts(EngineCore):
             return False
         self.is_open = False
         try:
-            self.switcher.give_up_late("its script has ended")
-            self.switcher.cancel()
+            self.give_up_late("its script has ended")
+            self.cancel()
             self.saver.settle()
             PROCESS.membership.say_end(self)
             self.close_loaders()
@@ -150,16 +135,6 @@ class EngineParts(EngineCore):
         return True
 
     # ---- when a world is aborted -------------------------------------------------------------------------------------
-
-    def discard_window(self) -> None:
-        """Drop the gradients of the open global batch, and go back to the batch's beginning."""
-        dealt = self.open_batch.is_dealt
-        self.host.break_off()
-        self.window.discard(dealt)
-        self.deepspeed.micro_steps -= self.micro_steps % self.accumulation
-        self.forget_batch()
-        self.host.window_tokens = None
-        self.host.drop_gradients()
 
     def give_state_up(self) -> None:
         """Drop this member's state, because others have a newer one or all state is restored from another source."""

@@ -10,7 +10,7 @@ from functools import partial
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import WorldSpec, build_world, drop
-from ds_dynatrain.engine.checkpoints.joint import restore_all
+from ds_dynatrain.engine.checkpoints.restore import restore_all
 from ds_dynatrain.engine.copies.from_copies import FromCopies
 from ds_dynatrain.engine.copies.from_copies import serve as serve_from
 from ds_dynatrain.engine.elastic import Elastic, GenerationBoards
@@ -97,7 +97,7 @@ class StateRecovery:
             logger.error("%s; all goes back to the %s", error, backups.what)
             return False
         for engine, _, whole in parts:
-            _stay(engine, whole)
+            engine.kept.stays(whole.mark)
             logger.warning("restored step %d from copies that members keep of each other", whole.mark.step)
         return True
 
@@ -123,7 +123,7 @@ class StateRecovery:
                 with engine.turn():
                     serve_from(engine, _goal(proposal, worlds[place]), whole, engine.kept)
             for _, engine, _, whole in parts:
-                _stay(engine, whole)
+                engine.kept.stays(whole.mark)
         except (RuntimeError, DynatrainError) as error:
             generation = self.boards.world.generation
             logger.warning("generation %d: copies could not be given (%s); the next one tries again", generation, error)
@@ -155,18 +155,6 @@ class StateRecovery:
         while is_newest() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
         return not is_newest()
-
-
-def _stay(engine: EngineParts, copies: WholeCopies) -> None:
-    """Mark these copies of an engine as whole, so that other copies are overwritten first."""
-    if engine.kept is not None and any(copy.mark == copies.mark for copy in engine.kept.copies()):
-        engine.kept.is_whole(copies.mark)
-
-
-def void_before(engine: EngineParts, stretch: tuple[int, ...]) -> None:
-    """Discard an engine's copies from before this stretch of training (each load begins a new stretch)."""
-    if engine.kept is not None:
-        engine.kept.void_before(stretch)
 
 
 def _goal(proposal: Proposal, world: World) -> Goal:

@@ -202,8 +202,7 @@ class Fallback(Extension):
 
     def _write(self, tag: str | None, key: str, keep: int | None, in_background: bool) -> None:
         """Save a checkpoint of this engine alone. Raises CheckpointError if saving fails."""
-        saver = self._engine.saver
-        (saver.start if in_background else saver.save)(self.backups().path, tag, key, "", keep)
+        self._engine.saver.save(self.backups().path, tag, key, "", keep, in_background)
 
     # ---- other engines of this process -------------------------------------------------------------------------------
 

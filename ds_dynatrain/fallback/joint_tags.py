@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_dynatrain.checkpoint import folder
-from ds_dynatrain.engine.checkpoints.joint import is_there
+from ds_dynatrain.engine.checkpoints.restore import is_there
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.reshard.core import EngineCore
 

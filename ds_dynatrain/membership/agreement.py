@@ -6,7 +6,7 @@ Every working member posts its request. The first member decides for all, and a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
@@ -14,57 +14,42 @@ from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import MemberRequest, Session
 from ds_dynatrain.records import to_record
-from ds_dynatrain.space import Layout
 
 MOST_PLACES = 4
 
 
-@dataclass(frozen=True)
-class SwitchRequest:
-    """Request of one working member for a switch, or the reason why the member cannot take part in one.
-
-    at: the step at which to switch, if one was given.
-    step: the member's own step when it made the request.
-    refusal: the reason why the member cannot take part, and the advice on what to do; None if it can.
-    """
-
-    layout: dict[str, int]
-    at: int | None
-    step: int
-    refusal: tuple[str, str] | None = None
-    late: bool = False
-
-
-def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int, ...], proposal: Proposal) -> Proposal:
+def agree(
+    control: Control,
+    place: str,
+    working: tuple[int, ...],
+    proposal: Proposal,
+    step: int,
+    refusal: tuple[str, str] | None = None,
+) -> Proposal:
     """Return `proposal` if every working member makes the same request and none refuses. The result is the same on all
     of them.
 
     place: a name for the point in training, unique in the key-value store.
+    step: the member's own step.
+    refusal: the reason why the member cannot take part, and the advice on what to do; None if it can.
 
     Raises SwitchRefused if a member refuses, if requests differ, or if a member makes no request within the time-out.
     """
     session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
-    asked = {**asdict(replace(mine, refusal=None)), "destination": proposal.fingerprint()}
-    request = MemberRequest(asked, mine.refusal)
-    generation = session.agree(request, proposal.generation, SwitchRefused, _differ)
-    agreed = replace(proposal, generation=int(generation))
+    when = "" if proposal.at is None else f" at step {proposal.at}"
+    said = f"{proposal.layout}{when}{', late' if proposal.late else ''} (asked at step {step})"
+    request = MemberRequest({"said": said, "destination": proposal.fingerprint()}, refusal)
+    agreed = replace(proposal, generation=int(session.agree(request, proposal.generation, SwitchRefused, _differ)))
     if session.is_first:  # for idle members
         control.decide(f"proposal/{agreed.generation}", to_record(agreed))
     return agreed
 
 
 def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
-    both = [{name: value for name, value in asked[each].items() if name != "destination"} for each in (one, other)]
-    first, second = (_words(SwitchRequest(**each)) for each in both)
+    first, second = asked[one]["said"], asked[other]["said"]
     if first == second:
         return f"members {one} and {other} ask for {first}, and do not give its ranks to the same members"
     return f"members ask for different switches: member {one} for {first}, member {other} for {second}"
-
-
-def _words(request: SwitchRequest) -> str:
-    when = "" if request.at is None else f" at step {request.at}"
-    late = ", late" if request.late else ""
-    return f"{Layout.from_dict(request.layout)}{when}{late} (asked at step {request.step})"
 
 
 def say_prepared(control: Control, proposal: Proposal, error: str | None = None) -> None:

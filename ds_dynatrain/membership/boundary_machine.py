@@ -40,7 +40,7 @@ from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.errors import ConfigError, DynatrainError, ElasticError
 from ds_dynatrain.extension import BACKUP_KEY
 from ds_dynatrain.membership.destinations import Destination, DestinationFacts, Registry
-from ds_dynatrain.membership.proposal import Board, Proposal
+from ds_dynatrain.membership.proposal import CONNECTING, Board, Proposal
 from ds_dynatrain.membership.survival import (
     Survivor,
     WholeState,
@@ -378,27 +378,27 @@ class BoundaryMachine:
 
     def __init__(self, destinations: Callable[[DestinationFacts], list[Destination] | None]) -> None:
         self._destinations = destinations
+        self._passed_over = 0
+        """Number of the last generation that left this idle member out; the member waits for the next one."""
+        self._ahead: tuple[Proposal | None, int] = None, IN_THE_PAUSE
+        """A requested switch, and the step, named by rank 0, at which its communicators are made."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the generation that this process was about to enter."""
         self.world: Generation | None = None
         self.proposals: Proposals = ()
         self.stage = ChangeStage.LEARN
-        self.registry = Registry()
-        self.tries = 0
-        self.restores = False
+        self.registry, self.tries, self.restores = Registry(), 0, False
         self.meets_at: int | None = None
         """Step at which all members meet; None until rank 0 has named a step."""
         self._copies: tuple[WholeCopies, ...] = ()
         self._survivors: list[dict[str, Survivor]] = []
         """For each engine, a map from the id of every member that may hold state to its report, without copies that
         were found damaged later."""
-        self._proofs = 0
-        self._lost = 0
-        """Index of the first engine that has lost state."""
+        self._proofs = self._lost = 0  # the latter is the index of the first engine that has lost state
         self._leader = ""
-        self._said: set[str] = set()
-        self._passed_over = 0
-        """Number of the last generation that left this idle member out; the member waits for the next one."""
-        self._ahead: tuple[Proposal | None, int] = None, IN_THE_PAUSE
-        """A requested switch, and the step, named by rank 0, at which its communicators are made."""
+        self._said = set[str]()
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -488,12 +488,6 @@ class BoundaryMachine:
         missing = [one for one, name in names.items() if not boards[0].all_posted(key, [name])]
         return f"generation {world.generation}: {', '.join(missing) or 'nobody'} {what}"
 
-    def forget(self) -> None:
-        """Forget the generation that this process was about to enter."""
-        self.world, self.proposals, self.stage = None, (), ChangeStage.LEARN
-        self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
-        self._copies, self._survivors, self._proofs, self.meets_at = (), [], 0, None
-
     # ---- a switch within the generation ------------------------------------------------------------------------------
 
     def _switch(self, own: OwnFacts) -> list[Action]:
@@ -569,7 +563,7 @@ class BoundaryMachine:
             asked = from_record(Proposal, found)
             if here.number in asked.union:
                 return [Follow(place, asked)]
-        elif here.lacks is not None and asked.is_connecting(board):
+        elif here.lacks is not None and board.all_posted(f"{asked.ahead_key}/{CONNECTING}/0", asked.source_members[:1]):
             return [Connect(place)]
         elif asked.has_begun(board):
             return [Transact(place)]
@@ -604,26 +598,24 @@ class BoundaryMachine:
         return [given_up, Open(newest)]
 
     def _on_the_way(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        match self.stage:
-            case ChangeStage.AGREE:
-                return self._agree(own, world, boards)
-            case ChangeStage.PROVE:
-                return self._prove(own, world, boards)
-            case ChangeStage.LEARN:
-                return self._learn(own, world, boards)
-            case ChangeStage.FOLLOW:
-                return self._follow(own, world, boards)
-            case ChangeStage.MEET:
-                return self._meet_idle(own, world, boards) if own.is_idle else self._meet(own, world, boards)
-        return []
+        steps = {
+            ChangeStage.AGREE: self._agree,
+            ChangeStage.PROVE: self._prove,
+            ChangeStage.LEARN: self._learn,
+            ChangeStage.FOLLOW: self._follow,
+            ChangeStage.MEET: self._meet_idle if own.is_idle else self._meet,
+        }
+        return steps[self.stage](own, world, boards) if self.stage in steps else []
 
     # ---- after a failure ---------------------------------------------------------------------------------------------
 
     def _agree(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         stay = who_is_asked(world)
-        if own.member not in (*stay, *world.leaving):
+        if own.member not in (*stay, *world.leaving):  # it is new, or was not yet known to the coordinator
             self.stage = ChangeStage.LEARN
-            return self._be_left_out(own)
+            if own.member not in world.members:  # the others continue without it and its state
+                return [LetGo(), EndProcess()]
+            return [LetGo()] if own.is_all_idle or own.is_aborted else []
         if "survivor" not in self._said and boards[0].read(f"survivor/{own.member}") is None:
             self._said.add("survivor")
             released = () if own.world is None else own.world.leaving
@@ -633,10 +625,10 @@ class BoundaryMachine:
                 Post(f"survivor/{own.member}", {"holds": holds, "released": released}),
                 *([EndProcess()] if goes else []),
             ]
-        found = self._answers(stay, world, boards)
-        if found is None:
+        answers = self._answers(stay, world, boards)
+        if answers is None:
             return []
-        said = {one: [from_record(Survivor, each) for each in word["holds"]] for one, word in found.items()}
+        said = {one: [from_record(Survivor, each) for each in word["holds"]] for one, word in answers.items()}
         holders = {one: records for one, records in said.items() if records}
         self.stage = ChangeStage.LEARN
         of_all = [record for records in holders.values() for record in records]
@@ -645,8 +637,13 @@ class BoundaryMachine:
             return []
         self._leader = next((one for one in stay if one in holders), "")
         of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
-        since = replaced_before(of_all)
-        return [*([Void(since)] if since else []), *self._go_on_from(of_engines)]
+        since, sources = replaced_before(of_all), [whole_state(of_engine) for of_engine in of_engines]
+        found: list[Action] = [Void(since)] if since else []
+        whole = tuple(source for source in sources if source is not None)
+        if len(whole) == len(sources):
+            return [*found, Hold(whole)]
+        self._survivors, self._lost, self.stage = of_engines, sources.index(None), ChangeStage.PROVE  # all go back
+        return found
 
     def _answers(self, stay: Sequence[str], world: Generation, boards: Sequence[Board]) -> dict[str, Any] | None:
         """Return a map from each member that may hold state to its report; None until all have reported.
@@ -663,29 +660,6 @@ class BoundaryMachine:
             return None
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
-    def _be_left_out(self, own: OwnFacts) -> list[Action]:
-        """Give up the state of this member, for which no other member asks: this member is new, or was not yet known to
-        the coordinator.
-
-        The others continue without its state, and without the member itself if the new generation does not list it.
-        """
-        if self.world is not None and own.member not in self.world.members:
-            return [LetGo(), EndProcess()]
-        return [LetGo()] if own.is_all_idle or own.is_aborted else []
-
-    def _go_on_from(self, of_engines: list[dict[str, Survivor]]) -> list[Action]:
-        """Continue from the survivors' state. If one engine has lost state, all engines go back to copies or a
-        checkpoint.
-
-        All engines of a process go back together, because they share one history.
-        """
-        sources = [whole_state(of_engine) for of_engine in of_engines]
-        whole = tuple(source for source in sources if source is not None)
-        if len(whole) == len(sources):
-            return [Hold(whole)]
-        self._survivors, self._lost, self.stage = of_engines, sources.index(None), ChangeStage.PROVE
-        return []
-
     def _prove(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         """Choose the newest copies that are whole for all engines, and have the members that provide them check them
         first.
@@ -696,40 +670,29 @@ class BoundaryMachine:
         found = whole_copies(self._survivors) if self._leader else ()
         if not found:
             self.stage = ChangeStage.LEARN
-            return self._go_back(own, world, self._lost, joint_loss(self._survivors, partial(_name, own)))
+            return self._go_back(own, world)
         key, mine = f"sound/{self._proofs}", own.engines[0].number
         givers = sorted({holder for whole in found for holder in whole.holders})
         if mine in givers and key not in self._said:
             self._said.add(key)
             if boards[0].read(f"{key}/{mine}") is None:
-                damaged = [engine.damaged(whole) for engine, whole in zip(own.engines, found, strict=True)]
-                return [Post(f"{key}/{mine}", damaged)]
+                wrong = [engine.damaged(whole) for engine, whole in zip(own.engines, found, strict=True)]
+                return [Post(f"{key}/{mine}", wrong)]
         if not boards[0].all_posted(key, givers):
             return []
         said = {giver: boards[0].read(f"{key}/{giver}") or () for giver in givers}
-        if any(ranks for of_engines in said.values() for ranks in of_engines):
-            self._pass_over(found, said)
+        if any(ranks for of_engines in said.values() for ranks in of_engines):  # leave these out, and choose again
+            self._proofs += 1
+            for engine, whole in enumerate(found):
+                damaged = {giver: of_engines[engine] for giver, of_engines in said.items()}
+                self._survivors[engine] = without(self._survivors[engine], whole.mark, damaged)
             return self._prove(own, world, boards)
         self.stage, self._copies, self.restores = ChangeStage.LEARN, found, True
         return [LetGo()]
 
-    def _pass_over(self, found: tuple[WholeCopies, ...], said: dict[int, Sequence[Sequence[int]]]) -> None:
-        """Leave out damaged copies.
-
-        said: a map from each member to the ranks of its damaged copies, for each engine.
-        """
-        self._proofs += 1
-        for engine, whole in enumerate(found):
-            damaged = {giver: of_engines[engine] for giver, of_engines in said.items()}
-            self._survivors[engine] = without(self._survivors[engine], whole.mark, damaged)
-
-    def _go_back(self, own: OwnFacts, world: Generation, number: int, gone: str) -> list[Action]:
-        """Return all engines to a checkpoint, because one of them has lost state.
-
-        number: the index of the engine that has lost state.
-        gone: a description of whose copies were lost together with their holders.
-        """
-        lost = own.engines[number]
+    def _go_back(self, own: OwnFacts, world: Generation) -> list[Action]:
+        """Return all engines to a checkpoint, because one of them has lost state."""
+        lost, gone = own.engines[self._lost], joint_loss(self._survivors, partial(_name, own))
         if self._leader and lost.can_restore:
             self.restores = True
             return [LetGo(gone)]

@@ -147,16 +147,15 @@ def _of_restoring(
 ) -> list[Destination] | None:
     members = asked.members
     choices = _choices(engines, len(members))
-    targets: list[Destination] = []
-    for engine, layout in zip(engines, [choice.layout for choice in choices], strict=True):
-        if layout is not None:
-            first = members[: layout.world_size]
-            targets.append(engine.assign(layout, members) if asked.has_copies else (layout, first))
-    if len(targets) < len(choices):
+    layouts = [choice.layout for choice in choices if choice.layout is not None]
+    if len(layouts) < len(choices):
         refusals = [refusal for choice in choices for refusal in choice.refusals]
         say(f"no layout for {len(members)} members ({'; '.join(refusals)}): waiting for others")
         return None
-    return targets
+    return [
+        engine.assign(layout, members) if asked.has_copies else (layout, members[: layout.world_size])
+        for engine, layout in zip(engines, layouts, strict=True)
+    ]
 
 
 def _choices(engines: Sequence[Rules], members: int) -> list[ChosenLayout]:
@@ -207,25 +206,19 @@ def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], 
     check: raises SwitchRefused for a layout in which this model cannot be trained.
     """
     refusals: list[str] = []
-    layouts = rule(members, present)
-    while True:
-        try:
-            layout = next(layouts, None)
-        except SwitchRefused as refusal:
-            return ChosenLayout(None, (*refusals, refusal.reason))
-        if layout is None:
-            return ChosenLayout(None, tuple(refusals))
-        try:
-            if layout.world_size > members:
-                raise SwitchRefused(
-                    f"{layout} needs {layout.world_size} members, and there are {members}",
-                    "start more members",
-                )
-            check(layout)
-        except SwitchRefused as refusal:
-            refusals.append(f"{layout}: {refusal.reason}")
-            continue
-        return ChosenLayout(layout, tuple(refusals))
+    try:
+        for layout in rule(members, present):
+            try:
+                if layout.world_size > members:
+                    needs = f"{layout} needs {layout.world_size} members, and there are {members}"
+                    raise SwitchRefused(needs, "start more members")
+                check(layout)
+                return ChosenLayout(layout, tuple(refusals))
+            except SwitchRefused as refusal:
+                refusals.append(f"{layout}: {refusal.reason}")
+    except SwitchRefused as refusal:  # the rule itself
+        refusals.append(refusal.reason)
+    return ChosenLayout(None, tuple(refusals))
 
 
 def growing(members: int, present: Layout) -> Iterator[Layout]:
@@ -238,30 +231,25 @@ def growing(members: int, present: Layout) -> Iterator[Layout]:
 
 
 def _of_table(table: Mapping[int, Mapping[str, Any]]) -> Rule:
-    layouts: dict[int, Callable[[Layout], Layout]] = {}
     for size, values in table.items():
         try:
-            needed = Layout.from_dict({"zero_stage": 0, **_given(values)}).world_size
+            needed = _completed(values).world_size
         except LayoutError as error:
             raise ConfigError(f"dynatrain.layouts.{size}: {error}") from error
         if needed > size:
             raise ConfigError(f'dynatrain.layouts.{size}: its layout needs {needed} members; put it under "{needed}"')
-        layouts[size] = _completed(values)
 
     def rule(members: int, present: Layout) -> Iterator[Layout]:
-        for size in sorted(layouts, reverse=True):
+        for size in sorted(table, reverse=True):
             if size <= members:
-                yield layouts[size](present)
+                yield _completed(table[size], present.zero_stage)
 
     return rule
 
 
-def _completed(values: Mapping[str, Any]) -> Callable[[Layout], Layout]:
-    return lambda present: Layout.from_dict({"zero_stage": present.zero_stage, **_given(values)})
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _completed(values: Mapping[str, Any], stage: int = 0) -> Layout:
+    given = {name: value for name, value in values.items() if value is not None}
+    return Layout.from_dict({"zero_stage": stage, **given})
 
 
 def _of_function(name: str) -> Rule:
@@ -283,7 +271,7 @@ def _of_function(name: str) -> Rule:
         if answer is None:
             return
         try:
-            yield answer if isinstance(answer, Layout) else _completed(dict(answer))(present)
+            yield answer if isinstance(answer, Layout) else _completed(dict(answer), present.zero_stage)
         except (TypeError, ValueError, LayoutError) as error:
             raise SwitchRefused(
                 f"{name}({members}, {present}) returned {answer!r}: {error}",

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from ds_dynatrain.adapters.groups.managed_process_group import is_lost_peer
 from ds_dynatrain.errors import MemberMissing
@@ -155,7 +154,7 @@ class Wait:
     def __enter__(self) -> Wait:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.rest()
 
     def look(self) -> None:

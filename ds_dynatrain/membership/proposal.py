@@ -93,7 +93,3 @@ class Proposal:
     def has_begun(self, board: Board) -> bool:
         """Return whether rank 0 has reached the boundary of the switch. Called on idle members. Polls; never blocks."""
         return board.all_posted(f"{self.key}/meet/0", self.source_members[:1])
-
-    def is_connecting(self, board: Board) -> bool:
-        """Return whether rank 0 has begun to make communicators. Called on idle members. Polls; never blocks."""
-        return board.all_posted(f"{self.ahead_key}/{CONNECTING}/0", self.source_members[:1])

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 
 from ds_dynatrain.errors import (
@@ -206,7 +207,7 @@ class Session:
     def all(self, step: str, mine: Any) -> dict[int, Any]:
         """Gather a short value of plain JSON from every member, and return a map from member to value on every
         member."""
-        said = self.reduce(step, {str(self.board.member): mine}, _merged)
+        said = self.reduce(step, {str(self.board.member): mine}, or_)
         return {int(member): each for member, each in said.items()}
 
     def have_come(self, step: str) -> bool:
@@ -232,16 +233,13 @@ class Session:
         if self.is_first:
             self.board.remove([f"{self.key}/{step}/answer"])
 
-    def gather(self, step: str, mine: Any, join: Join | None = None) -> Any:
-        """Return the values of all members on the first member: joined by `join`, or keyed by member without it.
+    def gather(self, step: str, mine: Any, join: Join) -> Any:
+        """Return the joined values of all members on the first member.
 
         All other members get None and do not wait for the first one.
         """
-        if join is not None:
-            said = self._up(f"{self.key}/{step}", mine, join, self.what, self.stop)
-            return said if self.is_first else None
-        said = self.gather(step, {str(self.board.member): mine}, _merged)
-        return None if said is None else {int(member): each for member, each in said.items()}
+        said = self._up(f"{self.key}/{step}", mine, join, self.what, self.stop)
+        return said if self.is_first else None
 
     def reduce(
         self, step: str, mine: Any, join: Join, judge: Callable[[Any], Any] | None = None, doing: str = ""
@@ -390,10 +388,6 @@ def first_and_other(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
     """Join two lists of (member, value): keep the first entry, and the first one with another value if there is one."""
     first, *rest = (*one, *other)
     return [first, *[each for each in rest if each[1] != first[1]][:1]]
-
-
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {**one, **other}
 
 
 def _nothing(_one: Any, _other: Any) -> None:

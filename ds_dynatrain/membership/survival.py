@@ -66,15 +66,14 @@ def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
         return None
     newest = max((one.entered, one.generation) for one in holders)
     holders = [one for one in holders if (one.entered, one.generation) == newest]
-    for step in sorted({one.step for one in holders}, reverse=True):
-        alive: dict[Layout, dict[int, int]] = {}
-        for one in holders:
-            if one.step == step and one.rank is not None:
-                alive.setdefault(one.layout, {})[one.rank] = one.number
-        complete = [found for each in alive.items() if (found := _complete(*each)) is not None]
-        if complete:
-            return WholeState(*max(complete, key=lambda found: len(found[1])), step)
-    return None
+    alive: dict[tuple[int, Layout], dict[int, int]] = {}
+    for one in holders:
+        if one.rank is not None:
+            alive.setdefault((one.step, one.layout), {})[one.rank] = one.number
+    complete = [
+        WholeState(*found, step) for (step, layout), ranks in alive.items() if (found := _complete(layout, ranks))
+    ]
+    return max(complete, key=lambda state: (state.step, len(state.members)), default=None)
 
 
 def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[int, ...]] | None:
@@ -86,8 +85,8 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
     if not replicas:
         return None
     smaller = layout.replace(data=len(replicas))
-    ranks = range(smaller.world_size)
-    return smaller, tuple(alive[_old_rank(layout, smaller, replicas, rank)] for rank in ranks)
+    places = [smaller.coordinate(rank) for rank in range(smaller.world_size)]
+    return smaller, tuple(alive[layout.rank(**{**place, "data": replicas[place["data"]]})] for place in places)
 
 
 def replaced_before(survivors: Iterable[Survivor]) -> tuple[int, ...] | None:
@@ -119,15 +118,11 @@ def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> Whole
             frozen.setdefault(layout.replace(zero_stage=0), {})[rank] = one.number
     had = [copy for copies in _had(survivors).values() for copy in copies if copy.mark == whole.mark]
     is_lacking = bool(frozen) or any(copy.lacks_frozen for copy in had)
-    if not is_lacking or _has_all(whole.mark.layout):
+    layout = whole.mark.layout
+    if not is_lacking or layout.zero_stage == 3 or layout.world_size == 1:  # copies have all frozen weights
         return whole
     complete = [each for each in (_complete(layout, alive) for layout, alive in frozen.items()) if each is not None]
     return replace(whole, frozen=Frozen(*complete[0])) if complete else None
-
-
-def _has_all(layout: Layout) -> bool:
-    """Return whether copies of this layout contain all frozen weights."""
-    return layout.zero_stage == 3 or layout.world_size == 1
 
 
 def without(
@@ -190,8 +185,3 @@ def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
         one.number: [each for each in one.copies if each.mark.stretch >= since and each.mark.registered == registered]
         for one in survivors.values()
     }
-
-
-def _old_rank(layout: Layout, smaller: Layout, replicas: list[int], rank: int) -> int:
-    place = smaller.coordinate(rank)
-    return layout.rank(**{**place, "data": replicas[place["data"]]})

@@ -89,6 +89,10 @@ class WholeCopies:
         """Members that provide a copy or frozen weights, in ascending order."""
         return tuple(sorted({*self.holders, *(() if self.frozen is None else self.frozen.members)}))
 
+    def held_by(self, member: int) -> list[int]:
+        """Return the ranks whose copies a member provides."""
+        return [rank for rank, holder in enumerate(self.holders) if holder == member]
+
 
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
     """Return, for each engine, the newest copies that are whole for all engines: one of every rank, taken at one

@@ -14,8 +14,8 @@ groups hold, they take turns as the *relay*, which receives it and passes it on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -57,6 +57,7 @@ class Needs(NamedTuple):
     remote: Runs
 
 
+@dataclass(frozen=True, eq=False)
 class Sides:
     """The source (current layout and members of `vps`) and the target (`layout`, `members`) of a switch.
 
@@ -73,41 +74,51 @@ class Sides:
     target_nodes: the same for each target rank, or a number of its own below NOWHERE.
     """
 
-    def __init__(
-        self,
-        vps: VirtualParameterSpace,
-        layout: Layout,
-        members: tuple[int, ...],
-        kinds: Sequence[Kind],
-        held_as: Mapping[str, str],
-        nodes: Mapping[int, str],
-    ) -> None:
+    vps: VirtualParameterSpace
+    layout: Layout
+    members: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    held_as: Mapping[str, str]
+    nodes: Mapping[int, str]
+    space: VirtualParameterSpace = field(init=False)
+    names: tuple[str, ...] = field(init=False)
+    code: dict[str, int] = field(init=False)
+    source_rank: dict[int, int] = field(init=False)
+    target_rank: dict[int, int] = field(init=False)
+    source_ranks: Ints = field(init=False)
+    source_nodes: Ints = field(init=False)
+    target_nodes: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
         """Raise LayoutError if the members do not fill the world, SwitchRefused if the source lacks a kind."""
-        check_members(layout, members)
-        self.vps, self.layout, self.members, self.held_as, self.nodes = vps, layout, members, held_as, nodes
-        self.space, self.names = vps.tiled(layout), tuple(kind.name for kind in kinds)
-        if len(set(self.names)) != len(self.names):
-            raise LayoutError(f"a state kind is named twice in {list(self.names)}; name each once")
-        present, found = vps.present_kinds(), list[Kind]()
-        for kind in kinds:
+        check_members(self.layout, self.members)
+        object.__setattr__(self, "space", self.vps.tiled(self.layout))
+        names = tuple(kind.name for kind in self.kinds)
+        if len(set(names)) != len(names):
+            raise LayoutError(f"a state kind is named twice in {list(names)}; name each once")
+        present, kinds = self.vps.present_kinds(), []
+        for kind in self.kinds:
             if kind.name not in present and len(self.target(kind.name).region()[0]):
                 raise SwitchRefused(
-                    f"{kind.name} is needed under {layout} and held by no rank under {vps.layout}",
+                    f"{kind.name} is needed under {self.layout} and held by no rank under {self.vps.layout}",
                     "leave it out of the kinds of this switch",
                 )
-            origin = kind.derived_from if kind.derived_from in self.names else None
-            sources = tuple(filter(self.names.__contains__, kind.sources))
-            found.append(replace(kind, sources=sources, derived_from=origin))
-        self.kinds = tuple(found)
-        self.code = {kind.name: number for number, kind in enumerate(vps.kinds)}
-        self.source_rank = {member: rank for rank, member in enumerate(vps.members)}
-        self.target_rank = {member: rank for rank, member in enumerate(members)}
-        self.source_ranks = interval.ints([self.source_rank.get(member, ABSENT) for member in members])
-        number = {name: index for index, name in enumerate(sorted({*nodes.values()}))}
-        of_member = {member: number[name] for member, name in nodes.items()}
-        self.source_nodes = interval.ints([of_member.get(member, NOWHERE) for member in vps.members])
-        at_target = [of_member.get(member, ELSEWHERE - rank) for rank, member in enumerate(members)]
-        self.target_nodes = interval.ints(at_target)
+            origin = kind.derived_from if kind.derived_from in names else None
+            kinds.append(replace(kind, sources=tuple(filter(names.__contains__, kind.sources)), derived_from=origin))
+        source_rank = dict(zip(self.vps.members, range(len(self.vps.members)), strict=True))
+        ranks = [source_rank.get(member, ABSENT) for member in self.members]
+        object.__setattr__(self, "kinds", tuple(kinds))
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "code", {kind.name: number for number, kind in enumerate(self.vps.kinds)})
+        object.__setattr__(self, "source_rank", source_rank)
+        object.__setattr__(self, "target_rank", dict(zip(self.members, range(len(self.members)), strict=True)))
+        object.__setattr__(self, "source_ranks", np.array(ranks, dtype=np.int64))
+        number = {name: index for index, name in enumerate(sorted({*self.nodes.values()}))}
+        of_member = {member: number[name] for member, name in self.nodes.items()}
+        at_source = [of_member.get(member, NOWHERE) for member in self.vps.members]
+        object.__setattr__(self, "source_nodes", interval.ints(at_source))
+        at_target = [of_member.get(member, ELSEWHERE - rank) for rank, member in enumerate(self.members)]
+        object.__setattr__(self, "target_nodes", interval.ints(at_target))
 
     def source(self, kind: str) -> Sharding:
         """Return the sharding of a kind at the source."""

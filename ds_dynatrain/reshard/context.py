@@ -14,7 +14,6 @@ import torch.distributed as td
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import LaunchWorld
 from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
-from ds_dynatrain.adapters.zero.incoming import Row
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.extension import Extension
@@ -69,10 +68,9 @@ class Job:
     """Settings of the whole job that never change and are the same on every process.
 
     features: the features of the model that limit its layouts.
-    rows: one row for each parameter of the model; equal on every process.
-    described: the configuration; equal on every process.
+    alike: what is equal on every process, as plain JSON: the configuration, the parameters, the batch sizes, the seed
+        and the values that extensions name.
     extensions: the extensions, in the order in which their hooks are called.
-    machine: a map from name to value for the values that extensions require to be equal on every process.
     on_idle: the user's function for idle members; None if there is none.
     number: the number of this engine in its process, counted from 1.
     """
@@ -82,10 +80,8 @@ class Job:
     batch_sizes: BatchSizes
     job_seed: int
     features: Features
-    rows: list[Row]
-    described: dict[str, str]
+    alike: dict[str, Any]
     extensions: tuple[Extension, ...]
-    machine: dict[str, str]
     on_idle: OnIdle | None
     number: int = 1
 

@@ -557,7 +557,7 @@ def judged_readiness(found: dict[str, Any]) -> str:
 ACKNOWLEDGED = "acknowledged"
 """Step of a switch's session in which members report that they have read the commit."""
 NO_MOVES = TransferStats(0, 0, 0, 0, 0.0, 0.0, 0.0)
-SUMS = frozenset({"kept", "local", "sent", "planned", "late_bytes"})
+SUMS = frozenset({"bytes_kept", "bytes_local", "bytes_sent", "bytes_minimum", "late_bytes"})
 """Names of measurements that are summed over all members; for all others the event has the maximum."""
 
 UNKNOWN = -1
@@ -605,22 +605,22 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
 
     def measured(self) -> dict[str, Any]:
-        """Return this member's measurements, as a record for `over_all`."""
+        """Return this member's measurements, as a record for `over_all` with the names of `SwitchEvent`."""
         now, late = self.stats or NO_MOVES, self.late_stats or NO_MOVES
         return {
-            "kept": now.bytes_in_place + late.bytes_in_place,
-            "local": now.bytes_local + late.bytes_local,
-            "sent": now.bytes_sent + late.bytes_sent + self.layer_bytes,
-            "planned": self.cost.bytes_sent + self.layer_bytes,
-            "bound": UNKNOWN if self.best is None else self.best.bytes_bound,
-            "rank_zero": UNKNOWN if self.best is None else self.best.rank_zero_bytes,
-            "busiest": self.cost.bytes_busiest,
-            "memory_bound": self.cost.highest_peak_bytes,
+            "bytes_kept": now.bytes_in_place + late.bytes_in_place,
+            "bytes_local": now.bytes_local + late.bytes_local,
+            "bytes_sent": now.bytes_sent + late.bytes_sent + self.layer_bytes,
+            "bytes_minimum": self.cost.bytes_sent + self.layer_bytes,
+            "bytes_bound": UNKNOWN if self.best is None else self.best.bytes_bound,
+            "rank_zero_bytes": UNKNOWN if self.best is None else self.best.rank_zero_bytes,
+            "bytes_busiest": self.cost.bytes_busiest,
+            "memory_bound_bytes": self.cost.highest_peak_bytes,
             "move_ms": self.phases_ms.get("move", 0.0) + self.late_ms,
             "late_bytes": late.bytes_sent,
             "late_ms": self.late_ms,
             "certificate_ms": self.certificate_ms,
-            "peak_memory": self.peak_memory,
+            "peak_memory_bytes": self.peak_memory,
             "communicators_built": self.connections.built,
             "communicators_kept": self.connections.kept,
             "connect_ms": self.connections.milliseconds,

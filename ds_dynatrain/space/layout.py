@@ -196,38 +196,45 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _are_whole(values: object) -> bool:
-    """Return whether the value is a tuple of whole numbers."""
-    return isinstance(values, tuple) and all(map(_is_whole, values))
-
-
 def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
     """Raise LayoutError unless the boundaries cut the layers into `pipe` stages of at least one layer each."""
-    is_cut = _are_whole(boundaries) and len(boundaries) == pipe + 1 and boundaries[0] == 0
-    if not is_cut or any(start >= stop for start, stop in itertools.pairwise(boundaries)):
+    if not isinstance(boundaries, tuple) or not all(map(_is_whole, boundaries)):
+        raise LayoutError(f"boundaries={boundaries!r} is no tuple of whole numbers; give one such as (0, 3, 7)")
+    if len(boundaries) != pipe + 1:
         raise LayoutError(
-            f"boundaries={boundaries!r} do not cut the layers into pipe={pipe} stages of one layer or more: give 0, "
-            f"the first layer of each further stage, and the number of layers, {pipe + 1} ascending whole numbers such "
-            "as (0, 3, 7)"
+            f"boundaries={boundaries} cut {max(0, len(boundaries) - 1)} stages and pipe is {pipe}: give the first "
+            f"layer of each stage and the number of layers, {pipe + 1} numbers"
         )
+    if boundaries[0] != 0:
+        raise LayoutError(f"boundaries={boundaries} leave out layers 0 to {boundaries[0] - 1}; begin with 0")
+    for stage, (start, stop) in enumerate(itertools.pairwise(boundaries)):
+        if start >= stop:
+            raise LayoutError(
+                f"boundaries={boundaries} give stage {stage} no layer: {start} is not below {stop}; give ascending "
+                "numbers"
+            )
 
 
 def _check_shares(shares: tuple[int, ...], data: int) -> None:
     """Raise LayoutError unless each index of the data axis has a share of at least one sample."""
-    if not _are_whole(shares) or len(shares) != data or min(shares) < 1:
-        raise LayoutError(
-            f"shares={shares!r} do not give each of data={data} indices a sample: give {data} whole numbers of 1 or "
-            "more, such as (3, 5), or use fewer data ranks"
-        )
+    if not isinstance(shares, tuple) or not all(map(_is_whole, shares)):
+        raise LayoutError(f"shares={shares!r} is no tuple of whole numbers; give one such as (3, 5)")
+    if len(shares) != data:
+        raise LayoutError(f"shares={shares} are for {len(shares)} data indices and data is {data}; give {data} shares")
+    if min(shares) < 1:
+        index = shares.index(min(shares))
+        raise LayoutError(f"shares={shares} leave data index {index} without a sample; use fewer data ranks")
 
 
 def _check_order(order: tuple[int, ...]) -> None:
     """Raise LayoutError unless the runs are a permutation of the numbers from 0."""
-    is_even = _are_whole(order) and len(order) % 2 == 0
-    runs = sorted(zip(order[::2], order[1::2], strict=True)) if is_even else []
-    begins = [0, *(stop for _, stop in runs)]
-    if not is_even or any(start != begin or stop <= start for begin, (start, stop) in zip(begins, runs, strict=False)):
-        raise LayoutError(f"order={order!r} is no tuple of runs with each tensor once, such as (4, 6, 0, 4); give None")
+    if not isinstance(order, tuple) or not all(map(_is_whole, order)) or len(order) % 2:
+        raise LayoutError(f"order={order!r} is no tuple of runs; give one such as (4, 6, 0, 4), or None")
+    reached = 0
+    for start, stop in sorted(zip(order[::2], order[1::2], strict=True)):
+        if start != reached or stop <= start:
+            raise LayoutError(f"order={order} does not have each tensor once: see the run {start} to {stop}; give None")
+        reached = stop
 
 
 def experts_in_order(count: int, size: int) -> tuple[tuple[int, ...], ...]:
@@ -239,7 +246,8 @@ def experts_in_order(count: int, size: int) -> tuple[tuple[int, ...], ...]:
 def _check_experts(experts: ExpertMap, size: int) -> None:
     """Raise LayoutError, naming the layer, unless each layer deals its experts evenly to `size` indices, each once."""
     if not isinstance(experts, tuple) or not all(
-        isinstance(layer, tuple) and all(map(_are_whole, layer)) for layer in experts
+        isinstance(layer, tuple) and all(isinstance(held, tuple) and all(map(_is_whole, held)) for held in layer)
+        for layer in experts
     ):
         raise LayoutError(
             f"experts={experts!r} is no map of experts; give for each layer the experts of each index of the expert "
@@ -247,10 +255,22 @@ def _check_experts(experts: ExpertMap, size: int) -> None:
         )
     for number, layer in enumerate(experts):
         counts, every = tuple(map(len, layer)), sorted(itertools.chain(*layer))
-        if len(layer) != size or len(set(counts)) != 1 or every != list(range(len(every))):
+        if len(layer) != size:
             raise LayoutError(
-                f"experts of layer {number}: {layer} does not deal experts 0 to {max(every, default=0)}, each once, to "
-                f"expert={size} indices, equally many to each; the indices have {', '.join(map(str, counts))}"
+                f"experts of layer {number} are for {len(layer)} indices and expert is {size}: give {size} lists"
+            )
+        if len(set(counts)) != 1:
+            raise LayoutError(
+                f"experts of layer {number}: the indices have {', '.join(map(str, counts))} of {len(every)} experts; "
+                "give each equally many"
+            )
+        if every != list(range(len(every))):
+            twice = sorted({one for one, two in itertools.pairwise(every) if one == two})
+            wrong = sorted({*every} - {*range(len(every))})
+            left = sorted({*range(len(every))} - {*every})
+            raise LayoutError(
+                f"experts of layer {number}: of 0 to {len(every) - 1}, {left} have no index, {twice} have two, and "
+                f"{wrong} do not exist; name each expert once"
             )
     if size == 1 and any(layer[0] != tuple(range(len(layer[0]))) for layer in experts):
         raise LayoutError("experts are given an order and expert is 1, where each rank has all of them; leave them out")

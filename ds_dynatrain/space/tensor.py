@@ -9,12 +9,12 @@ single run.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval
@@ -67,6 +67,7 @@ class LogicalTensor:
         return f"of shape {self.shape}, {group}{', an expert' if self.expert else ''}"
 
 
+@dataclass(frozen=True, eq=False)
 class CoordinateLine:
     """The coordinates of all tensors: element i (row-major) of tensor t is coordinate `bases[t] + i`.
 
@@ -77,25 +78,43 @@ class CoordinateLine:
     trainable_count: number of trainable tensors; they come first.
     """
 
-    def __init__(self, tensors: tuple[LogicalTensor, ...]) -> None:
+    tensors: tuple[LogicalTensor, ...]
+    numels: Ints = field(init=False, repr=False)
+    groups: Ints = field(init=False, repr=False)
+    experts: npt.NDArray[np.bool_] = field(init=False, repr=False)
+    bases: Ints = field(init=False, repr=False)
+    trainable_count: int = field(init=False, repr=False)
+    _index: dict[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
         """Raise LayoutError if two tensors have the same name, or if the tensors are not ordered by group."""
-        self.tensors = tensors
-        self.numels = interval.ints([tensor.numel for tensor in tensors])
-        self.groups = interval.ints([tensor.group for tensor in tensors])
-        self.experts = np.array([tensor.expert for tensor in tensors], dtype=bool)
-        self.bases = np.append(0, np.cumsum(self.numels))
-        self.trainable_count = int((self.groups != FROZEN).sum())
-        self._index = {tensor.name: number for number, tensor in enumerate(tensors)}
-        if len(self._index) != len(tensors):
-            twice = [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]
+        names, numels, groups, experts = list[str](), list[int](), list[int](), list[bool]()
+        for tensor in self.tensors:
+            names.append(tensor.name)
+            numels.append(tensor.numel)
+            groups.append(tensor.group)
+            experts.append(tensor.expert)
+        index = dict(zip(names, range(len(names)), strict=True))
+        if len(index) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
             raise LayoutError(
-                f"{len(tensors)} tensors have {len(self._index)} names; used twice: {', '.join(sorted(twice))}; give "
-                "each tensor a name of its own"
+                f"{len(names)} tensors have {len(index)} names; used twice: {', '.join(twice)}; give each "
+                "tensor a name of its own"
             )
+        values = {
+            "numels": interval.ints(numels),
+            "groups": interval.ints(groups),
+            "experts": np.array(experts, dtype=bool),
+            "bases": np.cumsum([0, *numels], dtype=np.int64),
+            "trainable_count": len(groups) - groups.count(FROZEN),
+            "_index": index,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         order = np.where(self.groups == FROZEN, np.iinfo(np.int64).max, self.groups)
         wrong = np.flatnonzero(np.diff(order) < 0)
         if len(wrong):
-            before, after = tensors[int(wrong[0])], tensors[int(wrong[0]) + 1]
+            before, after = self.tensors[int(wrong[0])], self.tensors[int(wrong[0]) + 1]
             raise LayoutError(
                 f"tensor {after.name!r} of group {after.group} is registered after {before.name!r} of group "
                 f"{before.group}; register group 0, 1, ... in order and frozen tensors last"

@@ -7,7 +7,7 @@ addresses that the buffers have when the bytes move.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.space import BufferId, interval
 from ds_dynatrain.space.interval import Ints
-from ds_dynatrain.transfer.series import Matrix, rows_of
+from ds_dynatrain.transfer.series import Bytes, Matrix, rows_of
 
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
 """Local buffers, 1-D and contiguous, keyed by (state kind, buffer name)."""
@@ -99,9 +99,10 @@ class MoveRegions:
                     f"{self.begin[row]} to {self.end[row]} leave a buffer of {held.numel()} bytes"
                 )
             data.append(held)
-        return Regions(data, (self.which, self.begin, self.length, self.number, self.step))
+        return Regions(tuple(data), self.which, self.begin, self.length, self.number, self.step)
 
 
+@dataclass(frozen=True, eq=False)
 class Regions:
     """The bytes that each move reads or writes, in memory.
 
@@ -112,13 +113,28 @@ class Regions:
     is_on_host: whether all buffers are in host memory.
     """
 
-    def __init__(self, data: Sequence[torch.Tensor], columns: Sequence[Ints]) -> None:
-        self.data = data
-        self.which, self.begin, self.length, self.number, self.step = columns
-        self.bases = interval.ints([held.data_ptr() for held in data])
-        self.sizes = interval.ints([held.numel() for held in data])
-        self.is_on_host = all(held.device.type == "cpu" for held in data)
-        self._flat = [held.numpy() for held in data] if self.is_on_host else []
+    data: tuple[torch.Tensor, ...]
+    which: Ints
+    begin: Ints
+    length: Ints
+    number: Ints
+    step: Ints
+    bases: Ints = field(init=False)
+    sizes: Ints = field(init=False)
+    is_on_host: bool = field(init=False)
+    _flat: list[Bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        bases, sizes, flat = list[int](), list[int](), list[Bytes]()
+        for held in self.data:
+            bases.append(held.data_ptr())
+            sizes.append(held.numel())
+            if held.device.type == "cpu":
+                flat.append(held.numpy())
+        object.__setattr__(self, "bases", np.array(bases, dtype=np.int64))
+        object.__setattr__(self, "sizes", np.array(sizes, dtype=np.int64))
+        object.__setattr__(self, "is_on_host", len(flat) == len(self.data))
+        object.__setattr__(self, "_flat", flat)
 
     def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
         """Copy matrices of bytes one after another into `staged`. On an accelerator the copies are only queued."""
@@ -152,7 +168,7 @@ class Regions:
     def select(self, moves: Ints) -> Regions:
         """Return the regions of the moves with the given numbers."""
         columns = (self.which, self.begin, self.length, self.number, self.step)
-        return Regions(self.data, [column[moves] for column in columns])
+        return Regions(self.data, *(column[moves] for column in columns))
 
     def addresses(self) -> Ints:
         """Return the address of the first byte of each region."""
@@ -236,7 +252,7 @@ def _touching(parts: list[Regions], start: Ints, stop: Ints) -> tuple[Ints, Ints
 def regions_of(staged: torch.Tensor) -> Regions:
     """Return regions whose only buffer is `staged`, so that matrices can be copied to or from it."""
     nothing = np.empty(0, dtype=np.int64)
-    return Regions((staged,), [nothing] * 5)
+    return Regions((staged,), nothing, nothing, nothing, nothing, nothing)
 
 
 def _placed(found: Sequence[Matrix]) -> Iterator[tuple[Matrix, Matrix]]:

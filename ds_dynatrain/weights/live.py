@@ -34,7 +34,7 @@ def agreed_buffers(engine: EngineParts, what: str, in_the_way: str) -> tuple[Ses
     """
     if engine.is_discarded:
         raise WorldChanged(f"{what}: {'; '.join(DISCARDED)}")
-    session = Session(engine.control, f"weights/{engine.switcher.place_in_training()}", engine.members, what)
+    session = Session(engine.control, f"weights/{engine.place_in_training()}", engine.members, what)
     problem, buffers = "", Buffers()
     try:
         buffers = read_buffers(engine, what, in_the_way)

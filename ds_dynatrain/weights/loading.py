@@ -40,7 +40,7 @@ def load_weights(engine: Any, weights: Pairs | None) -> None:
     parts: EngineParts = engine._parts
     if parts.idle:
         raise WeightsError(f"{CALL}: this member is idle and holds no weights; call it where engine.idle is false")
-    session, buffers = agreed_buffers(parts, CALL, parts.switcher.in_the_way())
+    session, buffers = agreed_buffers(parts, CALL, parts.in_the_way())
     given = session.all("given", weights is not None)
     without = [member for member in parts.members if not given[member]]
     if without not in ([], list(parts.members[1:])):

@@ -45,7 +45,7 @@ def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: 
     metas = [replace(meta, dtype=kept) for meta in given.metadata]
     metas += [ParamMeta(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
     shards, error = cut(metas, max_shard_bytes), None
-    key = f"pretrained/{parts.switcher.place_in_training()}"
+    key = f"pretrained/{parts.place_in_training()}"
     session = Session(parts.control, key, parts.members, "save_pretrained", is_patient=True)
 
     def finish() -> int:

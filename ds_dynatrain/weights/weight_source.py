@@ -119,7 +119,7 @@ class WeightSource:
         """
         self._check_world("source.iter_full")
         engine, self.collectives = self._engine, 0
-        _, buffers = agreed_buffers(engine, "source.iter_full", engine.switcher.in_the_way(of_reading=True))
+        _, buffers = agreed_buffers(engine, "source.iter_full", engine.in_the_way(of_reading=True))
         live = of_kind(buffers, WEIGHT)
         like = next(iter(live.values()))
         sizes = [(each.sent, each.received) for each in self._gatherings]
@@ -190,7 +190,7 @@ class WeightSource:
         """Return this rank's flat weights, without messages; raise WeightsError if they cannot be read now."""
         self._check_world(what)
         engine = self._engine
-        return of_kind(read_buffers(engine, what, engine.switcher.in_the_way(of_reading=True)), WEIGHT)
+        return of_kind(read_buffers(engine, what, engine.in_the_way(of_reading=True)), WEIGHT)
 
     def _check_world(self, what: str) -> None:
         """Raise WeightsError if the engine is in another world than the one that the source was made in."""

@@ -31,7 +31,7 @@ class Collectives(Below):
         engine = self.engine
         if engine is None:
             return call()
-        return alone if engine.idle else engine._parts.loaders.together(name, call, lambda: alone)
+        return alone if engine.idle else engine._parts.together(name, call, lambda: alone)
 
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor the way Accelerate does. Returns this process's own tensor if the world is lost meanwhile."""

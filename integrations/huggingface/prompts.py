@@ -194,7 +194,7 @@ class PromptMixin(Below):
 
     def _together(self, name: str, call: Any, alone: Any) -> Any:
         """Run collectives of the working ranks. Returns the result of `alone` if the world is lost during the call."""
-        return self.engine._parts.loaders.together(name, call, alone)
+        return self.engine._parts.together(name, call, alone)
 
 
 def parts(held: dict[str, Any] | None, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -67,7 +67,7 @@ class Member:
     def deal(self, slot: Slot, last: bool) -> None:
         self.dealt.append((slot, last))
 
-    def open_batch(self, slots: Sequence[Slot]) -> None:
+    def note_slots(self, slots: Sequence[Slot]) -> None:
         self.opened.append(tuple(slots))
 
 

@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.groups.communicators import go_on
 from ds_dynatrain.adapters.groups.device import compute_device
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
 from ds_dynatrain.adapters.groups.worlds import LaunchWorld, launch_store
-from ds_dynatrain.engine.switcher import Switcher
+from ds_dynatrain.engine.switcher import SwitchingEngine
 from tests.engine import jobs
 from tests.engine.pool import RankPool
 
@@ -70,13 +70,13 @@ def case(start: jobs.Sizes, target: jobs.Sizes, ahead: int, fault: str = "") -> 
     """
     config, record, ahead_at = jobs.config("fp32", start), jobs.Record(), []
     config["dynatrain"] |= {"timeout_seconds": SECONDS} if fault == "hangs" else {}
-    events, own = dict[int, Any](), Switcher.connect_ahead
+    events, own = dict[int, Any](), SwitchingEngine.connect_ahead
 
-    def connect_ahead(self: Switcher) -> None:
+    def connect_ahead(self: SwitchingEngine) -> None:
         ahead_at.append(self.engine.global_steps)
         own(self)
 
-    with jobs.job(config) as made, patch.object(Switcher, "connect_ahead", connect_ahead):
+    with jobs.job(config) as made, patch.object(SwitchingEngine, "connect_ahead", connect_ahead):
         engine = made.engine
         with cannot_connect(fault if engine._parts.control.member == WHERE else ""):
             while engine.idle or engine.global_steps < STEPS:

@@ -10,13 +10,13 @@ from typing import Any
 import deepspeed
 
 from ds_dynatrain.elastic.member import Member
-from ds_dynatrain.engine.boundaries import Boundaries
+from ds_dynatrain.engine.elastic_membership import ElasticMembership
 from tests.elastic.training import Script
 
 PHASES: dict[str, tuple[type, str, bool]] = {
     "told": (Member, "leave", False),
     "said": (Member, "leave", True),
-    "passed over": (Boundaries, "_leave", False),
+    "passed over": (ElasticMembership, "_leave", False),
     "ending": (Member, "left", True),
     "goodbye": (Member, "stop", True),
 }

@@ -158,8 +158,8 @@ def refused() -> None:
         for experts, words in (
             (CROSSED[:1], r"for 1 layers, and 2 layers have experts: model\.layers\.0\.mlp, model\.layers\.1\.mlp"),
             ((((0, 2), (3, 1)), ((1,), (0,))), r"names 2 experts of 'model\.layers\.1\.mlp', which has 4"),
-            ((((0, 0), (3, 1)),), "layer 0: .* does not deal experts 0 to 3, each once"),
-            ((((0, 2, 1), (3,)),), "layer 0: .*; the indices have 3, 1"),
+            ((((0, 0), (3, 1)),), r"layer 0: of 0 to 3, \[2\] have no index, \[0\] have two"),
+            ((((0, 2, 1), (3,)),), "layer 0: the indices have 3, 1 of 4 experts"),
         ):
             with pytest.raises(SwitchRefused, match=words):
                 made.engine.switch(experts=experts)
@@ -171,7 +171,7 @@ def refused() -> None:
     given = {**jobs.config("fp32", (4, 1)), "expert_parallel": {"enabled": True}}
     given["dynatrain"] = {"layout": start}
     with (
-        pytest.raises(ConfigError, match=r"dynatrain\.layout: experts of layer 0: .*; the indices have 2, 1"),
+        pytest.raises(ConfigError, match=r"dynatrain\.layout: experts of layer 0: the indices have 2, 1 of 3"),
         jobs.job(given, autoep_model("mixtral"), Sequences(24), groups=False),
     ):
         pass

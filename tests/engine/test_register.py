@@ -469,7 +469,7 @@ def restoring_case(folder: Path) -> tuple[oracle.State, set[str]]:
         spec = WorldSpec(9, board.member, members, members, target, parts.vps.ties(target))
         world = build_world(board.store, spec, board.timeout_seconds)
         world.connect(board.timeout_seconds)
-        restore(parts, target, members, world, folder)
+        restore(parts, target, members, world, folder, [])
         if old is not None:
             board.track_teardown(drop(old))
         return oracle.gather(engine), trained(engine.module)

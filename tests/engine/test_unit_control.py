@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.errors import MemberMissing, OutcomeUnknown, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership import agreement, liveness
-from ds_dynatrain.membership.agreement import SwitchRequest
 from ds_dynatrain.membership.control import Control, Seal, pack
 from ds_dynatrain.membership.liveness import Heartbeat, Watch, post_end
 from ds_dynatrain.membership.proposal import Proposal
@@ -179,20 +178,22 @@ def proposal(target: Layout = FOUR, at: int | None = None) -> Proposal:
     return Proposal(2, TWO, (0, 1), target, (0, 1, 2, 3), at)
 
 
+Request = tuple[Proposal, int, tuple[str, str] | None]
+"""A proposal, the step at which it is made, and a refusal."""
+
+
 def request(
     target: Layout = FOUR, at: int | None = None, step: int = 5, refusal: tuple[str, str] | None = None
-) -> SwitchRequest:
-    return SwitchRequest(target.to_dict(), at, step, refusal)
+) -> Request:
+    return proposal(target, at), step, refusal
 
 
-def all_ask(boards: Any, requests: dict[int, SwitchRequest], seconds: float = 2.0) -> list[Any]:
+def all_ask(boards: Any, requests: dict[int, Request], seconds: float = 2.0) -> list[Any]:
     """What `agree` returns or raises on members 0 and 1; those without a request do not call it."""
 
     def ask(member: int) -> Any:
         try:
-            mine = requests[member]
-            meant = proposal(Layout.from_dict(mine.layout), mine.at)
-            return agreement.agree(boards(member, seconds), "step 5", mine, (0, 1), meant)
+            return agreement.agree(boards(member, seconds), "step 5", (0, 1), *requests[member])
         except SwitchRefused as refusal:
             return refusal
 
@@ -215,7 +216,7 @@ def test_equal_requests_are_a_proposal(boards: Any) -> None:
         (request(refusal=("no memory", "buy some")), "member 1: no memory; buy some"),
     ],
 )
-def test_a_different_request_is_refused_on_all(boards: Any, other: SwitchRequest, words: str) -> None:
+def test_a_different_request_is_refused_on_all(boards: Any, other: Request, words: str) -> None:
     first, second = all_ask(boards, {0: request(), 1: other})
     assert isinstance(first, SwitchRefused) and str(first) == str(second)
     with pytest.raises(SwitchRefused, match=words):
@@ -227,7 +228,7 @@ def test_other_ranks_for_the_same_members_are_refused(boards: Any) -> None:
     def ask(member: int) -> str:
         mine = replace(proposal(), members=(0, 1, 2, 3) if member == 0 else (0, 1, 3, 2))
         with pytest.raises(SwitchRefused) as refused:
-            agreement.agree(boards(member, 2.0), "step 5", request(), (0, 1), mine)
+            agreement.agree(boards(member, 2.0), "step 5", (0, 1), mine, 5)
         return str(refused.value)
 
     with ThreadPoolExecutor(2) as threads:
@@ -238,7 +239,7 @@ def test_other_ranks_for_the_same_members_are_refused(boards: Any) -> None:
 def test_a_number_that_one_has_used_up_is_that_of_the_first(boards: Any) -> None:
     def ask(member: int) -> Proposal:
         mine = replace(proposal(), generation=2 + member)
-        return agreement.agree(boards(member, 2.0), "step 5", request(), (0, 1), mine)
+        return agreement.agree(boards(member, 2.0), "step 5", (0, 1), mine, 5)
 
     with ThreadPoolExecutor(2) as threads:
         assert [each.generation for each in threads.map(ask, (0, 1))] == [2, 2]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-from ds_dynatrain.engine.discarded import DiscardableBatch
+from ds_dynatrain.engine.discarded import DiscardableEngine
 
 
 class Loader:
@@ -24,12 +23,13 @@ class Loader:
 def test_a_discarded_batch_after_a_restoration_is_dealt_again_from_there() -> None:
     """Torn between two batches, taken back, asked once more before the first engine's next batch."""
     loader = Loader()
-    window = DiscardableBatch(SimpleNamespace(train_loaders={"train": loader}, is_discarded=False))  # type: ignore[arg-type]
+    window: Any = DiscardableEngine.__new__(DiscardableEngine)
+    window.train_loaders = {"train": loader}
     loader.at = 16
-    window.discard(has_dealt=False)
+    window.go_back(has_dealt=False)
     loader.at = 15  # what was restored
-    window.note()
-    window.open(stays_discarded=True)
+    window.note_window()
+    window.open_window(stays_discarded=True)
     loader.at += 1
-    window.discard(has_dealt=True)
+    window.go_back(has_dealt=True)
     assert loader.at == 15

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,58 +15,54 @@ from ds_dynatrain.engine.elastic_membership import ElasticMembership
 from ds_dynatrain.errors import WorldChanged
 
 
-class Boundaries:
+class FailingMembership(ElasticMembership):
     """With a failure that comes in the call, and where a world is formed."""
 
     def __init__(self) -> None:
-        self.has_failed, self.is_under_way, self.formed = False, False, list[str]()
-        self.losses = SimpleNamespace(
-            check=self.check,
-            explains=lambda error: isinstance(error, WorldChanged),
-            close_worlds=lambda is_closed: None,
-        )
+        super().__init__(WorkerPlace("a", 0, 1, Address("127.0.0.1", 1)), DynatrainConfig())
+        self.has_failed, self.is_under_way, self.made_anew = False, False, list[str]()
 
-    def check(self) -> None:
+    def check_losses(self) -> None:
         if self.has_failed:
             raise WorldChanged("a collective has failed before")
+
+    def explains(self, error: RuntimeError) -> bool:
+        return isinstance(error, WorldChanged)
 
     def see_failure(self) -> None:
         if self.has_failed:
             self.form_anew()
 
     def form_anew(self) -> None:
-        self.formed.append("in the call" if self.is_under_way else "after it")
+        self.made_anew.append("in the call" if self.is_under_way else "after it")
         self.has_failed = False
 
 
 @pytest.fixture
 def membership() -> Any:
-    made: Any = ElasticMembership(WorkerPlace("a", 0, 1, Address("127.0.0.1", 1)), DynatrainConfig())
-    made._boundaries = Boundaries()
-    return made
+    return FailingMembership()
 
 
 def test_no_world_is_formed_in_the_middle_of_a_call(membership: Any) -> None:
     """DeepSpeed's pipeline holds activations then, which would be gone."""
-    boundaries = membership._boundaries
 
     def call() -> str:
-        boundaries.is_under_way = boundaries.has_failed = True
+        membership.is_under_way = membership.has_failed = True
         try:
             membership.before_micro_batch(None)
         finally:
-            boundaries.is_under_way = False
+            membership.is_under_way = False
         return "trained on"
 
     assert membership.surviving(None, call, lambda: "again") == "again"
-    assert boundaries.formed == ["after it"]
+    assert membership.made_anew == ["after it"]
 
 
 def test_between_calls_the_loader_forms_it(membership: Any) -> None:
     assert membership.surviving(None, lambda: "done", lambda: "again") == "done"
-    membership._boundaries.has_failed = True
+    membership.has_failed = True
     membership.before_micro_batch(None)
-    assert membership._boundaries.formed == ["after it"]
+    assert membership.made_anew == ["after it"]
 
 
 @pytest.mark.parametrize("said", ["", "an illegal memory access was encountered"])

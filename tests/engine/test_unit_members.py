@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine.description import described, differing_key, differing_parameter
+from ds_dynatrain.engine.description import described, differing, differing_members
 from ds_dynatrain.engine.elastic_membership import plain_part
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.membership.destinations import Registry, choose, rule_of
@@ -105,18 +105,23 @@ class TestDescription:
     def test_the_key_that_differs_is_named(self) -> None:
         one = described({"optimizer": {"params": {"lr": 0.1}}, "train_batch_size": 4}, DynatrainConfig())
         other = described({"optimizer": {"params": {"lr": 0.2}}, "train_batch_size": 4}, DynatrainConfig())
-        assert differing_key(one, one) == ""
-        assert differing_key(other, one).startswith("optimizer.params.lr is 0.2 here and 0.1 in the running job")
+        words = "here", "in the running job", "make them equal"
+        assert differing(one, one, *words) == ""
+        assert differing(other, one, *words).startswith("optimizer.params.lr is 0.2 here and 0.1 in the running job")
 
     def test_what_may_differ(self) -> None:
         one, other = DynatrainConfig(), DynatrainConfig.model_validate({"report": {"jsonl": "x"}})
         assert described({}, one) == described({}, other)
 
     def test_the_parameter_that_differs_is_named(self) -> None:
-        one, other = [("a", [2, 3], "torch.float32", "whole")], [("a", [2, 4], "torch.float32", "whole")]
-        assert differing_parameter(one, one) == ""
-        assert differing_parameter(one, other, "in the job").startswith("parameter 0 is ['a', [2, 3]")
-        assert "None here" in differing_parameter(one, [])
+        one, other, none = (
+            {"machine": {}, "rows": rows}
+            for rows in ([["a", [2, 3], "torch.float32", "whole"]], [["a", [2, 4], "torch.float32", "whole"]], [])
+        )
+        words = "in the job", "here"
+        assert differing_members(one, one, *words) == ""
+        assert differing_members(one, other, *words).startswith("parameter 0 is ['a', [2, 3]")
+        assert "not given here" in differing_members(one, none, *words)
 
     def test_what_json_has_a_word_for(self) -> None:
         assert plain_part({"epoch": 3, "model": object(), "more": {"x": (1, 2), "y": {1}}}) == {

@@ -107,12 +107,15 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
                 world = build_world(store, WorldSpec(8, *sides), seconds)
                 world.connect(seconds)
                 with record_that_breaks(engine._parts.control), pytest.raises(RuntimeError, match="Broken pipe"):
-                    restore(engine._parts, target, members, world, folder, lambda tag: tag == "older")
+                    restore(engine._parts, target, members, world, folder, [], lambda tag: tag == "older")
                 assert engine.idle and engine.optimizer is engine.basic_optimizer
                 engine._parts.control.track_teardown(drop(world))
             world = build_world(store, WorldSpec(9, *sides), seconds)
             world.connect(seconds)
-            found = restore(engine._parts, target, members, world, folder)
+            damaged = list[str]()
+            with pytest.raises(CheckpointDamaged):
+                restore(engine._parts, target, members, world, folder, damaged)
+            found = restore(engine._parts, target, members, world, folder, damaged)
             assert found.step == engine.global_steps == STEPS and engine.generation == 9
             assert found.path.name == "older", "the latest one is damaged"
         if old is not None:

@@ -55,7 +55,7 @@ def test_shares_belong_to_a_number_of_data_indices() -> None:
 
 @pytest.mark.parametrize(
     ("shares", "words"),
-    [((3,), "give 2 whole numbers"), ((8, 0), "a sample"), ((1.5, 2), "whole numbers"), (8, "whole numbers")],
+    [((3,), "for 1 data indices"), ((8, 0), "data index 1 without"), ((1.5, 2), "no tuple of whole"), (8, "no tuple")],
 )
 def test_impossible_shares_say_why(shares: Any, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
@@ -80,9 +80,9 @@ def test_a_map_of_experts_belongs_to_an_expert_size() -> None:
         (((0, 1, 2, 3),), "no map of experts"),
         ([[[0], [1]]], "no map of experts"),
         ((((0,), (1.5,)),), "no map of experts"),
-        ((((0, 1), (2, 3)), ((0,), (1,), (2,))), "layer 1: .* to expert=2 indices.*have 1, 1, 1"),
-        ((((0, 1, 2), (3,)),), "layer 0: .* equally many to each; the indices have 3, 1"),
-        ((((0, 2), (2, 5)),), "layer 0: .* does not deal experts 0 to 5, each once"),
+        ((((0, 1), (2, 3)), ((0,), (1,), (2,))), "layer 1 are for 3 indices and expert is 2"),
+        ((((0, 1, 2), (3,)),), "layer 0: the indices have 3, 1 of 4 experts"),
+        ((((0, 2), (2, 5)),), r"layer 0: of 0 to 3, \[1, 3\] have no index, \[2\] have two, and \[5\] do not exist"),
     ],
 )
 def test_impossible_maps_of_experts_say_why(experts: Any, words: str) -> None:
@@ -98,14 +98,14 @@ def test_one_index_has_no_order() -> None:
 @pytest.mark.parametrize(
     ("boundaries", "words"),
     [
-        ((0, 7), "into pipe=2 stages.*3 ascending"),
-        ((), "into pipe=2 stages"),
-        ((1, 3, 7), "give 0, the first layer"),
-        ((0, 3, 3), "3 ascending"),
-        ((0, 9, 7), "3 ascending"),
-        ((0, 3.0, 7), "whole numbers such as"),
-        ((False, 3, 7), "whole numbers such as"),
-        ("0,3,7", "whole numbers such as"),
+        ((0, 7), r"cut 1 stages and pipe is 2.*3 numbers"),
+        ((), "cut 0 stages"),
+        ((1, 3, 7), "leave out layers 0 to 0"),
+        ((0, 3, 3), "give stage 1 no layer: 3 is not below 3"),
+        ((0, 9, 7), "give stage 1 no layer: 9"),
+        ((0, 3.0, 7), "no tuple of whole numbers"),
+        ((False, 3, 7), "no tuple of whole numbers"),
+        ("0,3,7", "no tuple of whole numbers"),
     ],
 )
 def test_impossible_boundaries_say_why(boundaries: Any, words: str) -> None:

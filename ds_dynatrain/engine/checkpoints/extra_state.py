@@ -47,6 +47,28 @@ class _Shared(BaseModel):
     windows: Count = 0
 
 
+class _Attributes(BaseModel):
+    """Attributes of a module; see `adapters.model.module_state`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str = Field(alias="class")
+    values: dict[str, Any]
+    left: list[str]
+    shared: list[str]
+
+
+class _Rest(BaseModel):
+    """Known parts of per-rank extra state."""
+
+    model_config = ConfigDict(strict=True, extra="allow", arbitrary_types_allowed=True)
+    buffers: dict[str, torch.Tensor]
+    objects: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    modes: dict[str, bool] = {}
+    transient: list[str] = []
+    attributes: dict[str, _Attributes] = {}
+
+
 # ---- shared by all ranks ---------------------------------------------------------------------------------------------
 
 
@@ -137,29 +159,13 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
         wanted = announced(encoded)
         tensors = {number: _tensor(reader, rank, number, *each) for number, each in wanted.items()}
         rest = decode(encoded, [tensors[number] for number in range(len(tensors))])
-        _check_rest(rest)
+        _Rest.model_validate(rest)
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError, TransferError) as error:
         raise CheckpointDamaged(
             f"what belongs to rank {rank} cannot be read ({type(error).__name__}: {error})"
         ) from None
     found: dict[str, Any] = rest
     return found
-
-
-def _check_rest(rest: Any) -> None:
-    """Raise TypeError if per-rank extra state has values that our code cannot use. The error names the wrong part."""
-    tables = ("buffers", "objects", "extra", "modes", "attributes")
-    if not isinstance(rest, dict) or not all(isinstance(rest.get(part, {}), dict) for part in tables):
-        raise TypeError("it, its buffers, objects, extra states, modes or attributes are no tables")
-    if not all(isinstance(held, torch.Tensor) for held in rest["buffers"].values()):
-        raise TypeError("a buffer is no tensor")
-    if not all(isinstance(mode, bool) for mode in rest.get("modes", {}).values()):
-        raise TypeError("a module's mode is neither true nor false")
-    names = [*rest["buffers"], *rest.get("transient", ())]
-    for held in rest.get("attributes", {}).values():
-        names += [held["class"], *held["values"].keys(), *held["left"], *held["shared"]]
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError("the name of a buffer or an attribute is none")
 
 
 def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

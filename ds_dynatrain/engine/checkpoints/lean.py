@@ -11,7 +11,7 @@ max(source, target) plus the staging memory for reads and writes.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,39 +24,30 @@ from ds_dynatrain.engine.checkpoints.restore import restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 from ds_dynatrain.extension import backups_of
-from ds_dynatrain.membership.session import Session, VoteResult
+from ds_dynatrain.membership.session import VoteResult
 from ds_dynatrain.reshard.core import EngineCore, OldState
-from ds_dynatrain.reshard.preparation import Outcome, Preparation
+from ds_dynatrain.reshard.preparation import Preparation
 from ds_dynatrain.reshard.restoration import Goal, let_go
-from ds_dynatrain.reshard.swap import Swap
-from ds_dynatrain.reshard.switch import connect, drain, meet
+from ds_dynatrain.reshard.switch import Transaction, connect, drain, meet
 from ds_dynatrain.space import Layout
 
 
-class LeanTransaction:
+class LeanTransaction(Transaction):
     """One lean switch on one member. Every member of either world calls `vote` at a boundary, and `conclude` after
     that."""
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
-        self.begin, self.was = time.perf_counter(), (engine.layout, engine.members)
-        self.engine, self.preparation, self.place, self._saver = engine, preparation, place, saver
-        self.proposal, self.control = preparation.proposal, preparation.board
-        self.old_world, self.outcome, self.swap = engine.world, Outcome(), Swap(engine)
-        self.key = self.proposal.key
-        self.session = self._session(self.key)
-        self.interrupt: BaseException | None = None
+        super().__init__(engine, preparation, place)
+        self._saver, self.key = saver, self.proposal.key
+        self.session = self._session(self.key, is_patient=True)
 
-    def _session(self, key: str, record: str | None = None) -> Session:
-        what, stop = f"switch to {self.proposal.layout}", self.preparation.stop
-        return Session(self.control, key, self.proposal.union, what, record=record, is_patient=True, stop=stop)
-
-    def vote(self) -> VoteResult:
+    def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
         """Save a checkpoint, and return the decision of all members on whether to continue from it.
 
         Raises OutcomeUnknown if this member cannot read whether the others have freed their state.
         """
         try:
-            saved = self.session.vote(self._save, _joined, _yes)
+            saved = self.session.vote(work or self._save, _joined, _yes)
         except OutcomeUnknown:
             self.preparation.abandon()
             raise
@@ -65,7 +56,7 @@ class LeanTransaction:
             self.control.decide(self.proposal.record_key, {"commit": False, "reason": saved.reason})
         return saved
 
-    def conclude(self, saved: VoteResult) -> None:
+    def conclude(self, decision: VoteResult) -> None:
         """Carry out the decision, which is the same on every member: continue from the checkpoint, or stay in the old
         world.
 
@@ -74,21 +65,21 @@ class LeanTransaction:
         have restored.
         """
         outcome = self.outcome
-        if not saved.commit:
-            outcome.reason = saved.reason
+        if not decision.commit:
+            outcome.reason = decision.reason
             self.preparation.abandon()
             return
-        path = Path(saved.said["path"])
+        path = Path(decision.said["path"])
         with outcome.phase("free"):
             self._free(path)
         with outcome.phase("restore"):
-            session = self._session(f"{self.key}/restored", self.proposal.record_key)
-            decision = session.vote(partial(self._restore, path), _joined, _yes)
-        self.interrupt = self.interrupt or decision.interrupt
-        outcome.committed, outcome.reason, outcome.is_rebuilt = decision.commit, decision.reason, True
-        with outcome.phase("commit" if decision.commit else "roll back"):
-            if decision.commit:
-                outcome.digest, outcome.kinds = decision.said["digest"], tuple(decision.said["kinds"])
+            session = self._session(f"{self.key}/restored", self.proposal.record_key, is_patient=True)
+            again = session.vote(partial(self._restore, path), _joined, _yes)
+        self.interrupt = self.interrupt or again.interrupt
+        outcome.committed, outcome.reason, outcome.is_rebuilt = again.commit, again.reason, True
+        with outcome.phase("commit" if again.commit else "roll back"):
+            if again.commit:
+                outcome.digest, outcome.kinds = again.said["digest"], tuple(again.said["kinds"])
                 self._commit()
             else:
                 self.swap.undo()
@@ -96,14 +87,14 @@ class LeanTransaction:
 
     def _save(self) -> dict[str, Any]:
         """Save a checkpoint and check it. Returns its path on members that hold state in the old layout."""
-        engine, rank, found = self.engine, self.preparation.source_rank, dict[str, Any]()
+        engine, rank, found = self.engine, self.source_rank, dict[str, Any]()
         backups = backups_of(engine.job.extensions)
         with self.outcome.phase("meet"):
             meet(self.session, engine, self.preparation, self.place)
         with self.outcome.phase("save"):
             if rank is not None and backups is not None:
                 self.outcome.peak_memory = _bytes(drain(engine, self.proposal, rank, self.outcome).buffers)
-                found["path"] = str(self._saver.save(backups.path, None, f"{self.key}/save", "", backups.keep))
+                found["path"] = str(self._saver.save(backups.path, None, f"{self.key}/save", "", backups.keep).wait())
         with self.outcome.phase("verify"):
             if rank is not None and found:
                 self._read_back(found["path"], rank)
@@ -140,7 +131,7 @@ class LeanTransaction:
         """Restore in the new world. Returns the digest and the state kinds on members that have a rank in the new
         layout."""
         engine, proposal, world = self.engine, self.proposal, self.preparation.world
-        if self.preparation.target_rank is None or world is None:
+        if self.target_rank is None or world is None:
             return {}
         self.swap.on_undo(let_go, engine)
         found = restored(engine, self._goal("restore", proposal.layout, proposal.members, world), path)
@@ -156,7 +147,7 @@ class LeanTransaction:
         """Complete the switch, and release the old world once all members have read the record."""
         engine, world, track = self.engine, self.preparation.world, self.control.track_teardown
         self.swap.keep()
-        works = self.preparation.target_rank is not None
+        works = self.target_rank is not None
         if not works:
             engine.enter(self.proposal, None)
             engine.launch.install()

@@ -6,7 +6,9 @@ DeepSpeed's own load.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate
 from ds_dynatrain.adapters.zero.loss_scale import taken_from
 from ds_dynatrain.adapters.zero.optimizers import rule_of
-from ds_dynatrain.checkpoint import Manifest, ManifestRow, Saved
+from ds_dynatrain.checkpoint import Manifest, Saved
 from ds_dynatrain.checkpoint.extents import WORD, name_of, named
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, naming
 from ds_dynatrain.checkpoint.others import (
@@ -87,13 +89,14 @@ class Converted(Universal):
             self.names[tensor.name] = tensor.name if tensor.name in self.there else next(ties, tensor.name)
         self._check_tensors()
         self.tensors = engine.vps.tensors
-        rows = dict(saved.manifest.rows)
-        for here, there in self.names.items():
-            if here != there:
-                for kind in self.kinds:
-                    if (there, kind) in rows:
-                        rows[here, kind] = tuple(replace(row, tensor=here) for row in rows[there, kind])
-        self.manifest = self.reader.manifest = Manifest(rows)
+        there = saved.manifest.rows
+        renamed = {
+            (here, kind): tuple(replace(row, tensor=here) for row in there[name, kind])
+            for here, name in self.names.items()
+            for kind in self.kinds
+            if here != name and (name, kind) in there
+        }
+        self.manifest = self.reader.manifest = Manifest({**there, **renamed})
 
     def _check_tensors(self) -> None:
         """Raise CheckpointError if tensors of the model and the checkpoint do not match. The error names the
@@ -128,7 +131,7 @@ class Converted(Universal):
         manifest = self.saved.manifest
         return manifest.digest(name, kind) if (name, kind) in manifest.rows else None
 
-    def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+    def _shared(self) -> dict[str, Any]:
         """Return the current shared extra state, updated from the checkpoint."""
         said = self.carry
         if "groups" in said:
@@ -172,9 +175,8 @@ class Converted(Universal):
         """Return a buffer that the other tool has stored among the tensors. That tool does not distinguish buffers from
         parameters."""
         tensor = self.there[name][1]
-        rows: tuple[ManifestRow, ...] = ()
-        for kind in (MASTER, WEIGHT):
-            rows = rows or self.saved.manifest.rows.get((name, kind), ())
+        held = self.saved.manifest.rows
+        rows = held.get((name, MASTER)) or held.get((name, WEIGHT), ())
         if tensor.shape != shape:
             raise CheckpointError(
                 f"it has {name!r} {tensor.shape}, and this model's is {tuple(shape)}; build the model of the job that "
@@ -211,13 +213,11 @@ class Stock(FromCheckpoint):
     def client_state(self) -> dict[str, Any]:
         """The client state: entries of the saved model states that are not DeepSpeed's own, with small tensors as
         values."""
-        said = self.folder.model(0)
-        found: dict[str, Any] = with_values(
-            self.path, {key: value for key, value in said.items() if key not in NO_CLIENT_STATE}
-        )
+        said = {key: value for key, value in self.folder.model(0).items() if key not in NO_CLIENT_STATE}
+        found: dict[str, Any] = with_values(self.path, said)
         return found
 
-    def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+    def _shared(self) -> dict[str, Any]:
         said, here = self.folder.model(0), len(self.present["groups"])
         carry = carry_of(self.path, said, self.folder.optimizer(0, 0))
         there = len(carry.get("groups", self.present["groups"]))
@@ -238,33 +238,40 @@ class Stock(FromCheckpoint):
         buffers = {name: value_of(self.path, each) for name, each in held.items() if name in wanted}
         return {"grad_norm": None, "buffers": buffers, "objects": {}}
 
-    def _digests(self, place: int, places: int, gather: Gather) -> dict[Key, int]:
-        weight = self.engine.host.element_types.weight
-        check_crcs(self.path, self.folder.archives, place, places)
-        rows = sorted((row for row in self.manifest if row.file), key=lambda row: (row.file, row.offset))[place::places]
-        mine: dict[Key, int] = {}
-        for row in rows:
+    def _digests(self, rank: int, gather: Gather) -> dict[Key, int]:
+        weight, places = self.engine.host.element_types.weight, len(self.goal.members)
+        check_crcs(self.path, self.folder.archives, rank, places)
+        rows = sorted((row for row in self.manifest if row.file), key=lambda row: (row.file, row.offset))
+        mine, found = Counter[Key](), Counter[Key]()
+        for row in rows[rank::places]:
             share = {row.kind: self.reader.digest(row)}
             if row.kind == MASTER:
                 share[WEIGHT] = share[MASTER] if row.dtype == name_of(weight) else self.reader.digest(row, weight)
             for kind, total in share.items():
-                mine[row.tensor, kind] = mine.get((row.tensor, kind), 0) + total
-        found: dict[Key, int] = {}
+                mine[row.tensor, kind] += total
         for record in gather("there", [[*key, f"{total:x}"] for key, total in mine.items()]).values():
             for tensor, kind, total in record:
-                found[tensor, kind] = (found.get((tensor, kind), 0) + int(total, 16)) & WORD
+                found[tensor, kind] = (found[tensor, kind] + int(total, 16)) & WORD
         return found
 
 
+@contextmanager
 def opened(
-    path: Path, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: CheckpointPart, trust_pickle: bool
-) -> FromCheckpoint:
-    """Open the checkpoint in a folder; see `FromCheckpoint`.
+    engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, part: CheckpointPart
+) -> Iterator[FromCheckpoint]:
+    """Context manager that opens the checkpoint in a folder, and names the folder in errors; see `FromCheckpoint`.
 
     present: the current shared extra state, which another tool's checkpoint updates; None if there is none.
 
     Raises CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if `present` is None.
     """
+    with naming(path), _source(engine, goal, path, present, part) as source:
+        yield source
+
+
+def _source(
+    engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, part: CheckpointPart
+) -> FromCheckpoint:
     if (path / RECORD).is_file() or present is None or not is_zero_folder(path):
         saved = Saved.open(path)
         if not saved.record.converted_from:
@@ -277,7 +284,7 @@ def opened(
         return Converted(saved, engine, goal, present, part)
     template = getattr(engine.host.shaper, "template", None)
     prefixes = template.prefixes() if isinstance(template, PipelineTemplate) else ()
-    held = ZeroFolder.open(path, trust_pickle, prefixes)
+    held = ZeroFolder.open(path, part.trust_pickle, prefixes)
     check_batch(engine, held)
     return Stock(held, engine, goal, present, part)
 

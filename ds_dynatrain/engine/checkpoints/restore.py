@@ -9,73 +9,75 @@ failure; `restore` has no state to go back to.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.checkpoint import Saved, folder
-from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others import is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.engine.checkpoints.asking import ask
 from ds_dynatrain.engine.checkpoints.other_tools import opened
+from ds_dynatrain.engine.checkpoints.saving import ask
 from ds_dynatrain.engine.checkpoints.sources import ALL, CheckpointPart
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.extension import BACKUP_KEY, Backups, backups_of
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.records import to_record
+from ds_dynatrain.report import logger
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.restoration import Goal, Restoration, Restored, StateSource, let_go
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.reshard.restoration import Goal, Restoration, Restored, let_go
 from ds_dynatrain.reshard.swap import Before
 from ds_dynatrain.space import Layout
-
-
-@contextmanager
-def from_checkpoint(
-    engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: CheckpointPart
-) -> Iterator[StateSource]:
-    """Context manager that opens the checkpoint in a folder as a source of state, and names the folder in errors.
-
-    See `other_tools.opened` for the arguments.
-    """
-    with naming(path), opened(path, engine, goal, present, part, trust_pickle) as source:
-        yield source
-
 
 # ---- the calls -------------------------------------------------------------------------------------------------------
 
 
-def load(
-    engine: EngineCore,
-    path: str | os.PathLike[str],
-    tag: str | None,
-    place: str,
-    generation: int,
-    is_open: str,
-    trust_pickle: bool = False,
-    part: CheckpointPart = ALL,
-) -> Restored:
-    """Load a checkpoint; see `DynatrainEngine.load`.
+def load(engine: EngineCore, where: Path, tag: str | None, place: str, is_open: str, part: CheckpointPart) -> Restored:
+    """Load a checkpoint; see `DynatrainEngine.load`. Uses up the engine's newest generation number, like a switch.
 
-    generation: the number that the load uses up, the same way as a switch does.
     place: see `regrouping.register`.
     is_open: see `regrouping.register`.
-    part: see `from_checkpoint`.
+    part: see `FromCheckpoint`.
     """
-    control, members, where = engine.control, engine.members, Path(path).absolute()
+    control, members, generation, key = engine.control, engine.members, engine.attempt, f"load/{place}"
     in_the_way = is_open and f"{is_open}: load after engine.step(), with no switch pending"
-    ask(Session(control, f"load/{place}", members, "engine.load"), engine, where, tag, in_the_way)
+    ask(Session(control, key, members, "engine.load"), engine, where, tag, in_the_way)
     same = (engine.layout, members, engine.layout, members, None)
     control.decide(f"proposal/{generation}", to_record(Proposal(generation, *same)))  # idle members follow the count
     if engine.world is None:
         raise RuntimeError("an idle member has nothing to load")
-    goal = Goal(engine.layout, members, engine.world, f"load/{place}", f"record/{generation}")
+    goal = Goal(engine.layout, members, engine.world, key, f"record/{generation}")
     found = _chosen(engine, goal, lambda: _named(where, tag))
-    return restored(engine, goal, found, Before.of(engine, has_rest=True), trust_pickle, part)
+    return restored(engine, goal, found, Before.of(engine, has_rest=True), part)
+
+
+def restore_all(
+    engines: Sequence[EngineCore], proposals: Sequence[Proposal], worlds: Mapping[int, World]
+) -> list[Restored]:
+    """Restore all engines of a process from the newest tag that all of their backups have; see `restore`.
+
+    worlds: a map from each engine's number to its new world.
+
+    Raises CheckpointError on all members if there is no such tag. In this case the engines hold no state.
+    """
+    paths = [each.path.absolute() for engine in engines if (each := backups_of(engine.job.extensions))]
+    left_out, found = list[str](), list[Restored]()
+
+    def is_wanted(tag: str) -> bool:
+        return tag == found[0].path.name if found else all(is_there(path / tag) for path in paths[1:])
+
+    while len(found) < len(engines):
+        found.clear()
+        with suppress(CheckpointDamaged):  # continue with the next older one, for all engines
+            for engine, proposal, path in zip(engines, proposals, paths, strict=True):
+                with PROCESS.turn(engine):
+                    where = proposal.layout, proposal.members, worlds[engine.job.number], path
+                    found.append(restore(engine, *where, left_out, is_wanted))
+    return found
 
 
 def restore(
@@ -83,9 +85,9 @@ def restore(
     layout: Layout,
     members: tuple[int, ...],
     world: World,
-    path: str | os.PathLike[str],
+    path: Path,
+    left_out: list[str],
     is_wanted: Callable[[str], bool] = lambda tag: True,
-    left_out: list[str] | None = None,
 ) -> Restored:
     """Restore everything from the newest whole checkpoint in a folder, in a world that was just built.
 
@@ -97,31 +99,25 @@ def restore(
     members: the member at each rank of `layout`.
     world: this member's world, built by `adapters.worlds.build_world` for the layout and members, with a generation
         number that was never used. It must be connected, and is installed here.
+    left_out: tags that are known to be damaged.
     is_wanted: returns whether a tag is acceptable; called on rank 0.
-    left_out: tags that are known to be damaged. If given, a further damaged checkpoint is added to it and raises
-        CheckpointDamaged on all members. If not given, all members skip a damaged checkpoint and use the next older
-        one.
 
     After this call the engine is in `world`, with all state, counters, hyper-parameters, random streams and loader
     positions of the checkpoint; `engine.global_steps` has the checkpoint's step.
 
     Raises CheckpointError on all members if no checkpoint is whole, none fits the model, or a member does not take
-    part. In this case the engine holds no state and no world (`engine.idle`). Raises MemberMissing if rank 0 does not
-    take part.
+    part, and CheckpointDamaged for a damaged one, which is added to `left_out`. In this case the engine holds no state
+    and no world (`engine.idle`). Raises MemberMissing if rank 0 does not take part.
     """
-    where, known = Path(path).absolute(), list(left_out or ())
     let_go(engine)
-    while True:
-        key = f"restore/{world.generation}/{len(known)}"
-        goal = Goal(layout, members, world, key, f"{key}/record")
-        found = _chosen(engine, goal, lambda: _newest(where, known, is_wanted).path)
-        try:
-            return restored(engine, goal, found)
-        except CheckpointDamaged:
-            if left_out is not None:
-                left_out.append(found.name)
-                raise
-            known.append(found.name)
+    key = f"restore/{world.generation}/{len(left_out)}"
+    goal = Goal(layout, members, world, key, f"{key}/record")
+    found = _chosen(engine, goal, lambda: _newest(path.absolute(), left_out, is_wanted))
+    try:
+        return restored(engine, goal, found)
+    except CheckpointDamaged:
+        left_out.append(found.name)
+        raise
 
 
 def restored(
@@ -129,7 +125,6 @@ def restored(
     goal: Goal,
     path: Path,
     old: Before | None = None,
-    trust_pickle: bool = False,
     part: CheckpointPart = ALL,
 ) -> Restored:
     """Restore everything from one given checkpoint.
@@ -140,7 +135,7 @@ def restored(
     cases the engine is unchanged.
     """
     present = None if old is None else old.shared
-    opener = partial(from_checkpoint, engine, goal, path, present, trust_pickle, part)
+    opener = partial(opened, engine, goal, path, present, part)
     restoration = Restoration(engine, goal, opener, str(path), old)
     restoration.run()
     return Restored(path, engine.global_steps, restoration.client_state, restoration.kinds, restoration.digest)
@@ -155,13 +150,22 @@ def _named(where: Path, tag: str | None) -> Path:
     return path if is_zero_folder(path) and not (path / RECORD).is_file() else Saved.open(path).path
 
 
-def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) -> Saved:
+def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) -> Path:
     for saved in folder.newest(where):
         is_whole = not saved.record.converted_from  # a converted one lacks parts of a training
         if saved.path.name not in left_out and is_whole and is_wanted(saved.path.name):
-            return saved
+            return saved.path
     passed = f"; damaged: {', '.join(left_out)}" if left_out else ""
     raise CheckpointError(f"there is no whole checkpoint in {where}{passed}; give a folder that engine.save wrote into")
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a folder contains a whole checkpoint."""
+    try:
+        Saved.open(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:
@@ -172,3 +176,69 @@ def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:
     except CheckpointError as error:
         session.decide(VoteResult(False, str(error)))
         raise
+
+
+# ---- the state from which a job starts -------------------------------------------------------------------------------
+
+Load = Callable[[Path, str, CheckpointPart], Restored]
+"""Function (folder, tag, part) that loads a checkpoint the way `engine.load` does."""
+
+
+def first_state(engine: EngineCore, load: Load) -> Restored | None:
+    """Load the first state on all working members of a starting job. Returns None if there is nothing to load.
+
+    If all members that held the state are gone and the job is started again, it continues from its own newest backup,
+    or from the checkpoint in `dynatrain.resume`. If there is neither, the script starts from the beginning, as under
+    stock torchrun.
+
+    Raises CheckpointError on all members if a checkpoint exists but cannot be loaded, so that a job does not start from
+    the beginning by mistake.
+    """
+    if engine.idle or PROCESS.membership.is_newcomer:
+        return None
+    settings, restores, found = engine.settings.resume, PROCESS.membership.restores, None
+    backups = backups_of(engine.job.extensions)
+    if restores and backups is not None:
+        found = _newest_backup(engine, backups, load)
+    if found is None and settings is not None:
+        path, doing = Path(settings.path).absolute(), "looking for a checkpoint to go on from"
+        session = Session(engine.control, "resume", engine.members, doing, is_patient=True)
+        tag = session.first("tag", lambda: _tag(path, settings.tag), doing)
+        found = load(path, tag, ALL._replace(trust_pickle=settings.trust_pickle)) if tag else None
+        if engine.rank == 0:
+            said = f"{path} names no checkpoint; training begins" if found is None else f"step {found.step} of {path}"
+            logger.info("resume: %s", said)
+    if found is None and restores:
+        logger.warning(
+            "all members that held the state of this job are gone, and there is no checkpoint to go on from: the "
+            "script starts again, with what it loads itself; with %s it would go on from its last one",
+            BACKUP_KEY,
+        )
+    return found
+
+
+def _newest_backup(engine: EngineCore, backups: Backups, load: Load) -> Restored | None:
+    """Load the newest whole backup, which rank 0 chooses. Returns None if there is none.
+
+    All engines of a process load the tag that the first engine has loaded.
+    """
+    first, path, doing = PROCESS.engines[0], backups.path.absolute(), f"looking for a {backups.what}"
+    session = Session(engine.control, "backups", engine.members, doing, is_patient=True)
+    tags = session.first("tags", lambda: [saved.path.name for saved in folder.newest(path)], doing)
+    for tag in tags if first is engine else [tag for tag in tags if tag == first.began_from]:
+        with suppress(CheckpointDamaged):
+            found = load(path, tag, ALL)
+            engine.began_from = tag
+            logger.warning("the members that held the state are gone; restored step %d from %s", found.step, found.path)
+            return found
+    return None
+
+
+def _tag(path: Path, wanted: str | None) -> str:
+    """Return the tag of the checkpoint to load; "" if there is none."""
+    if wanted is not None or not (path / folder.LATEST).exists():
+        return wanted or ""
+    try:
+        return folder.latest(path)
+    except CheckpointError:
+        return folder.LATEST  # not a tag: loading it fails in the same way on all members

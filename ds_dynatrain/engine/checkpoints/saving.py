@@ -13,21 +13,22 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
+from operator import or_
 from pathlib import Path
 from typing import Any
 
+from ds_dynatrain.adapters.deepspeed.support_checks import refuse_at_boundary
 from ds_dynatrain.adapters.groups.device import start_thread
+from ds_dynatrain.adapters.zero.regroup import refuse_changes
 from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.checkpoint import HostMemory, Manifest, Share, TrainingRecord, folder, record, shares_of, write_shares
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
-from ds_dynatrain.engine.checkpoints.asking import ask
 from ds_dynatrain.engine.checkpoints.extra_state import packed
-from ds_dynatrain.errors import CertificateError, CheckpointError
+from ds_dynatrain.errors import CertificateError, CheckpointError, DynatrainError, SwitchRefused
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.membership.session import Session
+from ds_dynatrain.membership.session import MemberRequest, Session, ask_for_different_things
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import rest_carry, shared_carry
@@ -40,6 +41,30 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 SAVING = "saving"
 """Reason for waiting that a member's status shows during a save."""
+
+
+def ask(session: Session, engine: EngineCore, path: Path, tag: str | None, in_the_way: str) -> None:
+    """Agree with all members on a save or a load of a checkpoint, which `session.what` names.
+
+    in_the_way: a known reason to refuse, or "".
+
+    Raises CheckpointError on all members if one of them refuses, makes a different request, or makes none.
+    """
+
+    def refused(reason: str, way_out: str) -> CheckpointError:
+        return CheckpointError(f"{session.what}: {reason}; {way_out}" if way_out else f"{session.what}: {reason}")
+
+    refusal = (in_the_way, "") if in_the_way else None
+    try:
+        if refusal is None:
+            if tag is not None:
+                folder.check_tag(tag)
+            refuse_at_boundary(engine.host)
+            refuse_changes(engine.host)
+    except DynatrainError as error:
+        refusal = (error.reason, error.way_out) if isinstance(error, SwitchRefused) else (str(error), "")
+    asked = {"folder": str(path), "tag": tag, "step": engine.global_steps}
+    session.agree(MemberRequest(asked, refusal), None, refused, ask_for_different_things)
 
 
 class PendingSave:
@@ -82,47 +107,43 @@ class Saver:
         self._boards: tuple[Control, Control] | None = None
         self._running: tuple[PendingSave, threading.Thread] | None = None
 
-    def save(self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None) -> Path:
-        """Save a checkpoint, and return its folder once the checkpoint is on disk.
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        tag: str | None,
+        key: str,
+        is_open: str,
+        keep: int | None,
+        background: bool = False,
+    ) -> PendingSave:
+        """Save a checkpoint. Returns once it is on disk or, in the background, once the values are copied.
 
         key: a key that is unique in the job's key-value store.
         is_open: the reason why this member cannot save now; "" if it can.
         keep: how many of the newest checkpoints to keep; None for all of them.
         """
         self.settle()
-        saving = _Saving(self.engine, self.engine.control, Path(path).absolute(), tag, key, keep)
+        pending, board = PendingSave(self.engine.global_steps), self.engine.control
+        if background:  # over a connection of its own, which is remade if the engine's board has changed
+            if self._boards is None or self._boards[0] is not board:
+                board.read("save/board")  # fails at once if the board is lost; a new connection would wait
+                self._boards = board, board.clone()
+            board = self._boards[1]
+        saving = _Saving(self.engine, board, Path(path).absolute(), tag, key, keep)
+        run = partial(pending.run, saving.carry_out)
         with OWN_WAITS.waiting(SAVING):
-            saving.take(is_open, None)
-            return saving.carry_out()
-
-    def start(
-        self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None
-    ) -> PendingSave:
-        """Start a background save, and return once the values are copied. The arguments are those of `save`."""
-        self.settle()
-        saving = _Saving(self.engine, self._own_board(), Path(path).absolute(), tag, key, keep)
-        saving.take(is_open, self._memory)
-        pending = PendingSave(self.engine.global_steps)
-        self._running = pending, start_thread(partial(pending.run, saving.carry_out), "dynatrain-save")
+            saving.take(is_open, self._memory if background else None)
+            if background:
+                self._running = pending, start_thread(run, "dynatrain-save")
+            else:
+                run()
+                pending.wait()
         return pending
 
-    def _own_board(self) -> Control:
-        """Return the saving thread's own connection to the key-value store. It is remade if the engine's board has
-        changed."""
-        if self._boards is None or self._boards[0] is not self.engine.control:
-            self.engine.control.read("save/board")  # fails at once if the board is lost; a new connection would wait
-            self._boards = self.engine.control, self.engine.control.clone()
-        return self._boards[1]
-
-    def look(self) -> None:
-        """Log, once, the error of a background save that has failed. Called at boundaries. Never waits."""
-        if self._running is not None and self._running[0].done:
-            self.settle()
-
     def settle(self, seconds: float | None = None) -> bool:
-        """Wait for a running save, and log its error if it fails; `PendingSave.wait` raises that error.
+        """Wait for a running save, and log, once, how it has ended; `PendingSave.wait` raises its error.
 
-        seconds: the longest time to wait; None for no limit.
+        seconds: the longest time to wait; None for no limit, 0 to only look.
 
         Returns whether no save is running any longer.
         """
@@ -146,34 +167,79 @@ class Saver:
 
 
 class _Saving:
-    """One save of a checkpoint on one working member."""
+    """One save of a checkpoint on one working member. It reads the engine only until its values are taken.
+
+    shares: the values to write.
+    own: the content of the member's own small file.
+    replicas: computes the digests of elements that other members also hold; None if the values were copied, because the
+        originals may change during the save.
+    """
 
     def __init__(
         self, engine: EngineCore, control: Control, path: Path, tag: str | None, key: str, keep: int | None
     ) -> None:
         self.engine, self.control, self.path, self.tag, self.keep = engine, control, path, tag, keep
-        self.members, self.first = engine.members, engine.members[0]
+        self.members, self.rank = engine.members, engine.rank
         self.session = Session(control, key, self.members, "engine.save", is_patient=True)
-        self.snapshot: Snapshot | None = None
-        self.sums: dict[int, str] | None = None
+        self.shares: list[Share] = []
+        self.own = dict[str, Any]()
+        self.replicas: Callable[[], SideDigests] | None = None
+        self.sums: dict[str, str] | None = None
         self.error: BaseException | None = None
 
     # ---- while training stands still ---------------------------------------------------------------------------------
 
     def take(self, is_open: str, memory: HostMemory | None) -> None:
-        """Agree with the other members to save, and take the snapshot.
+        """Agree with the other members to save, and take what is to be written.
+
+        memory: memory for a copy of the values; if None, the values must not change until they are written.
 
         Raises CheckpointError on all members if one of them refuses or makes a different request. A later failure is
         kept for `carry_out`, where all members learn of it.
         """
-        in_the_way = is_open and f"{is_open}: save after engine.step()"
-        ask(self.session, self.engine, self.path, self.tag, in_the_way)
+        ask(self.session, self.engine, self.path, self.tag, is_open and f"{is_open}: save after engine.step()")
         try:
             self.engine.agree()
-            self.snapshot = Snapshot.take(self.engine, lambda mine: self.session.all("carry", mine), memory)
+            self.record = self._taken()
+            if memory is not None:
+                self.shares, self.replicas = memory.copies(self.shares), None
         except BaseException as error:
             self.error = error
             self.session.give_up(error)
+
+    def _taken(self) -> TrainingRecord:
+        """Take the values, and return the training record, still without the checksums of the files.
+
+        Raises CheckpointError if the shared extra state differs between members, CensusError if DeepSpeed's state is
+        not where it is expected, ConfigError for an object that cannot be saved.
+        """
+        engine, rank = self.engine, self.rank
+        engine.host.settle_parameters()
+        buffers, scalars = engine.host.state_buffers()
+        check_census(engine.host, engine.vps, rank, buffers, "before saving")
+        shared, rest = shared_carry(engine, scalars), rest_carry(engine)
+        held = {kind for kind, _ in buffers}
+        mine = {"shared": fingerprint(shared), "rest": fingerprint(rest), "kinds": sorted(held)}
+        rests, kinds = _compared(engine, self.session.all("carry", mine))
+        self.shares = [*shares_of(engine.vps, engine.layout, rank, buffers, tuple(k for k in kinds if k in held))]
+        self.own = {"streams": streams.capture(), "rest": None}
+        if rests[rank] == rank:
+            self.own["rest"], tensors = packed(rank, rest)
+            self.shares += tensors
+        self.replicas = partial(_copied, engine.vps, engine.layout, rank, buffers)
+        return TrainingRecord(
+            step=engine.global_steps,
+            layout=engine.layout.to_dict(),
+            generation=engine.generation,
+            seed=engine.job.job_seed,
+            kinds=kinds,
+            tensors=[(each.name, list(each.shape), each.group, each.expert) for each in engine.vps.tensors],
+            carry=encode({**shared, "registration": registration_of(engine).to_json()}, None),
+            rests=rests,
+            sums={},
+            sizes={},
+            written_by=record.WRITER,
+        )
 
     # ---- while training continues ------------------------------------------------------------------------------------
 
@@ -181,54 +247,51 @@ class _Saving:
         """Write the checkpoint and return its folder. Raises CheckpointError on all members if one of them fails."""
         try:
             with ExitStack() as stack:
-                snapshot, hidden = self._written(stack)
-                return Path(
-                    self.session.first("saved", lambda: str(self._finish(snapshot, hidden)), "saving a checkpoint")
-                )
+                hidden = self._written(stack)
+                return Path(self.session.first("saved", lambda: str(self._finish(hidden)), "saving a checkpoint"))
         except CheckpointError as error:
             raise CheckpointError(f"engine.save: {error}; nothing was saved, and training can go on") from error
         finally:
-            self.snapshot = None
+            self.shares, self.replicas = [], None
 
-    def _written(self, stack: ExitStack) -> tuple[Snapshot, Path]:
-        """Write this member's files into the hidden folder, and report a checksum. Returns (snapshot, hidden
-        folder)."""
+    def _written(self, stack: ExitStack) -> Path:
+        """Write this member's files into the hidden folder, and report a checksum. Returns the hidden folder."""
         try:
-            if self.error is not None or self.snapshot is None:
-                raise self.error or CheckpointError("there is no copy of this member's state to write: save again")
+            if self.error is not None:
+                raise self.error
             hidden = Path(self.session.first("open", lambda: str(self._open(stack)), "saving a checkpoint"))
             if not hidden.is_dir():
                 raise CheckpointError(
                     f"member {self.control.member} does not see {hidden}, which rank 0 has made; give a folder in a "
                     "file system that all members share"
                 )
-            self.sums = self.session.gather("sums", self._write(self.snapshot, hidden))
+            self.sums = self.session.gather("sums", {str(self.control.member): self._write(hidden)}, or_)
         except BaseException as error:
             decision = self.session.give_up(error)
             decision.raise_interrupt()
             raise CheckpointError(decision.reason) from error
-        return self.snapshot, hidden
+        return hidden
 
     def _open(self, stack: ExitStack) -> Path:
         """Make the hidden folder while holding the lock of the checkpoint folder. Called on rank 0."""
         stack.enter_context(folder.locked(self.path))
-        if self.tag is None and self.snapshot is not None:
-            self.tag = folder.free_tag(self.path, f"step{self.snapshot.record.step}")
-        return folder.begin(self.path, str(self.tag))
+        if self.tag is None:
+            self.tag = folder.free_tag(self.path, f"step{self.record.step}")
+        return folder.begin(self.path, self.tag)
 
-    def _write(self, snapshot: Snapshot, hidden: Path) -> str:
+    def _write(self, hidden: Path) -> str:
         """Write this member's files while comparing replicas, and return the checksum of its small file."""
         with ThreadPoolExecutor(1, "dynatrain-replicas") as beside:
-            replicas = None if snapshot.replicas is None else beside.submit(snapshot.replicas)
-            rows = write_shares(hidden, snapshot.rank, snapshot.shares)
-        folder.write(hidden / _part(snapshot.rank), Manifest.of(rows).to_bytes())
-        data = dumped(snapshot.own)
-        folder.write(hidden / record.rank_file(snapshot.rank), data)
+            replicas = None if self.replicas is None else beside.submit(self.replicas)
+            rows = write_shares(hidden, self.rank, self.shares)
+        folder.write(hidden / _part(self.rank), Manifest.of(rows).to_bytes())
+        data = dumped(self.own)
+        folder.write(hidden / record.rank_file(self.rank), data)
         if replicas is not None:
             self._compare_replicas(replicas.result())
         return record.sum_of(data)
 
-    def _finish(self, snapshot: Snapshot, hidden: Path) -> Path:
+    def _finish(self, hidden: Path) -> Path:
         """Write the manifest and the record, and give the folder its final name. Called on rank 0 once all members have
         written."""
         found = self.sums or {}
@@ -236,8 +299,8 @@ class _Saving:
         rows = [row for part in parts for row in Manifest.from_bytes(part.read_bytes())]
         for part in parts:
             part.unlink()
-        sums = {record.rank_file(rank): found[member] for rank, member in enumerate(self.members)}
-        folder.seal(hidden, snapshot.record, rows, sums)
+        sums = {record.rank_file(rank): found[str(member)] for rank, member in enumerate(self.members)}
+        folder.seal(hidden, self.record, rows, sums)
         return folder.finish(hidden, str(self.tag), self.keep)
 
     def _compare_replicas(self, own: SideDigests) -> None:
@@ -265,75 +328,6 @@ class _Saving:
 
 def _part(rank: int) -> str:
     return f"{rank:05d}.rows"
-
-
-# ---- what is to be written -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """One member's part of a checkpoint. Once it is taken, saving no longer reads the engine's state.
-
-    shares: the values to write.
-    own: the content of the member's own small file.
-    record: the training record, still without the checksums of the files.
-    replicas: computes the digests of elements that other members also hold; None if the values were copied, because the
-        originals may change during the save.
-    """
-
-    rank: int
-    shares: list[Share]
-    own: dict[str, Any]
-    record: TrainingRecord
-    replicas: Callable[[], SideDigests] | None = None
-
-    @staticmethod
-    def take(
-        engine: EngineCore, exchange: Callable[[dict[str, Any]], Mapping[int, Any]], memory: HostMemory | None
-    ) -> Snapshot:
-        """Take a snapshot of the engine.
-
-        exchange: posts a record and returns the records of all working members.
-        memory: memory for a copy of the values; if None, the values must not change until they are written.
-
-        Raises CheckpointError if the shared extra state differs between members, CensusError if DeepSpeed's state is
-        not where it is expected, ConfigError for an object that cannot be saved.
-        """
-        rank = engine.rank
-        engine.host.settle_parameters()
-        buffers, scalars = engine.host.state_buffers()
-        check_census(engine.host, engine.vps, rank, buffers, "before saving")
-        shared, rest = shared_carry(engine, scalars), rest_carry(engine)
-        mine = {
-            "shared": fingerprint(shared),
-            "rest": fingerprint(rest),
-            "kinds": sorted({kind for kind, _ in buffers}),
-        }
-        found = exchange(mine)
-        rests, kinds = _compared(engine, found)
-        shares = list(
-            shares_of(engine.vps, engine.layout, rank, buffers, tuple(k for k in kinds if k in mine["kinds"]))
-        )
-        own: dict[str, Any] = {"streams": streams.capture(), "rest": None}
-        if rests[rank] == rank:
-            own["rest"], tensors = packed(rank, rest)
-            shares += tensors
-        said = TrainingRecord(
-            step=engine.global_steps,
-            layout=engine.layout.to_dict(),
-            generation=engine.generation,
-            seed=engine.job.job_seed,
-            kinds=kinds,
-            tensors=[(each.name, list(each.shape), each.group, each.expert) for each in engine.vps.tensors],
-            carry=encode({**shared, "registration": registration_of(engine).to_json()}, None),
-            rests=rests,
-            sums={},
-            sizes={},
-            written_by=record.WRITER,
-        )
-        if memory is not None:
-            return Snapshot(rank, memory.copies(shares), own, said)
-        return Snapshot(rank, shares, own, said, partial(_copied, engine.vps, engine.layout, rank, buffers))
 
 
 def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> SideDigests:

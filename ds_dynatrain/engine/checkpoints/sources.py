@@ -34,19 +34,23 @@ Gather = Callable[[str, Any], Mapping[int, Any]]
 
 
 class CheckpointPart(NamedTuple):
-    """Part of a checkpoint that the arguments of DeepSpeed's `load_checkpoint` request; everything by default."""
+    """Part of a checkpoint that the arguments of DeepSpeed's `load_checkpoint` request; everything by default.
+
+    trust_pickle: whether to unpickle DeepSpeed's files even if they hold more than tensors and plain values.
+    """
 
     load_module_strict: bool = True
     load_optimizer_states: bool = True
     load_lr_scheduler_states: bool = True
     load_module_only: bool = False
     custom_load_fn: Callable[..., Any] | None = None
+    trust_pickle: bool = False
 
     @property
     def is_read_here(self) -> bool:
         """Whether our code can read this part: all state, optionally without the schedule or without missing frozen
         weights."""
-        return self._replace(load_module_strict=True, load_lr_scheduler_states=True) == CheckpointPart()
+        return self.load_optimizer_states and not (self.load_module_only or self.custom_load_fn)
 
 
 ALL = CheckpointPart()
@@ -99,7 +103,12 @@ class FromCheckpoint(StateSource):
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
         self._numbers = self._checked_tensors()
-        self._check_kept()
+        if self.kept and self._part.load_module_strict:
+            raise CheckpointError(
+                f"it was saved without {len(self.kept)} frozen parameters that this model has, such as "
+                f"{self._vps.tensors[self.kept[0]].name!r}; load_checkpoint(..., load_module_strict=False) leaves them "
+                "as they are in this model"
+            )
         there = [kind for kind in self.kinds if row_of(kind).is_moment]
         here = [kind for kind in memory if row_of(kind).is_moment]
         if there and set(there) != set(here):
@@ -146,15 +155,6 @@ class FromCheckpoint(StateSource):
             )
         return found
 
-    def _check_kept(self) -> None:
-        kept = self.kept
-        if kept and self._part.load_module_strict:
-            raise CheckpointError(
-                f"it was saved without {len(kept)} frozen parameters that this model has, such as "
-                f"{self._vps.tensors[kept[0]].name!r}; load_checkpoint(..., load_module_strict=False) leaves them as "
-                "they are in this model"
-            )
-
     def fill(self, rank: int, buffers: Buffers) -> None:
         self.reader.fill(self._vps, self.goal.layout, rank, buffers, self._keep(rank, buffers))
 
@@ -181,7 +181,7 @@ class FromCheckpoint(StateSource):
 
     def shared(self) -> dict[str, Any]:
         try:
-            shared = self._shared(self._numbers)
+            shared = self._shared()
             groups, here = len(shared["groups"]), len(self.engine.host.basic_optimizer.param_groups)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointDamaged(
@@ -196,31 +196,26 @@ class FromCheckpoint(StateSource):
             return shared
         return {**shared, "scheduler": self.present["scheduler"]}
 
-    def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """Return the shared extra state.
-
-        numbers: a map from a tensor's number in the checkpoint to its number in this training.
-        """
+    def _shared(self) -> dict[str, Any]:
+        """Return the shared extra state, with the numbers of this training's tensors."""
         raise NotImplementedError
 
-    def _digests(self, place: int, places: int, gather: Gather) -> dict[Key, int]:
+    def _digests(self, rank: int, gather: Gather) -> dict[Key, int]:
         """Return the digests of whole tensors in the types in which they are stored.
 
-        place: this member's index among the members that divide the reading among themselves.
-        places: the number of those members.
+        rank: this member's rank among the members of the goal, which divide the reading among themselves.
         """
         raise NotImplementedError
 
-    def _damaged(self, keys: list[Key], place: int, places: int) -> list[str]:
+    def _damaged(self, keys: list[Key], rank: int) -> list[str]:
         """Return the stored extents of these tensors that are damaged, in this member's share of the reading."""
         return []
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
         vps, session = self._vps, self.goal.session(self.engine.control)
-        places = len(self.goal.members)
         mine, _ = side_digests(vps, self.goal.layout, rank, buffers, tuple(kinds))
         whole = agreed(session, "digests", vps, self.goal.layout, rank, mine, "loaded")
-        there = self._digests(rank, places, session.all)
+        there = self._digests(rank, session.all)
         wrong = []
         for kind in whole:
             for number, tensor in enumerate(vps.tensors):
@@ -233,8 +228,8 @@ class FromCheckpoint(StateSource):
                     wrong.append((tensor.name, kind))
         if not wrong:
             return state_digest(whole)
-        damaged = self._damaged(wrong, rank, places)
-        found = [each for member in session.all("damaged", damaged).values() for each in member]
+        damaged = session.all("damaged", self._damaged(wrong, rank))
+        found = [each for member in damaged.values() for each in member]
         if found:
             raise CheckpointDamaged(f"{found[0]}: not what was saved ({len(found)} such places)")
         name, kind = wrong[0]
@@ -256,9 +251,9 @@ class Universal(FromCheckpoint):
         said = self.carry.get("registration")  # None in a checkpoint of an old version
         self.registration = None if said is None else Regrouping.from_json(said)
 
-    def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+    def _shared(self) -> dict[str, Any]:
         scalars = {
-            name: {str(numbers[int(number)]): value for number, value in table.items()}
+            name: {str(self._numbers[int(number)]): value for number, value in table.items()}
             for name, table in self.carry["scalars"].items()
         }
         return {**self.carry, "scalars": scalars}
@@ -269,9 +264,9 @@ class Universal(FromCheckpoint):
     def streams(self, rank: int) -> streams.Streams:
         return streams_for(self.saved, self.goal.layout, rank)
 
-    def _digests(self, place: int, places: int, gather: Gather) -> dict[Key, int]:
+    def _digests(self, rank: int, gather: Gather) -> dict[Key, int]:
         return {key: self.manifest.digest(*key) for key in self.manifest.rows if key[1] in self.kinds}
 
-    def _damaged(self, keys: list[Key], place: int, places: int) -> list[str]:
+    def _damaged(self, keys: list[Key], rank: int) -> list[str]:
         stored = [row for key in keys for row in self.manifest.rows[key] if row.file]
-        return [str(row) for row in stored[place::places] if not self.reader.is_sound(row)]
+        return [str(row) for row in stored[rank :: len(self.goal.members)] if not self.reader.is_sound(row)]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ds_dynatrain.adapters.groups.device import is_accelerated
-from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
 from ds_dynatrain.engine.copies.copy import Copy
@@ -45,7 +44,7 @@ REST_TAG = 2
 DOING = "restoring from copies"
 
 
-def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
+def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept) -> None:
     """Send this member's copies to all members that need them. Called on a holder that has no rank in the goal.
 
     Raises CheckpointError if the other members fail.
@@ -67,31 +66,22 @@ class FromCopies(StateSource):
     The transfer group of the goal's world includes all holders.
     """
 
-    def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
+    def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept) -> None:
         self._engine, self._goal, self._whole = engine, goal, whole
         self._layout, self._me = whole.mark.layout, engine.control.member
         self._session = _session(engine, goal, whole)
         self._names = _names(whole.holders, above=max(self._session.members))
-        self._stand_ins = {
-            name: holder for name, holder in zip(self._names, whole.holders, strict=True) if name != holder
-        }
-        self._copies = self._found(kept)
-        self._frozen: Buffers = {} if kept is None else kept.frozen
+        self._stand_ins = {name: one for name, one in zip(self._names, whole.holders, strict=True) if name != one}
+        self._frozen, self._copies = kept.frozen, dict[int, Copy]()
+        for rank in whole.held_by(self._me):
+            copy = kept.find(whole.mark, rank)
+            if copy is None:
+                raise TransferError(f"member {self._me} has no copy of rank {rank} of step {whole.mark.step}")
+            self._copies[rank] = copy
         self._target = engine.vps.with_layout(goal.layout, goal.members)
         self._rests: dict[int, dict[str, Any]] = {}
         for rank, copy in self._copies.items():
             self._session.say(f"said/{rank}", copy.said)
-
-    def _found(self, kept: Kept | None) -> dict[int, Copy]:
-        """Return a map from rank to copy for the copies that this member must provide. Raises TransferError if one is
-        missing."""
-        found = {}
-        for rank in [rank for rank, holder in enumerate(self._whole.holders) if holder == self._me]:
-            copy = None if kept is None else kept.find(self._whole.mark, rank)
-            if copy is None:
-                raise TransferError(f"member {self._me} has no copy of rank {rank} of step {self._whole.mark.step}")
-            found[rank] = copy
-        return found
 
     def _said(self, rank: int) -> dict[str, Any]:
         """Return the state outside the buffers in the copy of a rank, as plain JSON."""
@@ -117,12 +107,9 @@ class FromCopies(StateSource):
         return merged_rest([self._rests[each] for each in rest_ranks(source, layout, rank)], source, layout)
 
     def streams(self, rank: int) -> streams.Streams:
-        def of_rank(each: int) -> streams.Streams:
-            found: streams.Streams = self._said(each)["streams"]
-            return found
-
         seed, generation = self._said(0)["seed"], self._goal.world.generation
-        return streams.continued(self._layout, self._goal.layout, rank, seed, generation, of_rank)
+        layouts = self._layout, self._goal.layout
+        return streams.continued(*layouts, rank, seed, generation, lambda each: self._said(each)["streams"])
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
         vps, layout = self._target, self._goal.layout
@@ -133,7 +120,10 @@ class FromCopies(StateSource):
 
     def give(self, target: Buffers | None = None) -> None:
         """Carry out this member's part of the plans, both as a holder of copies and as a rank of the goal."""
-        transport = GroupTransport(*_transfer_group(self._goal.world), self._engine.control.watch)
+        world = self._goal.world
+        if world.transfer is None:
+            raise TransferError("the group that the moves go over is not there")
+        transport = GroupTransport(world.transfer, world.transfer_members, self._engine.control.watch)
         seconds, budget = self._engine.control.timeout_seconds, self._engine.settings.memory_budget_bytes
         played = [name for rank, name in enumerate(self._names) if rank in self._copies and name != self._me]
         sources = {
@@ -144,7 +134,9 @@ class FromCopies(StateSource):
         for plan in self._plans():
             execute_standing_in(standing_in(plan, self._me, played), sources, target or {}, *how)
         if self._whole.frozen is not None:
-            plan = self._frozen_plan(self._whole.frozen)
+            frozen = self._whole.frozen
+            vps = self._target.with_layout(frozen.layout, frozen.members).with_groups(WEIGHT, [FROZEN])
+            plan = plan_switch(vps, self._goal.layout, self._goal.members, (WEIGHT,))
             execute_standing_in(standing_in(plan, self._me, ()), {self._me: self._frozen}, target or {}, *how)
         self._give_rests(transport, time.monotonic() + seconds)
 
@@ -158,10 +150,6 @@ class FromCopies(StateSource):
         if has_one_holder(vps, self._layout, WEIGHT) and any(not tensor.trainable for tensor in vps.tensors):
             plans.append(plan_switch(vps.with_groups(WEIGHT, [FROZEN]), *goal, (WEIGHT,)))
         return plans
-
-    def _frozen_plan(self, frozen: Frozen) -> SwitchPlan:
-        vps = self._target.with_layout(frozen.layout, frozen.members).with_groups(WEIGHT, [FROZEN])
-        return plan_switch(vps, self._goal.layout, self._goal.members, (WEIGHT,))
 
     @cached_property
     def _cast(self) -> dict[int, dict[BufferId, torch.Tensor]]:
@@ -203,10 +191,7 @@ class FromCopies(StateSource):
         before = [self._shares_of(rank, copy) for rank, copy in self._copies.items()]
         if self._whole.frozen is not None and self._me in self._whole.frozen.members:
             before.append(self._shares_of_frozen(self._whole.frozen))
-        mine = {
-            "source": reduce(joined, before) if before else None,
-            "target": after,
-        }
+        mine = {"source": reduce(joined, before) if before else None, "target": after}
         judge = partial(certify, self._target, self._layout, self._goal.layout)
         said = self._session.reduce("digests", mine, joined_sides, judge)
         if "digest" not in said:
@@ -218,23 +203,19 @@ class FromCopies(StateSource):
     def _shares_of(self, rank: int, copy: Copy) -> Shares:
         """Return a copy's shares of the digests: those of its buffers, and of its weights (cast from masters, or
         frozen)."""
-        vps = self._target.with_layout(self._layout, self._names)
-        cast, pieces = self._cast[rank], vps.holding(self._layout, rank, MASTER)
-        total = Shares(kinds=[(self._names[rank], sorted(self.kinds))], whole={}, copies={}, places={})
-        parts = [(kind, kind, copy.digests[kind]) for kind in self.kinds if kind != WEIGHT and kind in copy.digests]
-        parts.append((WEIGHT, MASTER, digest_pieces(only(pieces, tuple(cast)), cast, vps.bases)))
-        if has_one_holder(vps, self._layout, WEIGHT) and WEIGHT in copy.digests:
-            parts.append((WEIGHT, WEIGHT, copy.digests[WEIGHT]))
-        for kind, as_cut, digests in parts:
-            sums = shares(vps, self._layout, self._names, rank, SideDigests({as_cut: digests}))
-            for all_of, part in (
-                (total["whole"], sums["whole"]),
-                (total["copies"], sums["copies"]),
-                (total["places"], sums["places"]),
-            ):
-                if as_cut in part:
-                    all_of[kind] = part[as_cut] + all_of[kind] if kind in all_of else part[as_cut]
-        return total
+        vps, layout = self._target.with_layout(self._layout, self._names), self._layout
+        cast, pieces, of = self._cast[rank], vps.holding(layout, rank, MASTER), (vps, layout, self._names, rank)
+        kinds = [kind for kind in self.kinds if kind != WEIGHT or has_one_holder(vps, layout, WEIGHT)]
+        held = {kind: copy.digests[kind] for kind in kinds if kind in copy.digests}
+        as_masters = shares(*of, SideDigests({MASTER: digest_pieces(only(pieces, tuple(cast)), cast, vps.bases)}))
+        weights = Shares(
+            kinds=[],
+            whole=_renamed(as_masters["whole"]),
+            copies=_renamed(as_masters["copies"]),
+            places=_renamed(as_masters["places"]),
+        )
+        total = joined(shares(*of, SideDigests(held)), weights)
+        return {**total, "kinds": [(self._names[rank], sorted(self.kinds))]}
 
     def _shares_of_frozen(self, frozen: Frozen) -> Shares:
         """Return the digest shares of frozen weights that are in no copy."""
@@ -258,10 +239,9 @@ def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:
     return tuple(holder if holder not in holders[:rank] else above + 1 + rank for rank, holder in enumerate(holders))
 
 
-def _transfer_group(world: World) -> tuple[Any, tuple[int, ...]]:
-    if world.transfer is None:
-        raise TransferError("the group that the moves go over is not there")
-    return world.transfer, world.transfer_members
+def _renamed(sums: SideDigests) -> SideDigests:
+    """Return sums over weights that were computed as if the weights were masters."""
+    return SideDigests({WEIGHT: sums[MASTER]} if MASTER in sums else {})
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -124,6 +124,11 @@ class Kept:
         """Record that all members have all copies with this mark, so that the other slot may be overwritten."""
         self._whole = mark
 
+    def stays(self, mark: Mark) -> None:
+        """Record that copies with this mark are whole, if there are any, so that others are overwritten first."""
+        if any(copy.mark == mark for copy in self.copies()):
+            self.is_whole(mark)
+
     def void_before(self, stretch: tuple[int, ...]) -> None:
         """Ignore all copies from before this stretch of training, which began when a state was loaded. This includes
         copies that are added later."""
