@@ -1,8 +1,9 @@
 """Objects that users hold, and decisions on when state moves to another layout; `ds_dynatrain.reshard` moves it.
 
-An engine consists of parts (`parts`), each of which receives the engine's core and the parts that it needs. The user's
-object (`dynatrain_engine`) holds them in one attribute. `checkpoints/` has an engine's universal checkpoints, `copies/`
-the copies that members keep for each other. `ds_dynatrain/README.md` gives the order in which to read the files.
+An engine is one object, whose class grows file by file: `changes` (its place), `discarded` (batches to train again),
+`switcher`, `loaders`, `calls` (checkpoints) and `parts` (its begin and end, and its extensions). The user's object
+(`dynatrain_engine`) holds it in one attribute. `checkpoints/` has an engine's universal checkpoints, `copies/` the copies
+that members keep for each other. `ds_dynatrain/README.md` gives the order in which to read the files.
 
 May import `reshard`; start with `dynatrain_engine`.
 """

@@ -57,7 +57,7 @@ def in_turn(call: Call) -> Call:
 class DynatrainEngine(HostEngine):
     """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`.
 
-    Its parts are in `_parts`. The class has the calls that DeepSpeed's engine lacks, followed by those of DeepSpeed's
+    Its state is in `_parts`. The class has the calls that DeepSpeed's engine lacks, followed by those of DeepSpeed's
     calls that do more in this engine: they run in the engine's turn, in a world that may be aborted during the call.
     """
 

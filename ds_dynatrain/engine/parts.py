@@ -1,4 +1,4 @@
-"""Parts of an engine: its state, and the objects that work on the state. Each object is given only what it needs."""
+"""State and calls of an engine as one object: its begin and end, its extensions, and what its base classes add."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ds_dynatrain.space import VirtualParameterSpace
 
 @dataclass(eq=False)
 class EngineParts(SavingEngine):
-    """State and parts of an engine, which a `DynatrainEngine` keeps in one attribute."""
+    """State and calls of an engine, which a `DynatrainEngine` keeps in one attribute."""
 
     heartbeat: Heartbeat | None = None
     """Heartbeat of this member; None in jobs whose coordinator detects deaths."""

@@ -1,7 +1,6 @@
 """State of an engine on this member, declared in one place, and the values computed from it.
 
-Every part of an engine works on an `EngineCore` and on the other arguments of its own constructor. `EngineCore` does
-not depend on any of these parts.
+The classes of `ds_dynatrain.engine` add to an `EngineCore` what an engine does. `EngineCore` does not depend on them.
 """
 
 from __future__ import annotations
