@@ -134,15 +134,6 @@ class EngineParts(SavingEngine):
         self.control.finish_teardowns()
         return True
 
-    # ---- when a world is aborted -------------------------------------------------------------------------------------
-
-    def give_state_up(self) -> None:
-        """Drop this member's state, because others have a newer one or all state is restored from another source."""
-        self.host.detach()
-        self.is_stepping = False
-        self.host.leave_world()
-        self.leave_groups()
-
     def leave_groups(self) -> None:
         """Leave the world, and install the launch group unless another engine of the process is being made."""
         if not PROCESS.is_joining:

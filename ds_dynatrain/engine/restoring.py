@@ -67,7 +67,14 @@ class StateRecovery:
             logger.warning(
                 "generation %d could not be restored (%s); the next one tries again", newest.generation, error
             )
-            _give_up(self.engines, worlds, self.elastic)
+            for engine in self.engines:
+                if not engine.idle:
+                    let_go(engine)
+                elif engine.job.number in worlds:
+                    with engine.turn():
+                        engine.launch.install()
+                        engine.control.track_teardown(drop(worlds[engine.job.number]))
+                self.elastic.let_go(engine.job.number)
             if self.elastic.member.is_newest(newest):
                 self.elastic.member.broken(newest)
             return False
@@ -166,16 +173,7 @@ def let_go(engine: EngineParts) -> None:
     """Make an engine drop its state, if it has any."""
     if not engine.idle:
         with engine.turn():
-            engine.give_state_up()
-
-
-def _give_up(engines: Sequence[EngineParts], worlds: Mapping[int, World], elastic: Elastic) -> None:
-    for engine in engines:
-        number = engine.job.number
-        if not engine.idle:
-            let_go(engine)
-        elif number in worlds:
-            with engine.turn():
-                engine.launch.install()
-                engine.control.track_teardown(drop(worlds[number]))
-        elastic.let_go(number)
+            engine.host.detach()
+            engine.is_stepping = False
+            engine.host.leave_world()
+            engine.leave_groups()
