@@ -84,7 +84,11 @@ class SavingEngine(LoadingEngine):
 
             def call() -> Any:
                 self.agree()
-                self._note_experts(*agreed)
+                if self.rank == 0 and any(each.expert for each in self.vps.tensors):
+                    name = f"global_step{self.global_steps}" if agreed[1] is None else str(agreed[1])
+                    path = Path(agreed[0]) / name
+                    path.mkdir(parents=True, exist_ok=True)
+                    (path / EXPERT_SIZE).write_text(json.dumps(self.layout.expert), encoding="utf-8")
                 return save(*agreed)
 
             saved = PROCESS.membership.surviving(self, call, lambda: None)
@@ -158,13 +162,6 @@ class SavingEngine(LoadingEngine):
 
     # ---- whether DeepSpeed reads a checkpoint itself, or our code reads it -------------------------------------------
 
-    def _note_experts(self, save_dir: str, tag: str | None) -> None:
-        """Write the expert size into the folder of the checkpoint that DeepSpeed is about to save."""
-        if self.rank == 0 and any(each.expert for each in self.vps.tensors):
-            path = Path(save_dir) / (f"global_step{self.global_steps}" if tag is None else str(tag))
-            path.mkdir(parents=True, exist_ok=True)
-            (path / EXPERT_SIZE).write_text(json.dumps(self.layout.expert), encoding="utf-8")
-
     def _is_for_us(self, load_dir: Any, tag: Any, part: CheckpointPart) -> bool:
         """Return whether our code reads a checkpoint: one in our format, or one of DeepSpeed's that it may not read.
 
@@ -194,7 +191,15 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointP
     is_ours, held = (path / RECORD).is_file(), None
     if not is_ours:
         if part.load_optimizer_states and not part.load_module_only:
-            _check_expert_size(engine, path)
+            said = path / EXPERT_SIZE
+            size = json.loads(said.read_text(encoding="utf-8")) if said.is_file() else engine.layout.expert
+            if size != engine.layout.expert:
+                raise CheckpointError(
+                    f"load_checkpoint: {path} was saved with expert={size}, and this layout has "
+                    f"expert={engine.layout.expert}: DeepSpeed would give experts each other's masters and moments; "
+                    f"call engine.switch(expert={size}) first, or load a checkpoint of engine.save, which loads into "
+                    "any layout"
+                )
         with suppress(CheckpointError):  # it is no checkpoint, or has experts or others that our code cannot read
             held = ZeroFolder.open(path, part.trust_pickle)
     if part.is_read_here:
@@ -208,18 +213,6 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointP
             "of it, or give initialize a model with its weights (ds-dynatrain checkpoint convert)"
         )
     return False
-
-
-def _check_expert_size(engine: EngineCore, path: Path) -> None:
-    """Raise CheckpointError if a checkpoint of DeepSpeed's says that it was saved with another expert size."""
-    said = path / EXPERT_SIZE
-    size = json.loads(said.read_text(encoding="utf-8")) if said.is_file() else engine.layout.expert
-    if size != engine.layout.expert:
-        raise CheckpointError(
-            f"load_checkpoint: {path} was saved with expert={size}, and this layout has expert={engine.layout.expert}: "
-            f"DeepSpeed would give experts each other's masters and moments; call engine.switch(expert={size}) first, "
-            "or load a checkpoint of engine.save, which loads into any layout"
-        )
 
 
 def _differs(engine: EngineCore, held: ZeroFolder) -> bool:

@@ -29,6 +29,7 @@ from ds_dynatrain.engine.switcher import OnSwitch
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
 from ds_dynatrain.extension import around, named
 from ds_dynatrain.report import SwitchEvent, logger
+from ds_dynatrain.reshard import regrouping
 from ds_dynatrain.reshard.context import Context, Job, OwnGroup, RanksOf
 from ds_dynatrain.reshard.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.reshard.process import PROCESS
@@ -365,8 +366,9 @@ class DynatrainEngine(HostEngine):
                 "update_param_groups: this member is idle and holds no shard",
                 "call it on the working members, where engine.idle is false",
             )
-        self._parts.refuse_switch()
-        return self._parts.register_groups(list(groups or ()))
+        parts = self._parts
+        parts.refuse_switch()
+        return regrouping.register(parts, parts.place_in_training(), list(groups or ()), parts.in_the_way())
 
     def register_for_checkpointing(self, name: str, value: Any) -> Any:
         """Save an object that has `state_dict` and `load_state_dict` with the job's state, and return the object.

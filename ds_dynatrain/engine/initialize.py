@@ -374,7 +374,13 @@ def _make(
         incoming.take_apart(settings[1])
     given = {"settings": settings, "job": job, "context": context, "layout": layout, "members": members}
     given |= {"whole": whole, "shaper": shaper, **arguments}
-    engine = _working(entry, ties, given) if entry.mine in members else _idle(entry, ties, given)
+    if entry.mine in members:
+        engine = _working(entry, ties, given)
+    else:  # an idle member has no world
+        stand_in = stand_in_world(0, layout, ties)
+        with installed(stand_in, entry.launch):
+            engine = _engine_in(None, stand_in, given)
+        engine._host.leave_world()
     space = space_of(engine._parts, layout, members)
     if entry.joins:
         incoming.held.clear()
@@ -424,15 +430,6 @@ def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any
         entry.launch.install()
         drop(world, is_broken=True).join(seconds)  # wait, since the caller may try again at once
         raise
-
-
-def _idle(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) -> DynatrainEngine:
-    """Make the engine of an idle member, which has no world."""
-    stand_in = stand_in_world(0, given["layout"], ties)
-    with installed(stand_in, entry.launch):
-        engine = _engine_in(None, stand_in, given)
-    engine._host.leave_world()
-    return engine
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:

@@ -71,23 +71,19 @@ class FallibleMembership(Elastic):
         if not self.is_aborted:
             if not (isinstance(error, WorldChanged) or is_lost_peer(error)):
                 return False
-            self._await_failure()
+            # wait until a failure is published, and report one if the coordinator does not notice any by itself
+            end, has_told = time.monotonic() + NOTICE_SECONDS, False
+            while not self.is_aborted:
+                if time.monotonic() > end and not has_told:
+                    has_told = True
+                    self.breach()
+                if self.member.is_finished:
+                    raise SystemExit(0)
+                time.sleep(POLL_SECONDS)
         self._count(() if self.world is None else self.world.members, error)
         reason = GLOO_SOURCE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
         logger.warning("the world is aborted (%s); it is formed anew at the loader's next batch", reason)
         return True
-
-    def _await_failure(self) -> None:
-        """Wait until a failure is published. Reports one to the coordinator if the coordinator does not notice any by
-        itself."""
-        end, has_told = time.monotonic() + NOTICE_SECONDS, False
-        while not self.is_aborted:
-            if time.monotonic() > end and not has_told:
-                has_told = True
-                self.breach()
-            if self.member.is_finished:
-                raise SystemExit(0)
-            time.sleep(POLL_SECONDS)
 
     def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
         """Count a failed attempt at this step. Raises ElasticError after `MOST_TRIES` attempts by the same members."""

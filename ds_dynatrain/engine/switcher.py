@@ -28,7 +28,7 @@ from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.plan import estimate, plan_switch
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_gain, log_recompile, logger
 from ds_dynatrain.report import Outcome as HowItEnded
-from ds_dynatrain.reshard import feasible, regrouping, streams
+from ds_dynatrain.reshard import feasible, streams
 from ds_dynatrain.reshard.context import Boards
 from ds_dynatrain.reshard.pending import PendingSwitch, Steps, SwitchEstimate
 from ds_dynatrain.reshard.preparation import Outcome, Preparation, nothing
@@ -208,10 +208,6 @@ class SwitchingEngine(DiscardableEngine):
             target = layout if isinstance(layout, Layout) else self.layout
         places, why = (self.layout, self.members, target, members, at), (reason.cause, reason.predicted_gain)
         return Proposal(self.attempt + 1, *places, False, late, *why), refusal
-
-    def register_groups(self, groups: list[Mapping[str, Any]]) -> bool:
-        """Register parameter groups; see `DynatrainEngine.update_param_groups`."""
-        return regrouping.register(self, self.place_in_training(), groups, self.in_the_way())
 
     def in_the_way(self, of_reading: bool = False) -> str:
         """Return a description of why an operation that needs exclusive use of the state cannot run now; "" if it can.
