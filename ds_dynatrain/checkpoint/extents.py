@@ -22,6 +22,8 @@ from ds_dynatrain.transfer.series import series
 _CHUNK = BufferId("tensor", 0)
 ALIGN = 8
 """Alignment of values in a data file, in bytes, which is Arrow's own; pyarrow pads them to a multiple of it."""
+DIGEST_ELEMENTS = 1 << 18
+"""Elements that are digested at once; few enough to stay in the cache."""
 WORD = (1 << 64) - 1
 """Bit mask of digests, which are sums modulo 2^64."""
 
@@ -162,6 +164,16 @@ def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> i
     ends, offsets = starts + at.length, at.length * np.arange(at.count, dtype=np.int64)
     pieces = Pieces(starts, ends, np.zeros(at.count, np.int64), offsets, (_CHUNK,))
     return int(digest_pieces(pieces, {_CHUNK: values}, np.array([0, numel], np.int64))[0])
+
+
+def digest_of_part(matrix: torch.Tensor, part: Extent, numel: int, dtype: torch.dtype | None = None) -> int:
+    """Return the contribution of a part, or of its values cast to `dtype`, to the digest of a tensor.
+
+    matrix: the part's elements, one row per run.
+    numel: number of elements of the tensor.
+    """
+    pairs = chunks(matrix, DIGEST_ELEMENTS) if part.numel else ()
+    return sum(digest_of(part, at, values.to(dtype or values.dtype), numel) for at, values in pairs) & WORD
 
 
 def runs_of(extent: Extent) -> tuple[Ints, Ints]:

@@ -132,11 +132,7 @@ def tags(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     found = [each for each in folder.iterdir() if not each.name.startswith(".") and (each / RECORD).is_file()]
-    return [each.name for each in sorted(found, key=_age, reverse=True)]
-
-
-def _age(path: Path) -> tuple[int, str]:
-    return (path / RECORD).stat().st_mtime_ns, path.name
+    return [name for _, name in sorted(((each / RECORD).stat().st_mtime_ns, each.name) for each in found)][::-1]
 
 
 def latest(folder: Path) -> str:

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_dynatrain.checkpoint.extents import WORD, Extent, chunks, digest_of, name_of, placed
+from ds_dynatrain.checkpoint.extents import Extent, chunks, digest_of_part, name_of, placed
 from ds_dynatrain.checkpoint.manifest import ManifestRow
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, of_kind
 from ds_dynatrain.transfer import allocate
 
 CHUNK_BYTES = 1 << 20
-"""Number of bytes that are written and digested at once; small enough to stay in the cache."""
+"""Number of bytes that are compared at once; small enough to stay in the cache."""
 LARGE_BYTES = 32 << 20
 """Minimum size in bytes of a file that is flushed to disk while it is being written."""
 FLUSH_SECONDS = 0.02
@@ -62,18 +62,22 @@ class Share:
         """Size of the values in bytes."""
         return self.matrix.numel() * self.matrix.element_size()
 
-    def is_cast(self, chunk_bytes: int) -> bool:
+    def is_cast(self) -> bool:
         """Return whether the values equal the master cast to their type, bit by bit, and so need not be stored."""
         weight, master = self.matrix, self.master
         if master is None or weight.data_ptr() == master.data_ptr():
             return master is not None
-        most = max(1, chunk_bytes // master.element_size())
+        most = CHUNK_BYTES // master.element_size()
         pairs = zip(chunks(weight, most), chunks(master, most), strict=True)
         return all(np.array_equal(_bytes(held), _bytes(of.to(held.dtype))) for (_, held), (_, of) in pairs)
 
-    def row(self, dtype: torch.dtype, digest: int, file: str = "", offset: int = 0) -> ManifestRow:
-        """Return the manifest row for this extent."""
-        return ManifestRow(self.tensor, self.kind, name_of(dtype), self.shape, self.extent, file, offset, digest & WORD)
+    def row(self, dtype: torch.dtype, file: str = "", offset: int = 0) -> ManifestRow:
+        """Return the manifest row for this extent, with the digest of its values in type `dtype`.
+
+        file: "" for weights that are not stored.
+        """
+        digest = digest_of_part(self.matrix, self.extent, math.prod(self.shape), dtype)
+        return ManifestRow(self.tensor, self.kind, name_of(dtype), self.shape, self.extent, file, offset, digest)
 
 
 # ---- who writes what -------------------------------------------------------------------------------------------------
@@ -143,9 +147,7 @@ def _place(values: torch.Tensor) -> Place:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def write_shares(
-    folder: Path, number: int, shares: Iterable[Share], chunk_bytes: int = CHUNK_BYTES
-) -> list[ManifestRow]:
+def write_shares(folder: Path, number: int, shares: Iterable[Share]) -> list[ManifestRow]:
     """Write the data files of member `number`, flush them to disk, and return the manifest rows of the shares.
 
     Raises OSError if the system cannot write, for example because the disk is full.
@@ -153,20 +155,20 @@ def write_shares(
     by_type: dict[torch.dtype, list[Share]] = {}
     rows: list[ManifestRow] = []
     for share in shares:
-        if share.is_cast(chunk_bytes):
-            rows.append(cast_row(share, share.matrix.dtype, chunk_bytes))
+        if share.is_cast():
+            rows.append(share.row(share.matrix.dtype))
         else:
             by_type.setdefault(share.matrix.dtype, []).append(share)
     for dtype, held in by_type.items():
         large = sum(share.nbytes for share in held) >= LARGE_BYTES
-        with data_file(folder, number, dtype, chunk_bytes, large) as write:
+        with data_file(folder, number, dtype, large) as write:
             rows += [write(share) for share in held]
     return rows
 
 
 @contextmanager
 def data_file(
-    folder: Path, number: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES, large: bool = True
+    folder: Path, number: int, dtype: torch.dtype, large: bool = True
 ) -> Iterator[Callable[[Share], ManifestRow]]:
     """Context manager that opens one data file of a member, and completes it and flushes it to disk at the end.
 
@@ -179,32 +181,19 @@ def data_file(
     """
     from ds_dynatrain.checkpoint.arrow import ArrowValues
 
-    name, most = f"{number:05d}.{name_of(dtype)}.arrow", max(1, chunk_bytes // dtype.itemsize)
+    name = f"{number:05d}.{name_of(dtype)}.arrow"
     with (folder / name).open("xb") as file:
         column = ArrowValues(file, dtype)
 
         def write(share: Share) -> ManifestRow:
-            values, numel = share.matrix.detach().to("cpu").contiguous(), math.prod(share.shape)
-            begin = column.write(values.view(-1))
-            digest = sum(digest_of(share.extent, at, part, numel) for at, part in chunks(values, most))
-            return share.row(dtype, digest, name, begin)
+            values = share.matrix.detach().to("cpu").contiguous()
+            return replace(share, matrix=values).row(dtype, name, column.write(values.view(-1)))
 
         with _flushed(file.fileno()) if large else nullcontext():
             yield write
             column.close()
             file.flush()
         os.fsync(file.fileno())
-
-
-def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> ManifestRow:
-    """Return the manifest row for weights of type `dtype` that are not stored.
-
-    share: the weights or their masters.
-    """
-    most, numel = max(1, chunk_bytes // share.matrix.element_size()), math.prod(share.shape)
-    parts = chunks(share.matrix, most)
-    digest = sum(digest_of(share.extent, at, values.to(dtype), numel) for at, values in parts)
-    return replace(share, kind=WEIGHT).row(dtype, digest)
 
 
 @contextmanager

@@ -11,15 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from ds_dynatrain.checkpoint.extents import Extent, chunks, digest_of, runs_of
+from ds_dynatrain.checkpoint.extents import Extent, runs_of
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import interval
 from ds_dynatrain.transfer.series import series
-
-DIGEST_ELEMENTS = 1 << 18
-"""Elements that are digested at once."""
 
 
 class Move(NamedTuple):
@@ -75,13 +71,11 @@ def moves_between(held: Extent, part: Extent) -> list[Move]:
 
 def check_coverage(name: str, numel: int, moves: Iterable[Move]) -> None:
     """Raise TransferError unless the moves write each of a receiver's `numel` elements of a tensor exactly once."""
-    starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for move in moves:
-        starts.append(move.to + move.pace * np.arange(move.runs, dtype=np.int64))
-        lengths.append(np.full(move.runs, move.length, np.int64))
-    start, length = np.concatenate(starts), np.concatenate(lengths)
+    known = list(moves)
+    start = np.concatenate([np.empty(0, np.int64), *(move.to + move.pace * np.arange(move.runs) for move in known)])
+    stop = start + np.repeat(interval.ints([move.length for move in known]), [move.runs for move in known])
     order = np.argsort(start, kind="stable")
-    start, stop = start[order], (start + length)[order]
+    start, stop = start[order], stop[order]
     expected, found = np.append(0, stop), np.append(start, numel)
     wrong = np.flatnonzero(expected != found)
     if len(wrong):
@@ -92,14 +86,3 @@ def check_coverage(name: str, numel: int, moves: Iterable[Move]) -> None:
             else (f"element {follows} is sent twice, or lies outside of the {numel} elements")
         )
         raise TransferError(f"{name}: {what}; the trainer's ranks do not describe the same layout: make a new source")
-
-
-def digest_of_part(values: torch.Tensor, part: Extent, numel: int) -> int:
-    """Return the contribution of a part to the digest of its tensor of `numel` elements.
-
-    values: the part's elements, flat and contiguous.
-    """
-    if not part.numel:
-        return 0
-    matrix = values.view(part.count, part.length)
-    return sum(digest_of(part, at, chunk, numel) for at, chunk in chunks(matrix, DIGEST_ELEMENTS))

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.checkpoint.extents import WORD, Extent
+from ds_dynatrain.checkpoint.extents import Extent, digest_of_part
 from ds_dynatrain.errors import DynatrainError, TransferError, UnsupportedError, WorldChanged
-from ds_dynatrain.weights.blocks import digest_of_part
 
 FAILED = -1
 """Version that a rank reports if it cannot take part in an update."""
@@ -175,7 +174,7 @@ class Outgoing:
     def _note(self, name: str, extent: Extent, flat: torch.Tensor) -> None:
         number = self._numbers[name]
         numel = math.prod(self.source.metadata[number].shape)
-        added = digest_of_part(flat, extent, numel) & WORD
+        added = digest_of_part(flat.view(extent.count, extent.length), extent, numel)
         self._sums[:, number] += np.array([added, extent.numel], np.uint64)
 
     def prove(self, error: Exception | None = None) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.others.torch_files import Archive, Stored, check_crcs, value_of
 from ds_dynatrain.checkpoint.reading import Reader, whole
 from ds_dynatrain.checkpoint.record import WRITER, TrainingRecord, check_agreement, check_tensors, rank_file, sum_of
-from ds_dynatrain.checkpoint.writing import Share, cast_row, data_file
+from ds_dynatrain.checkpoint.writing import Share, data_file
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
 
@@ -225,7 +225,7 @@ def _rows_of(
     share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
     rows = [write(share)]
     if kind == MASTER and (tensor.name, WEIGHT) in there:
-        rows.append(cast_row(share, named(there[tensor.name, WEIGHT][0].dtype)))
+        rows.append(replace(share, kind=WEIGHT).row(named(there[tensor.name, WEIGHT][0].dtype)))
     return rows
 
 

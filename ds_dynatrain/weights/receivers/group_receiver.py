@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.checkpoint.extents import WORD, Extent, matrix_in
+from ds_dynatrain.checkpoint.extents import WORD, Extent, digest_of_part, matrix_in
 from ds_dynatrain.errors import ConfigError, DynatrainError, MemberMissing, OutcomeUnknown, TransferError
 from ds_dynatrain.report import logger
-from ds_dynatrain.weights.blocks import Move, check_coverage, digest_of_part, part_of
+from ds_dynatrain.weights.blocks import Move, check_coverage, part_of
 from ds_dynatrain.weights.receivers.board import LinkConnection, TargetTensor, board_at, serve, targets_of
 from ds_dynatrain.weights.receivers.deltas import COUNTS_BYTES, WHOLE, DeltaCounts, apply, check
 from ds_dynatrain.weights.update import Update
@@ -283,8 +283,8 @@ class GroupReceiver:
         """Return this rank's contribution to the digest of each tensor."""
         found = []
         for target, part in zip(link.targets, link.parts, strict=True):
-            flat = link.beside[target.name].view(-1)
-            found.append(digest_of_part(flat, part, torch.Size(target.shape).numel()) & WORD)
+            matrix = link.beside[target.name].view(part.count, part.length)
+            found.append(digest_of_part(matrix, part, torch.Size(target.shape).numel()))
         return np.array(found, np.uint64)
 
     def _judged(self, link: ReceiverLink, proof: Any, held: Mapping[int, Any]) -> str:

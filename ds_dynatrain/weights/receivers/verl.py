@@ -38,22 +38,15 @@ def shards(source: Any, spec: Callable[..., Any] = ShardSpec) -> Iterator[tuple[
     offset cannot tell: send whole tensors by `source.iter_full` instead.
     """
     group = td.group.WORLD
-    owned = groupby(source.runs(), key=lambda run: run[0])
-    name, runs = next(owned, ("", iter(())))
+    owned = {name: list(runs) for name, runs in groupby(source.runs(), key=lambda run: run[0])}
     for meta in source.metadata:
-        if name != meta.name:
-            yield (
-                meta.name,
-                torch.empty(0, dtype=meta.dtype),
-                spec(meta.shape, place=0, gather_group=group, contributes=False),
-            )
-            continue
-        found = list(runs)
-        (_, extent, values), *others = found
-        if others or extent.count > 1:
-            raise UnsupportedError(
-                f"{name}: this rank has {len(found)} parts of it, the first {extent}; verl's `place` is one offset: "
-                "use iter_full, or a layout without tensor parallelism"
-            )
-        yield name, values.detach().reshape(-1), spec(meta.shape, place=extent.start, gather_group=group)
-        name, runs = next(owned, ("", iter(())))
+        found = owned.get(meta.name, [])
+        place, values = 0, torch.empty(0, dtype=meta.dtype)
+        for _, extent, matrix in found:
+            if len(found) > 1 or extent.count > 1:
+                raise UnsupportedError(
+                    f"{meta.name}: this rank has {len(found)} parts of it, the first {extent}; verl's `place` is one "
+                    "offset: use iter_full, or a layout without tensor parallelism"
+                )
+            place, values = extent.start, matrix.detach().reshape(-1)
+        yield meta.name, values, spec(meta.shape, place=place, gather_group=group, contributes=bool(found))
