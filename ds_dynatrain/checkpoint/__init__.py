@@ -2,7 +2,7 @@
 
 | file | role |
 |---|---|
-| `arrow` | Arrow IPC files, made with pyarrow: tables, and data files except for their values |
+| `arrow` | Arrow IPC files, made with pyarrow: tables, and data files |
 | `extents` `manifest` | parts of tensors that are contiguous in a file; the table of their positions |
 | `writing` | what each rank writes, and its files; copies in host memory for a save in the background |
 | `reading` | fills a rank's buffers from the byte ranges of its pieces; reads whole tensors and checks digests |

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ds_dynatrain.checkpoint.extents import ALIGN, WORD, Extent, named, runs_of
 from ds_dynatrain.errors import CheckpointDamaged
@@ -123,6 +124,11 @@ class Manifest:
     def digest(self, tensor: str, kind: str) -> int:
         """Return the digest of one state kind of a whole tensor."""
         return sum(row.digest for row in self.rows[tensor, kind]) & WORD
+
+    def dtype(self, tensor: str, kind: str) -> torch.dtype | None:
+        """Return the element type of one state kind of a tensor; None if the manifest does not have it."""
+        rows = self.rows.get((tensor, kind))
+        return named(rows[0].dtype) if rows else None
 
     def check(self, folder: Path | None) -> None:
         """Raise CheckpointDamaged, naming tensor and kind, if rows are inconsistent or do not match the files.

@@ -209,7 +209,8 @@ def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype |
     """
     held = reader.manifest.rows
     rows = held.get((tensor.name, kind), ())
-    values = torch.empty(tensor.shape, dtype=dtype or (named(rows[0].dtype) if rows else torch.float32))
+    wanted = dtype or reader.manifest.dtype(tensor.name, kind) or torch.float32
+    values = torch.empty(tensor.shape, dtype=wanted)
     is_cast = any(not row.file for row in rows)
     for each in ((MASTER, kind) if is_cast else (kind,)) if tensor.numel else ():
         if (tensor.name, each) not in held:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_dynatrain.checkpoint.extents import Extent, named
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.files import (
     WHERE_DAMAGED,
     Progress,
@@ -357,19 +357,21 @@ def to_dcp(
     return path
 
 
-def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[LogicalTensor, str, torch.dtype]]:
-    """Return a map from each key in the new checkpoint to its tensor, as (tensor, state kind, element type)."""
-    found: dict[Keys, tuple[LogicalTensor, str, torch.dtype]] = {}
+def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[LogicalTensor, str, torch.dtype | None]]:
+    """Return a map from each key in the new checkpoint to its tensor, as (tensor, state kind, element type).
+
+    The element type is None for values in their own type.
+    """
+    found: dict[Keys, tuple[LogicalTensor, str, torch.dtype | None]] = {}
     rows = saved.manifest.rows
     for tensor in saved.record.logical_tensors():
         if not tensor.numel:
             continue
         kind = MASTER if dtype is None and (tensor.name, MASTER) in rows else WEIGHT
-        found["model", tensor.name] = tensor, kind, dtype or named(rows[tensor.name, kind][0].dtype)
+        found["model", tensor.name] = tensor, kind, dtype
         for moment in saved.record.kinds:
-            held = rows.get((tensor.name, moment))
-            if row_of(moment).is_moment and held:
-                found["optim", "state", tensor.name, moment] = tensor, moment, named(held[0].dtype)
+            if row_of(moment).is_moment and (tensor.name, moment) in rows:
+                found["optim", "state", tensor.name, moment] = tensor, moment, None
     return found
 
 

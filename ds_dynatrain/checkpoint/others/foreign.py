@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ds_dynatrain.checkpoint import folder as folders
-from ds_dynatrain.checkpoint.extents import Extent, name_of, named
+from ds_dynatrain.checkpoint.extents import Extent, name_of
 from ds_dynatrain.checkpoint.files import Progress, check_names, dumped, silent
 from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.others.torch_files import Archive, Stored, check_crcs, value_of
@@ -220,12 +220,12 @@ def _rows_of(
     If the checkpoint lacks a master, it is made from the weight. With a master, the row of the weights that are cast
     from it is returned as well.
     """
-    there = reader.manifest.rows
-    values = whole(reader, tensor, kind if (tensor.name, kind) in there else WEIGHT, dtype).view(1, -1)
+    weight = reader.manifest.dtype(tensor.name, WEIGHT)
+    values = whole(reader, tensor, kind if (tensor.name, kind) in reader.manifest.rows else WEIGHT, dtype).view(1, -1)
     share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
     rows = [write(share)]
-    if kind == MASTER and (tensor.name, WEIGHT) in there:
-        rows.append(replace(share, kind=WEIGHT).row(named(there[tensor.name, WEIGHT][0].dtype)))
+    if kind == MASTER and weight is not None:
+        rows.append(replace(share, kind=WEIGHT).row(weight))
     return rows
 
 
@@ -235,8 +235,8 @@ def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torc
     A weight is not stored if it has a master. If the checkpoint has a trainable weight without a master, a master is
     stored in its place.
     """
-    rows = ((kind, foreign.manifest.rows.get((tensor.name, kind))) for kind in foreign.kinds)
-    held = {kind: named(found[0].dtype) for kind, found in rows if found}
+    types = ((kind, foreign.manifest.dtype(tensor.name, kind)) for kind in foreign.kinds)
+    held = {kind: dtype for kind, dtype in types if dtype is not None}
     if MASTER not in held and tensor.trainable and held.get(WEIGHT) in LOW:
         held[MASTER] = torch.float32
     for kind in sorted(held, key=_place):

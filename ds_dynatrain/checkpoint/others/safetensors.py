@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ds_dynatrain.checkpoint.extents import named
 from ds_dynatrain.checkpoint.files import (
     WHERE_DAMAGED,
     Progress,
@@ -159,8 +158,7 @@ def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, p
     tensors, types = saved.record.logical_tensors(), dict[str, torch.dtype]()
     check_names([each.name for each in tensors], saved.record.kinds)
     for tensor in tensors:
-        rows = saved.manifest.rows.get((tensor.name, WEIGHT), ())
-        types[tensor.name] = dtype or (named(rows[0].dtype) if rows else torch.float32)
+        types[tensor.name] = dtype or saved.manifest.dtype(tensor.name, WEIGHT) or torch.float32
         if types[tensor.name] not in WRITTEN:
             raise CheckpointError(
                 f"{saved.path}: {tensor.name!r} is {types[tensor.name]}, which is not written to safetensors; give "

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 import torch
 
-from ds_dynatrain.checkpoint.extents import Extent, named
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.files import (
     Progress,
     appearing,
@@ -260,8 +260,10 @@ def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder
             if (tensor.name, kind) not in saved.manifest.rows:
                 continue
             name = MASTERS if kind == MASTER else kind
-            torch.save({"param": proven(reader, tensor, kind), "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
-            progress(tensor.numel * named(saved.manifest.rows[tensor.name, kind][0].dtype).itemsize)
+            values = proven(reader, tensor, kind)
+            torch.save({"param": values, "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
+            progress(values.nbytes)
+            del values  # before the next one is read
         if str(number) in steps:
             torch.save(torch.tensor(steps[str(number)]), folder / tensor.name / f"{STEP}.pt")
     folder.mkdir(parents=True, exist_ok=True)
@@ -292,8 +294,8 @@ def _write_models(
     from torch.serialization import skip_data
 
     tensors = saved.record.logical_tensors()
-    rows = saved.manifest.rows
-    types = {each.name: named(rows[each.name, WEIGHT][0].dtype) for each in tensors if (each.name, WEIGHT) in rows}
+    held = ((each.name, saved.manifest.dtype(each.name, WEIGHT)) for each in tensors)
+    types = {name: dtype for name, dtype in held if dtype is not None}
     names = [list[Any]() for _ in carry["groups"]]
     for each in tensors:
         if each.trainable:
