@@ -294,8 +294,8 @@ def _write_models(
     from torch.serialization import skip_data
 
     tensors = saved.record.logical_tensors()
-    held = ((each.name, saved.manifest.dtype(each.name, WEIGHT)) for each in tensors)
-    types = {name: dtype for name, dtype in held if dtype is not None}
+    said_types = ((each.name, saved.manifest.dtype(each.name, WEIGHT)) for each in tensors)
+    types = {name: dtype for name, dtype in said_types if dtype is not None}
     names = [list[Any]() for _ in carry["groups"]]
     for each in tensors:
         if each.trainable:
