@@ -34,14 +34,13 @@ from ds_dynatrain.plan.plan import (
     standing_in,
 )
 from ds_dynatrain.plan.slots import Assignment, assign_slots
-from ds_dynatrain.plan.topology import LinkClass, LinkSeconds, Topology
+from ds_dynatrain.plan.topology import LinkClass, Topology
 
 __all__ = [
     "Assignment",
     "Cost",
     "Exchange",
     "LinkClass",
-    "LinkSeconds",
     "MemberPlan",
     "Moves",
     "Picture",

@@ -36,7 +36,6 @@ from ds_dynatrain.space.cut import (
 )
 from ds_dynatrain.space.kind import (
     EXP_AVG,
-    EXP_AVG_SQ,
     HOST_GRAD,
     MASTER,
     STALE_GRAD,
@@ -47,7 +46,6 @@ from ds_dynatrain.space.kind import (
     standard_kinds,
 )
 from ds_dynatrain.space.layout import ExpertMap, Layout, experts_in_order
-from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.sharding import ABSENT, Sharding
 from ds_dynatrain.space.tensor import (
     FROZEN,
@@ -65,7 +63,6 @@ from ds_dynatrain.space.zero import LocalSpace, ZeroRules
 __all__ = [
     "ABSENT",
     "EXP_AVG",
-    "EXP_AVG_SQ",
     "FROZEN",
     "HOST_GRAD",
     "IN_EMPTY_GROUP",
@@ -87,7 +84,6 @@ __all__ = [
     "Layout",
     "LocalSpace",
     "LogicalTensor",
-    "Mesh",
     "Partition",
     "Partitioner",
     "Pick",

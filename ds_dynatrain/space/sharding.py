@@ -9,7 +9,7 @@ the index of a run in the query, and each part of a result names the row that it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple, cast
 
@@ -108,17 +108,8 @@ class EvenSharding:
 
         If the kind is replicated, ownership is divided evenly over the span of the remaining segments.
         """
-        return EvenSharding(
-            self.start[rows],
-            self.stop[rows],
-            self.width[rows],
-            self.buffer[rows],
-            self.at[rows],
-            self.lead[rows],
-            self.buffers,
-            self.ranks,
-            self.replicated,
-        )
+        columns = ("start", "stop", "width", "buffer", "at", "lead")
+        return replace(self, **{name: getattr(self, name)[rows] for name in columns})
 
     def region(self) -> tuple[Ints, Ints]:
         """Return the runs that at least one rank holds, with adjacent runs merged."""
@@ -197,37 +188,33 @@ class EvenSharding:
 
 
 @dataclass(frozen=True, eq=False)
-class OverlappingSharding:
+class OverlappingSharding(EvenSharding):
     """A sharding of ZeRO stages 1 and 2 in which a rank that owns a part of a tensor holds the whole tensor.
 
     DeepSpeed's Muon orthogonalizes whole matrices, so every rank that has a part of a matrix keeps its whole momentum
     (0.19.8: `runtime/zero/stage_1_and_2.py` `get_flat_partition`). A rank's tensors of an optimizer group lie end to
     end from the start of its buffer, in the order of the flat group but without its alignment gaps. A rank without a
-    part of the group has no such buffer. An element belongs to the rank that owns it in `part`.
+    part of the group has no such buffer. An element belongs to the rank that owns it in the flat group.
 
-    part: the ordinary sharding of flat groups. The other arrays have one entry per tensor.
-    start, stop: the tensor's coordinates, sorted by start.
-    buffer: index into `buffers`.
-    at: number of elements in all tensors before this one, in the flat order of one group after the other.
+    The fields of `EvenSharding` are those of the ordinary sharding of flat groups. The arrays here have one entry per
+    tensor.
+    first_at, end: the tensor's coordinates, sorted.
+    group: index into `buffers`.
+    before: number of elements in all tensors before this one, in the flat order of one group after the other.
     first: the first rank that holds the tensor.
     last: the last rank that holds the tensor. All ranks between `first` and `last` hold it as well.
-    reach: buffer x ranks + last, sorted by (buffer, position in the flat order).
-    opening: `at`, sorted in the same way.
+    reach: group x ranks + last, sorted by (group, position in the flat order).
+    opening: `before`, sorted in the same way.
     """
 
-    part: EvenSharding
-    start: Ints
-    stop: Ints
-    buffer: Ints
-    at: Ints
+    first_at: Ints
+    end: Ints
+    group: Ints
+    before: Ints
     first: Ints
     last: Ints
     reach: Ints
     opening: Ints
-
-    replicated = False
-    has_copies = False
-    shared = None
 
     @staticmethod
     def of(line: CoordinateLine, part: EvenSharding) -> OverlappingSharding:
@@ -241,81 +228,52 @@ class OverlappingSharding:
         at = np.empty_like(opening)
         at[order] = opening
         return OverlappingSharding(
-            part, start, stop, buffer, at, first, last, (buffer * part.ranks + last)[order], opening
+            **{each.name: getattr(part, each.name) for each in fields(part)},
+            first_at=start,
+            end=stop,
+            group=buffer,
+            before=at,
+            first=first,
+            last=last,
+            reach=(buffer * part.ranks + last)[order],
+            opening=opening,
         )
-
-    @property
-    def buffers(self) -> tuple[BufferId, ...]:
-        """Buffers that a rank may have."""
-        return self.part.buffers
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks in the world."""
-        return self.part.ranks
 
     def holding(self, rank: int) -> Pieces:
         """Return the pieces that a rank holds."""
         held = np.flatnonzero((self.first <= rank) & (rank <= self.last))
         offset = self._offset(held, np.full_like(held, rank))
-        return Pieces(self.start[held], self.stop[held], self.buffer[held], offset, self.buffers).coalesce()
+        return Pieces(self.first_at[held], self.end[held], self.group[held], offset, self.buffers).coalesce()
 
     def owned(self, rank: int) -> Pieces:
         """Return the part of `holding` that the rank owns. Each element has exactly one owner."""
-        own = self.part.owned(rank)
+        own = super().holding(rank)
         return self.holding(rank).restrict(own.start, own.stop)
-
-    def region(self) -> tuple[Ints, Ints]:
-        """Return the runs that at least one rank holds, with adjacent runs merged."""
-        return self.part.region()
-
-    def copies(self, start: Ints, stop: Ints) -> Iterator[Copies]:
-        """Yield nothing: each rank holds a part only."""
-        yield from ()
-
-    def copies_of(self, rank: int) -> list[Copies]:
-        """Return nothing, as for `copies`."""
-        return []
-
-    def owners(self, start: Ints, stop: Ints) -> Owned:
-        """Split runs by the rank that owns each element, and return them as (row, start, stop, rank).
-
-        Elements without an owner are left out.
-        """
-        return self.part.owners(start, stop)
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
         """Return each part of a run with each rank that holds it, as (row, start, stop, rank)."""
-        row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
+        row, tensor, low, high = interval.intersect(start, stop, self.first_at, self.end)
         again, nth = interval.expand((self.last - self.first + 1)[tensor])
         return row[again], low[again], high[again], self.first[tensor][again] + nth
 
     def held(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
         """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop); none for ABSENT."""
-        row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
+        row, tensor, low, high = interval.intersect(start, stop, self.first_at, self.end)
         keep = (self.first[tensor] <= holder[row]) & (holder[row] <= self.last[tensor])  # ABSENT is below every rank
         return row[keep], low[keep], high[keep]
-
-    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that the rank `holder[row]` does not hold; all of the row if it is ABSENT."""
-        return interval.outside(start, stop, *self.held(start, stop, holder))
-
-    def candidates(self, start: Ints, stop: Ints) -> Ints:
-        """Return the ranks that may hold some of the given coordinates."""
-        return np.arange(self.ranks, dtype=np.int64)
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
         """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset, step).
 
         rank: one per row; each rank must hold its row.
         """
-        row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
-        offset = self._offset(tensor, rank[row]) + low - self.start[tensor]
-        return row, low, high, self.buffer[tensor], offset, np.full_like(row, PLAIN)
+        row, tensor, low, high = interval.intersect(start, stop, self.first_at, self.end)
+        offset = self._offset(tensor, rank[row]) + low - self.first_at[tensor]
+        return row, low, high, self.group[tensor], offset, np.full_like(row, PLAIN)
 
     def _offset(self, tensor: Ints, rank: Ints) -> Ints:
         """Return the offset at which each tensor begins in the buffer of the given rank, which must hold the tensor."""
-        return self.at[tensor] - self.opening[np.searchsorted(self.reach, self.buffer[tensor] * self.ranks + rank)]
+        return self.before[tensor] - self.opening[np.searchsorted(self.reach, self.group[tensor] * self.ranks + rank)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -484,7 +442,7 @@ class GroupedSharding:
         return _in_order(parts)
 
 
-Sharding = EvenSharding | OverlappingSharding | GroupedSharding
+Sharding = EvenSharding | GroupedSharding
 
 
 def _in_order(parts: list[AnyRows]) -> AnyRows:
