@@ -91,6 +91,13 @@ class LoaderHost(Protocol):
         waiting.
         """
 
+    def check_order(self, loader: TrainLoader, digest: int) -> None:
+        """Raise `DataError` on all working members unless they have the same `digest` of a loader's order.
+
+        Called on all of them in the first global batch of a pass, and of a world, if the order comes from the user's
+        own stream or sampler.
+        """
+
     def deal(self, slot: Slot, last: bool) -> None:
         """Record the slot of the micro-batch that is about to be returned.
 
@@ -144,7 +151,7 @@ class Windows:
     loader: TrainLoader
 
     def __len__(self) -> int:
-        return self.loader.order.steps
+        return len(self.loader.order) and self.loader.order.steps
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, ...]]:
         return iter(iter(self.loader).next_window, None)
@@ -244,8 +251,8 @@ class TrainLoader(Loader):
 
     def __len__(self) -> int:
         """Return the number of micro-batches per epoch on this rank in the current world; on an idle member, the number
-        on the rank with the most."""
-        host = self._host
+        on the rank with the most. Raises TypeError for a stream."""
+        host, _ = self._host, len(self.order)
         return self.order.steps * (host.batch.accumulation if host.idle else host.batch.micro_batches(host.data_rank))
 
     def __iter__(self) -> Pass:
@@ -256,8 +263,8 @@ class TrainLoader(Loader):
         if self._micro:
             raise DataError(
                 f"loader {self.name!r}: iter() in the middle of global batch {self._at.step}, epoch {self._at.epoch}: "
-                f"{self._micro} of {len(self) // self.order.steps} micro-batches are dealt; leave the loop only after "
-                "a complete accumulation window (engine.is_gradient_accumulation_boundary())"
+                f"{self._micro} of {self._host.batch.micro_batches(self._host.data_rank)} micro-batches are dealt; "
+                "leave the loop only after a complete accumulation window (engine.is_gradient_accumulation_boundary())"
             )
         with self._host.turn():
             sampler_epoch = self._host.begin_epoch(self)
@@ -288,6 +295,8 @@ class TrainLoader(Loader):
         cursor = self.cursor
         begun = (self.has_begun or self.mid_window) and cursor == self._at
         state = {"cursor": cursor.to_dict(), "begun": begun, "order": self.order.describe()}
+        own = self.order.state_at(cursor)
+        state = state if own is None else {**state, "own": own}
         return {**state, "sampler epoch": self._sampler_epoch} if self._follows_sampler else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -312,6 +321,7 @@ class TrainLoader(Loader):
                 "state_dict() of this loader returned, or use the data set that it was saved with"
             )
         self._at, self._micro, self.is_under_way = cursor, 0, bool(state["begun"])
+        self.order.load(cursor, state.get("own"))
         self._sampler_epoch = int(state.get("sampler epoch", 0))
         self._loads += 1
 
@@ -338,6 +348,8 @@ class Pass(Iterator[Any]):
         self._torch: DataLoader[Any] | None = None
         self._fetch: Iterator[Any] | None = None
         self._over, self._stands = is_over, False
+        self._checked: tuple[int, int] | None = None
+        """Value of `_key` for which the order was compared between members."""
 
     def reach_boundary(self) -> None:
         """Advance to the next global batch and let a pending change take effect, unless a global batch is open. Called
@@ -420,14 +432,18 @@ class Pass(Iterator[Any]):
                 f"loader {loader.name!r}: train_batch_size became {now}, and its epochs are cut by {then}; "
                 "it cannot change under a live switch, make a new engine"
             )
-        samples = loader.order.samples(loader._at.step)
+        if self._checked != key:
+            self._checked, digest = key, loader.order.digest(loader._at)
+            if digest is not None:
+                self._host.check_order(loader, digest)
+        samples = loader.order.size(loader._at)
         if samples not in self._rows:
             self._rows[samples] = self._host.batch.deal(samples).rank(self._host.data_rank)
         self._window = self._rows[samples]
 
     def _end_if_over(self) -> None:
         loader = self.loader
-        if loader._at.step < loader.order.steps:
+        if loader.order.size(loader._at):
             return
         self.close()
         self._over = True

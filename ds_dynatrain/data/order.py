@@ -11,6 +11,7 @@ The position of training is counted in global batches, so it is the same in ever
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from operator import index
@@ -113,6 +114,10 @@ class EpochOrder:
             )
         return min(self.train_batch_size, self.length - step * self.train_batch_size)
 
+    def size(self, at: Cursor) -> int:
+        """Return the number of samples in the global batch at `at`; 0 behind the end of its epoch."""
+        return self.samples(at.step) if at.step < self.steps else 0
+
     def permutation(self, epoch: int) -> torch.Tensor:
         """Return the data set's indices in training order: an int64 tensor of shape (length,) on the CPU."""
         if not self.shuffle:
@@ -132,9 +137,50 @@ class EpochOrder:
         """Return an empty dictionary, because the order of an epoch follows from its number alone."""
         return {}
 
+    def digest(self, at: Cursor) -> int | None:
+        """Return a hash of 63 bits of the order at `at`; None if it cannot differ between ranks."""
+        return None
+
+    def state_at(self, cursor: Cursor) -> dict[str, Any] | None:
+        """Return what a position needs besides the cursor, as plain JSON: None for an order that follows from it."""
+        return None
+
+    def load(self, cursor: Cursor, state: Mapping[str, Any] | None) -> None:
+        """Continue at `cursor`, where `state_at` returned `state`."""
+
     def describe(self) -> dict[str, Any]:
         """Return all fields except `follows_sampler`. It is not needed, because a position itself records the sampler's
         epoch."""
         described = asdict(self)
         del described["follows_sampler"]
         return described
+
+
+class SampledOrder(EpochOrder):
+    """The order in which a torch sampler draws from a generator of its own, which epoch k seeds with its seed + k."""
+
+    def __init__(self, sampler: Any, train_batch_size: int, drop_last: bool) -> None:
+        """Make the order of `sampler`, whose `generator` has the same initial seed on every rank."""
+        self.sampler = sampler
+        seed = sampler.generator.initial_seed()
+        super().__init__(len(sampler), train_batch_size, seed=seed, reshuffle=True, drop_last=drop_last)
+
+    def permutation(self, epoch: int) -> torch.Tensor:
+        """Return the indices that the sampler draws in an epoch. Raises DataError if their number has changed."""
+        self.sampler.generator.manual_seed(self.seed + epoch)
+        found = torch.tensor(list(self.sampler), dtype=torch.int64, device="cpu")
+        if len(found) != self.length:
+            raise DataError(
+                f"{type(self.sampler).__name__} drew {len(found)} samples in epoch {epoch}, and its length is "
+                f"{self.length}; a sampler must draw as many samples in every epoch"
+            )
+        return found
+
+    def digest(self, at: Cursor) -> int:
+        """Return a hash of the order of the epoch of `at`, which must be the same on every rank."""
+        drawn = self.permutation(at.epoch).numpy().tobytes()
+        return int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest(), "big") >> 1
+
+    def describe(self) -> dict[str, Any]:
+        """Return all fields, and the sampler's type."""
+        return {**super().describe(), "sampler": type(self.sampler).__name__}

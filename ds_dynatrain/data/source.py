@@ -10,6 +10,7 @@ on earlier reads.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -21,7 +22,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_dynatrain.data.order import EpochOrder
+from ds_dynatrain.data.order import EpochOrder, SampledOrder
+from ds_dynatrain.data.stream import SampleStream, StreamOrder
 from ds_dynatrain.data.workers import SharedEnd, WorkerStart
 from ds_dynatrain.errors import DataError
 from ds_dynatrain.space.leaves import sample_seed
@@ -57,13 +59,15 @@ class SeededSamples:
 STOCK_WORKERS = 2
 """Number of worker processes per loader if the user gives none. It equals DeepSpeed's default."""
 
-MAP_STYLE = "give a data set with __getitem__ and __len__, or read the stream in a loop with engine.boundary()"
+MAP_STYLE = "give a data set with __getitem__ and __len__, or a stream with __iter__"
 _FETCHED = (
     *("collate_fn", "num_workers", "pin_memory", "batch_size", "worker_init_fn", "prefetch_factor", "timeout"),
     "multiprocessing_context",
 )
 """Attributes of a torch `DataLoader` that a `DataSource` takes over unchanged."""
+logger = logging.getLogger("ds_dynatrain")
 SAMPLERS = "leave it out (samples are dealt by global index in every world), or put its order into the data set itself"
+SEEDED = "give it generator=torch.Generator().manual_seed(SEED), the same on every rank"
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ class DataSource:
     sample."""
     sampler: DistributedSampler[Any] | None = field(default=None, repr=False, compare=False)
     """The user's sampler if its `set_epoch` decides the order; otherwise None."""
+    drawn: Any = field(default=None, repr=False, compare=False)
+    """The user's sampler if it draws the order from a generator of its own; otherwise None."""
     end: SharedEnd = field(default_factory=SharedEnd, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -113,17 +119,23 @@ class DataSource:
         pin_memory: bool | None = None,
         seeds_samples: bool = False,
     ) -> DataSource:
-        """Make a source from a map-style data set or a torch `DataLoader` over one.
+        """Make a source from a map-style data set, a stream, or a torch `DataLoader` over one of these.
 
         An argument that is None is taken from the `DataLoader`; without a `DataLoader` it has stock DeepSpeed's
         default: two workers, shuffled with seed 0, the same permutation in every epoch. Memory is pinned only if the
-        argument or the `DataLoader` requests it. Raises `DataError` for an iterable dataset, a batch sampler, a sampler
-        with an order of its own, or an object that is not a data set.
+        argument or the `DataLoader` requests it. A stream is read in its own order and without workers. Raises
+        `DataError` for a batch sampler, a sampler with an order of its own, a stream to be shuffled, or an object that
+        is not a data set.
         """
         loader = data if isinstance(data, DataLoader) else None
-        dataset = _map_style(data if loader is None else loader.dataset)
+        dataset = _data_set(data if loader is None else loader.dataset)
         found = {} if loader is None else {name: getattr(loader, name) for name in _FETCHED}
-        found |= {} if loader is None else _sampling(loader, len(dataset))
+        if isinstance(dataset, SampleStream):
+            found |= {"shuffle": False, "drop_last": loader is not None and loader.drop_last}
+            found["num_workers"] = num_workers = _without_workers(found.get("num_workers", 0), num_workers)
+            _refuse_to_order(shuffle, seeds_samples)
+        elif loader is not None:
+            found |= _sampling(loader, len(dataset))
         if reshuffle is not None:
             found["sampler"] = None
         given = {"collate_fn": collate_fn, "num_workers": num_workers, "shuffle": shuffle, "seed": seed}
@@ -138,6 +150,10 @@ class DataSource:
 
     def order(self, train_batch_size: int) -> EpochOrder:
         """Return the order of an epoch in global batches of `train_batch_size`."""
+        if isinstance(self.dataset, SampleStream):
+            return StreamOrder(self.dataset, train_batch_size, self.drop_last)
+        if self.drawn is not None:
+            return SampledOrder(self.drawn, train_batch_size, self.drop_last)
         length = len(self.dataset)
         follows = self.sampler is not None
         return EpochOrder(length, train_batch_size, self.shuffle, self.seed, self.reshuffle, self.drop_last, follows)
@@ -171,17 +187,28 @@ class DataSource:
         )
 
 
-def _map_style(dataset: Any) -> Any:
-    if isinstance(dataset, IterableDataset):
-        raise DataError(
-            f"{type(dataset).__name__} is an iterable dataset: its samples have no index, so they cannot be dealt "
-            f"again when the world changes; {MAP_STYLE}"
-        )
-    missing = [name for name in ("__getitem__", "__len__") if not hasattr(dataset, name)]
-    if missing:
-        kind = "an iterable dataset" if hasattr(dataset, "__iter__") else "no data set"
-        raise DataError(f"{type(dataset).__name__} is {kind} (it has no {' and no '.join(missing)}); {MAP_STYLE}")
-    return dataset
+def _data_set(data: Any) -> Any:
+    """Return a map-style data set as it is, and a `SampleStream` of anything else that can be iterated."""
+    if not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return data
+    if isinstance(data, IterableDataset) or hasattr(data, "__iter__"):
+        return SampleStream(data)
+    raise DataError(f"{type(data).__name__} is no data set (it has no __getitem__ and no __iter__); {MAP_STYLE}")
+
+
+def _without_workers(of_loader: int, given: int | None) -> int:
+    """Return 0, and log a warning if workers were asked for."""
+    asked = of_loader if given is None else given
+    if asked:
+        logger.warning("a stream is read by each rank in its own process; num_workers=%d has no effect", asked)
+    return 0
+
+
+def _refuse_to_order(shuffle: bool | None, seeds_samples: bool) -> None:
+    if shuffle:
+        raise DataError("a stream cannot be shuffled here; shuffle it itself, as in `datasets`: stream.shuffle(seed=0)")
+    if seeds_samples:
+        raise DataError("an exact job reads samples by their index, and a stream has none; give a map-style data set")
 
 
 def _sampling(loader: DataLoader[Any], length: int) -> dict[str, Any]:
@@ -198,6 +225,13 @@ def _sampling(loader: DataLoader[Any], length: int) -> dict[str, Any]:
     if type(sampler) is DistributedSampler and len(sampler.dataset) == length:  # type: ignore[arg-type]
         drop_last = loader.drop_last or sampler.drop_last
         return {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": drop_last, "sampler": sampler}
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        return {"drawn": sampler, "drop_last": loader.drop_last}
+    if hasattr(sampler, "generator"):
+        raise DataError(
+            f"the DataLoader has a sampler of its own ({type(sampler).__name__}), which draws from torch's default "
+            f"generator; {SEEDED}"
+        )
     raise DataError(
         f"the DataLoader has a sampler of its own ({type(sampler).__name__}), whose order cannot be dealt by "
         f"global index; {SAMPLERS}"

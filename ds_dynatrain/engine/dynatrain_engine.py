@@ -438,7 +438,8 @@ class DynatrainEngine(HostEngine):
         has no position, and no change takes effect at its batches; it is not shuffled unless `shuffle` is true, and has
         a `batch_size` of its own.
 
-        dataset: a map-style data set, or a torch DataLoader over one, whose settings are used.
+        dataset: a map-style data set, a stream that all processes read alike, or a torch DataLoader over one of these,
+        whose settings are used.
 
         seed: the seed of the order.
 

@@ -14,6 +14,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.deepspeed.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.groups.device import is_accelerated
 from ds_dynatrain.data import BatchArithmetic, DataSource, EvaluationLoader, Leaf, MicroBatch, Slot, TrainLoader
+from ds_dynatrain.data.stream import SampleStream
 from ds_dynatrain.engine.switcher import SwitchingEngine
 from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.reshard import streams
@@ -89,6 +90,24 @@ class LoadingEngine(SwitchingEngine):
             "global batches, which loader.windows() gives"
         )
 
+    def check_order(self, loader: TrainLoader, digest: int) -> None:
+        """Compare a loader's order between all working ranks; see `LoaderHost.check_order`."""
+        extremes = torch.tensor([digest, -digest])
+
+        def reduced() -> torch.Tensor:
+            world = self.world
+            if world is not None:
+                td.all_reduce(extremes, td.ReduceOp.MAX, group=world.default)
+            return extremes
+
+        largest, smallest = self.together("a loader's order", reduced, lambda: extremes).tolist()
+        if largest != -smallest:
+            raise DataError(
+                f"loader {loader.name!r}: the ranks read different samples as global batch {loader.cursor.step} of "
+                f"epoch {loader.cursor.epoch}; every rank must read the whole stream, in the same order: do not divide "
+                "it between nodes or workers, and seed its shuffling, and a sampler's generator, alike on all ranks"
+            )
+
     def deal(self, slot: Slot, last: bool) -> None:
         """Record the slot (weight and number of samples) of the micro-batch that a train loader is about to return."""
         host = self.host
@@ -163,6 +182,12 @@ class LoadingEngine(SwitchingEngine):
             pin_memory=getattr(dataset, "pin_memory", is_accelerated()),
             seeds_samples=self.host.in_leaves and not evaluation,
         )
+        if isinstance(source.dataset, SampleStream) and (evaluation or order is not None):
+            what = "evaluated" if evaluation else "read by a curriculum"
+            raise DataError(
+                f"engine.loader: a stream cannot be {what}, which takes samples by their index; give a data set with "
+                "__getitem__ and __len__, such as list(stream)"
+            )
         if evaluation:
             self._evaluation_loaders += 1
             return EvaluationLoader(source, self, batch_size, f"evaluation {self._evaluation_loaders}")

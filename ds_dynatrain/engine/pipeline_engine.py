@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from ds_dynatrain.adapters.deepspeed.pipeline_host import PipelineHostEngine, RepeatingLoader
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
+from ds_dynatrain.data.stream import SampleStream
 from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine, in_turn
 from ds_dynatrain.errors import DataError, WorldChanged
 from ds_dynatrain.extension import around
@@ -244,10 +245,17 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     def loader(self, dataset: Any, **arguments: Any) -> TrainLoader | EvaluationLoader:
         """Return a loader; see `DynatrainEngine.loader`. Raises DataError for a short last global batch, which a
-        pipeline cannot run."""
+        pipeline cannot run, and for a stream, which only its first and last stages would read."""
         made = super().loader(dataset, **arguments)
         if isinstance(made, EvaluationLoader):
             return made
+        if isinstance(made.dataset, SampleStream):
+            del self._parts.train_loaders[made.name]
+            name = type(made.dataset.samples).__name__
+            raise DataError(
+                f"loader {made.name!r}: {name} is a stream, which a pipeline cannot read; give an iterator of "
+                "your own to train_batch(), or a data set with __getitem__ and __len__"
+            )
         last, full = made.order.samples(made.order.steps - 1), self.global_batch_size
         if last < full:
             del self._parts.train_loaders[made.name]

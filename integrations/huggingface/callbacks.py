@@ -64,5 +64,4 @@ class Following(TrainerCallback):
         trainer = self._trainer
         trainer.end_window()
         state.global_step = int(trainer.deepspeed.global_steps)
-        epoch, step = divmod(state.global_step, len(trainer.global_batches))
-        state.epoch = epoch + step / len(trainer.global_batches)
+        state.epoch = trainer.global_batches.epoch_after(state.global_step, state.max_steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from ds_dynatrain.elastic.environment import worker_place
@@ -35,10 +35,10 @@ def _has_autotp(args: TrainingArguments) -> bool:
 
 ARGUMENTS = (
     Refusal(
-        "train_sampling_strategy='group_by_length' or 'batch_rebalance'",
-        lambda args: getattr(args, "train_sampling_strategy", "random") in ("group_by_length", "batch_rebalance"),
+        "train_sampling_strategy='batch_rebalance'",
+        lambda args: getattr(args, "train_sampling_strategy", "random") == "batch_rebalance",
         "its order of samples is cut by the number of ranks at the start",
-        "sort or pack the data set ahead, and take 'sequential' or 'random'",
+        "take 'group_by_length', or pack the data set ahead",
     ),
     Refusal(
         "auto_find_batch_size",
@@ -112,8 +112,7 @@ def refuse_loader(loader: object, batch_size: int) -> None:
     if not isinstance(loader, DataLoader):
         raise UnsupportedError(
             f"get_train_dataloader() returned a {type(loader).__name__}: samples are dealt to a world that changes, "
-            "which needs a torch DataLoader over a data set with __getitem__ and __len__; return that, as it is or "
-            "from accelerator.prepare"
+            "which needs a torch DataLoader; return one, as it is or from accelerator.prepare"
         )
     if loader.batch_size not in (None, batch_size):
         raise ConfigError(
@@ -135,13 +134,4 @@ def refuse_second_training(engine: Any) -> None:
         raise UnsupportedError(
             f"a second trainer.train() while {idle} of {len(engine._parts.candidates)} processes are idle: they end "
             "with the first call; switch to all processes before its end, or start the script again"
-        )
-
-
-def refuse_data(dataset: object) -> None:
-    """Raise UnsupportedError for samples without an index, such as those of a stream."""
-    if isinstance(dataset, IterableDataset) or (dataset is not None and not hasattr(dataset, "__getitem__")):
-        raise UnsupportedError(
-            f"train_dataset is a {type(dataset).__name__}, whose samples have no index by which they could be dealt "
-            "again; load the data set without streaming=True, or write it to disk first"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.engine.changes import Change
@@ -66,8 +67,7 @@ class ElasticMixin(Below):
         self._settings = settings.settle(args)
 
     def finish(self) -> None:
-        """Check the data set and add the `Following` callback. Called after Trainer's constructor."""
-        refusals.refuse_data(self.train_dataset)
+        """Add the `Following` callback. Called after Trainer's constructor."""
         self.callback_handler.callbacks.insert(0, Following(self))
 
     @property
@@ -92,6 +92,9 @@ class ElasticMixin(Below):
         refusals.refuse_loader(loader, self._train_batch_size)
         if self._seed is None:  # later, each rank has random streams of its own
             self._seed = self.args.data_seed if self.args.data_seed is not None else torch.initial_seed()
+        if isinstance(loader.sampler, LengthGroupedSampler):  # grouped for a global batch, alike on all ranks
+            loader.sampler.batch_size = self._settings.global_batch
+            loader.sampler.generator = torch.Generator().manual_seed(self._seed)
         self.global_batches = GlobalBatches(loader, self._settings.global_batch, "trainer", self._seed)
         return self.global_batches
 

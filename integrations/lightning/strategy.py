@@ -22,7 +22,7 @@ from ds_dynatrain.integrations.lightning import refusals, settings
 from ds_dynatrain.integrations.lightning.carried import PROGRESS, TrainerProgress
 from ds_dynatrain.integrations.lightning.checkpoints import Checkpoints
 from ds_dynatrain.integrations.lightning.steps import Window, WindowOptimization
-from ds_dynatrain.integrations.shared.batches import GlobalBatches
+from ds_dynatrain.integrations.shared.batches import GlobalBatches, refuse_stream
 
 if TYPE_CHECKING:
     from typing import Any as Below
@@ -264,6 +264,7 @@ class DynatrainStrategy(Checkpoints, Below):
         if trainer.state.stage != RunningStage.TRAINING:
             return dataloader
         refusals.refuse_loader(dataloader, self._training is not None)
+        refuse_stream(dataloader, "Lightning")
         size, accumulation = int(dataloader.batch_size), int(trainer.accumulate_grad_batches)
         self._sizes = settings.sizes_of(self.config, size, accumulation, self.world_size)
         trainer.accumulate_grad_batches = 1  # a batch of this loader is an optimizer step

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ds_dynatrain.data import Cursor, MicroBatch, TrainLoader
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.errors import ConfigError, UnsupportedError
 
 Window = tuple[MicroBatch, ...]
 """This rank's micro-batches of one global batch."""
@@ -42,7 +42,7 @@ class EngineBatches:
         refuse_other_epochs(self._torch, saved)
 
     def go_to(self, steps: int) -> None:
-        """Move to the position after `steps` optimizer steps of the job."""
+        """Move to the position after `steps` optimizer steps of the job; of a stream, in its first pass."""
         epoch, step = divmod(steps, self.loader.order.steps)
         state = self.loader.state_dict()
         self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
@@ -81,6 +81,17 @@ class GlobalBatches(EngineBatches):
         made = engine.loader(self._torch, seed=self._seed, reshuffle=reshuffle, name=self._name)
         self._ours, self._drawn = cast("TrainLoader", made), drawn or self._drawn
 
+    def epoch_after(self, steps: int, max_steps: int) -> float:
+        """Return the number of epochs trained after `steps` steps.
+
+        A pass over a stream counts as `max_steps` steps, as in Trainer, because its length is not known.
+        """
+        if is_stream(self.dataset):
+            cursor = self.loader.cursor
+            return cursor.epoch + cursor.step / max_steps
+        epoch, step = divmod(steps, len(self))
+        return epoch + step / len(self)
+
     def __len__(self) -> int:
         rest = 0 if self.drop_last else self.batch_size - 1
         return (len(self.dataset) + rest) // self.batch_size
@@ -89,6 +100,20 @@ class GlobalBatches(EngineBatches):
         for window in self.loader.windows():
             self._drawn()
             yield window
+
+
+def is_stream(dataset: object) -> bool:
+    """Return whether the samples of a data set have no index."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def refuse_stream(loader: DataLoader[Any], framework: str) -> None:
+    """Raise UnsupportedError for a training DataLoader over a stream. Called where epochs need a length."""
+    if is_stream(loader.dataset):
+        raise UnsupportedError(
+            f"{type(loader.dataset).__name__} is an iterable dataset, whose epochs have no length for {framework}; "
+            "give a data set with __getitem__ and __len__, or write the loop with engine.loader, which reads streams"
+        )
 
 
 def refuse_other_epochs(loader: DataLoader[Any], saved: Mapping[str, Any]) -> None:

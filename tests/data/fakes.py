@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_dynatrain.data import BatchArithmetic, DataSource, EvaluationLoader, Slot, TrainLoader
+from ds_dynatrain.data import BatchArithmetic, Cursor, DataSource, EvaluationLoader, Slot, TrainLoader
 
 
 class Waiting(Exception):  # noqa: N818
@@ -64,6 +64,9 @@ class Member:
         if woken:
             loader.load_state_dict(self.job.state)
 
+    def check_order(self, loader: TrainLoader, digest: int) -> None:
+        self.job.digests.setdefault((self.generation, loader.cursor), set()).add(digest)
+
     def deal(self, slot: Slot, last: bool) -> None:
         self.dealt.append((slot, last))
 
@@ -81,6 +84,8 @@ class Job:
     generation: int = 0
     pending: list[int] | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    digests: dict[tuple[int, Cursor], set[int]] = field(default_factory=dict)
+    """Hashes of the order, by world and position, that members compare."""
 
     def change(self, loader: TrainLoader) -> None:
         if self.pending is not None:

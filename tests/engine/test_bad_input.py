@@ -243,8 +243,9 @@ def loaders() -> list[str]:
         by_batches = torch.utils.data.DataLoader(Sequences(), batch_sampler=[[1, 2], [3]])
         weighted = torch.utils.data.WeightedRandomSampler([1.0] * 96, 96)
         attempts: list[Callable[[], object]] = [
-            lambda: made.engine.loader(Stream()),
-            lambda: made.engine.loader(torch.utils.data.DataLoader(Stream())),
+            lambda: made.engine.loader(iter(range(3))),
+            lambda: made.engine.loader(Stream(), shuffle=True),
+            lambda: made.engine.loader(Stream(), evaluation=True),
             lambda: made.engine.loader(by_batches),
             lambda: made.engine.loader(torch.utils.data.DataLoader(Sequences(), batch_sampler=batches)),
             lambda: made.engine.loader(torch.utils.data.DataLoader(Sequences(), sampler=weighted)),
@@ -264,8 +265,9 @@ def test_loaders_and_carried_objects(pool: RankPool) -> None:
     found = pool.run(loaders)[0]
     for words, error in zip(
         [
-            "iterable",
-            "iterable",
+            "is an iterator, which can be read only once",
+            "cannot be shuffled",
+            "cannot be evaluated",
             "batch",
             "batch",
             "ampler",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from tests.engine.pool import RankPool
 from tests.integrations import trainers
 
 ASKED: dict[str, dict[str, Any]] = {
-    "train_sampling_strategy='group_by_length' or 'batch_rebalance'": {"train_sampling_strategy": "group_by_length"},
+    "train_sampling_strategy='batch_rebalance'": {"train_sampling_strategy": "batch_rebalance"},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "enable_jit_checkpoint": {"enable_jit_checkpoint": True},
     "dispatch_batches and split_batches": {"accelerator_config": {"split_batches": True}},
@@ -29,13 +28,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "ignore_data_skip": {"ignore_data_skip": True},
 }
 """By the name of each refusal, what asks for it."""
-
-
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """Samples without an index."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
 
 def message_of(kind: type[Trainer], data: Any, args: TrainingArguments) -> str:
@@ -77,9 +69,8 @@ def others_case(folder: Path) -> dict[str, str]:
         trainers.forget_ranks()
         kind = type("Mine", (type(name, (Trainer,), {}),), {})
         found[name] = message_of(kind, trainers.Texts(24), trainers.arguments(folder, {}))
-    for name, block, data in (("stream", {}, Stream()), ("no block", None, trainers.Texts(24))):
-        trainers.forget_ranks()
-        found[name] = message_of(Trainer, data, trainers.arguments(folder, block))
+    trainers.forget_ranks()
+    found["no block"] = message_of(Trainer, trainers.Texts(24), trainers.arguments(folder, None))
     trainers.forget_ranks()
     found["no DeepSpeed"] = message_of(Trainer, trainers.Texts(24), TrainingArguments(output_dir=str(folder)))
     return found
@@ -89,7 +80,6 @@ def test_trainers_data_and_configurations(alone: RankPool, tmp_path: Path) -> No
     said = alone.run(others_case, folder=tmp_path)[0]
     for name in TRAINERS:
         assert said[name].startswith(f"{name}: it deals prompts") and "SFTTrainer" in said[name]
-    assert "train_dataset is a Stream" in said["stream"] and "streaming=True" in said["stream"]
     assert "no 'dynatrain' block in it" in said["no block"]
     assert "no DeepSpeed configuration" in said["no DeepSpeed"]
 

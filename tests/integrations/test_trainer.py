@@ -110,6 +110,46 @@ def test_a_world_that_changes(four: RankPool, stock_log: Log, tmp_path: Path) ->
         assert "transformer.wte.weight" in shapes
 
 
+def test_a_stream_in_a_world_that_changes(alone: RankPool, four: RankPool, tmp_path: Path) -> None:
+    """Twelve steps of a stream of 96 samples, which ends after eight: losses are those of stock Trainer on one rank."""
+    job = {"folder": tmp_path, "data": trainers.Stream}
+    stock = alone.run(trainers.train, block=None, **job, **OF_ONE)[0]["log"]
+    block = {"layout": {"data": 2}}
+    found = of_rank_0(four.run(trainers.train, block=block, schedule=SCHEDULE, **job, **OF_TWO, seconds=120))
+    assert found["layout"] == "data=3 zero_stage=2" and len(stock) == 13
+    assert furthest(steps_of(found["log"]), steps_of(stock))[1] < 2e-5
+
+
+class Grouped(trainers.Trainer):
+    """Trains texts that are padded to the longest of their micro-batch."""
+
+    def get_train_dataloader(self) -> Any:
+        self.data_collator = padded
+        return super().get_train_dataloader()
+
+
+def padded(texts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([text[name] for text in texts], batch_first=True, padding_value=fill)
+        for name, fill in (("input_ids", 0), ("labels", -100))
+    }
+
+
+def of_many_lengths(count: int) -> list[dict[str, torch.Tensor]]:
+    texts = trainers.Texts(count)
+    lengths = [4 + number * 7 % 13 for number in range(count)]
+    return [{name: row[:length] for name, row in texts[index].items()} for index, length in enumerate(lengths)]
+
+
+def test_groups_by_length_in_a_world_that_changes(alone: RankPool, four: RankPool, tmp_path: Path) -> None:
+    job = {"folder": tmp_path, "data": of_many_lengths, "kind": Grouped, "train_sampling_strategy": "group_by_length"}
+    logs = [of_rank_0(alone.run(trainers.train, block={}, **job, **OF_ONE))["log"]]
+    block = {"layout": {"data": 2}}
+    found = of_rank_0(four.run(trainers.train, block=block, schedule=SCHEDULE, **job, **OF_TWO, seconds=120))
+    assert found["layout"] == "data=3 zero_stage=2" and len(logs[0]) == 13
+    assert furthest(steps_of(found["log"]), steps_of(logs[0]))[1] < 2e-5
+
+
 @pytest.mark.parametrize("data", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_stock_checkpoint_goes_on_in_another_world(four: RankPool, tmp_path: Path, data: int) -> None:
     """Saved by stock Trainer on 4 ranks in the middle of an epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,16 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.inputs[index], "labels": self.labels[index]}
 
 
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The same token sequences without an index."""
+
+    def __init__(self, length: int) -> None:
+        self.texts = Texts(length)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self.texts[index] for index in range(len(self.texts)))
+
+
 def model() -> GPT2LMHeadModel:
     """Two layers without dropout."""
     torch.manual_seed(0)
@@ -109,6 +119,7 @@ def train(
     resume: str | bool | None = None,
     kind: type[Trainer] = Trainer,
     callbacks: tuple[TrainerCallback, ...] = (),
+    data: Callable[[int], Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """A whole job; its log, and where this process was at its end. Idle processes that are let go have none."""
@@ -118,9 +129,8 @@ def train(
     args = arguments(folder, block, **more)
     made = kind if block is None else elastic(kind)
     listening = [*callbacks, *([] if schedule is None else [SwitchCallback(schedule)])]
-    trainer: Any = made(
-        model=model(), args=args, train_dataset=Texts(samples, ragged), eval_dataset=Texts(48), callbacks=listening
-    )
+    trained = Texts(samples, ragged) if data is None else data(samples)
+    trainer: Any = made(model=model(), args=args, train_dataset=trained, eval_dataset=Texts(48), callbacks=listening)
     return carried_out(trainer, resume)
 
 

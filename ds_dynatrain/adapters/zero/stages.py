@@ -1,4 +1,4 @@
-"""Each kind of `ZeroStage`, and its choice for a DeepSpeed optimizer by its class rather than its number.
+"""The kinds of `ZeroStage`. The kind of a DeepSpeed optimizer is chosen by its class rather than its number.
 
 | class | its groups |
 |---|---|
