@@ -148,8 +148,7 @@ def trained(sizes: list[list[int]], leaves: Leaves, data: int, stage: int, bucke
         zero: Any = Cut(groups, data, bucket) if stage == 3 else Flat(groups, data, stage, bucket, gap)
         zeros[number] = zero
         now: list[MicroStep] = []
-        sums = LeafSums.put_on(zero, {id(held): place for place, held in enumerate(flat)}, lambda: now[-1])
-        assert sums is not None
+        sums = LeafSums(zero, lines_of(zero, {id(held): place for place, held in enumerate(flat)}), lambda: now[-1])
         for batch in range(2):  # buffers are used again
             for step in range(steps):
                 now.append(MicroStep(step, data, len(leaves)))
@@ -162,7 +161,6 @@ def trained(sizes: list[list[int]], leaves: Leaves, data: int, stage: int, bucke
                 zero.overlapping_partition_gradients_reduce_epilogue()
                 assert all(held.grad is None for held in flat)
         lines = lines_of(zero, {})
-        assert lines is not None
         norm = sums_file.global_norm(zero, lines)
         return {key: [part.clone() for part in parts] for key, parts in zero.averaged_gradients.items()}, norm
 
@@ -231,8 +229,7 @@ def test_memory_is_that_of_the_parts() -> None:
     def rank(number: int) -> None:
         parameter = nn.Parameter(torch.zeros(size))
         zero = Flat([[parameter]], 4, 2, size, 0)
-        sums = LeafSums.put_on(zero, {id(parameter): 0}, lambda: now[-1])
-        assert sums is not None
+        sums = LeafSums(zero, lines_of(zero, {id(parameter): 0}), lambda: now[-1])
         now: list[MicroStep] = []
         for step in range(2):
             now.append(MicroStep(step, 4, leaves))
@@ -252,8 +249,7 @@ def test_what_is_no_leaf_is_refused() -> None:
         parameter = nn.Parameter(torch.zeros(3))
         zero = Flat([[parameter]], 1, 2, 9, 0)
         now: list[MicroStep | None] = [None]
-        sums = LeafSums.put_on(zero, {id(parameter): 0}, lambda: now[-1])
-        assert sums is not None
+        sums = LeafSums(zero, lines_of(zero, {id(parameter): 0}), lambda: now[-1])
         with pytest.raises(UnsupportedError, match="a backward pass without a loader's micro-batch"):
             sums.finish()
         now.append(MicroStep(0, 1, 2))

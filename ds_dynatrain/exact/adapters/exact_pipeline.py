@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -37,50 +36,27 @@ from ds_dynatrain.reshard import streams
 from ds_dynatrain.space import Columns, Layout
 from ds_dynatrain.space.leaves import MicroStep
 
-Seed = Callable[[int, int], None]
-"""Function that sets all random generators for a leaf (a micro-batch of fixed size) and a layer of the whole model."""
 
-
-@dataclass(frozen=True)
-class LeafPass:
-    """A micro-batch of this rank's pipeline.
-
-    leaf: the number of the leaf (a micro-batch of fixed size).
-    weight: the factor for the micro-batch's loss; 0 if the leaf is borrowed from another pipeline.
-    step: the micro-step to which the micro-batch belongs.
-    """
-
-    leaf: int
-    weight: float
-    step: MicroStep
-
-
-@dataclass
 class Leaves:
     """The micro-batches of this rank's pipeline in a global batch.
 
-    passes: the micro-batches in order.
-    seed: function that sets the random generators for a leaf (a micro-batch of fixed size) and a layer.
-    forward: the number of micro-batches that have begun the forward pass.
-    backward: the number of micro-batches that have begun the backward pass.
-    now: the index of the micro-batch whose pass is running.
+    passes: the micro-batches in order, those with weight 0 borrowed from another pipeline.
+    step: the index of the micro-batch whose pass is running, and how many have begun each pass.
     """
 
-    passes: Sequence[LeafPass]
-    seed: Seed
-    forward: int = 0
-    backward: int = 0
-    now: int = 0
+    def __init__(self, passes: Sequence[Leaf], data: int) -> None:
+        self.passes, self._data, self.now = passes, data, 0
+        self._begun = {False: 0, True: 0}
 
-    def begin_forward(self) -> LeafPass:
-        """Return the next micro-batch to go forward, and make it the current one."""
-        self.now, self.forward = self.forward, self.forward + 1
+    def begin(self, is_backward: bool) -> Leaf:
+        """Return the next micro-batch to go forward or backward, and make it the current one."""
+        self.now = self._begun[is_backward]
+        self._begun[is_backward] += 1
         return self.passes[self.now]
 
-    def begin_backward(self) -> LeafPass:
-        """Return the next micro-batch to go backward, and make it the current one."""
-        self.now, self.backward = self.backward, self.backward + 1
-        return self.passes[self.now]
+    def step_of(self, leaf: Leaf) -> MicroStep:
+        """Return the micro-step to which a micro-batch belongs."""
+        return MicroStep(leaf.micro_step, self._data, leaf.leaves)
 
 
 class LeafStageHost(LeafHost, StageHost):
@@ -93,13 +69,13 @@ class LeafStageHost(LeafHost, StageHost):
 
     def optimizer_made(self) -> None:
         """Make the new optimizer add gradients leaf by leaf (a leaf is a micro-batch of fixed size)."""
-        order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         trained = {tensor.name: held for tensor, held in self.trained()}
         self.uses = Uses.of(self.module, self.shaper.template, {id(held) for held in trained.values()})
         whole = self.shaper.template.whole.named_parameters()
         numel = sum(held.numel() for name, held in whole if name in trained)
+        order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         lines = StageLines(self.optimizer, order, self.uses, numel, self.module)
-        self.sums = LeafSums.over(lines, self.optimizer, lambda: self.micro_step)
+        self.sums = LeafSums(self.optimizer, lines, lambda: self.micro_step)
 
     def detach(self) -> None:
         """Detach the optimizer, and forget the shared parameters of this stage."""
@@ -137,18 +113,14 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         return loss
 
     def _dealt(self) -> Leaves:
-        batch, seed, step = self.batch, self._parts.stream_seed, int(self.global_steps)
-        dealt = cast("tuple[Leaf, ...]", batch.deal(batch.train_batch_size).rank(self.data_rank))
-        passes = [
-            LeafPass(leaf.number, leaf.weight, MicroStep(leaf.micro_step, batch.data, leaf.leaves)) for leaf in dealt
-        ]
-        return Leaves(passes, lambda leaf, layer: streams.begin_leaf(seed, step, leaf, layer))
+        dealt = self.batch.deal(self.batch.train_batch_size).rank(self.data_rank)
+        return Leaves(cast("tuple[Leaf, ...]", dealt), self.batch.data)
 
     def _run_layer(self, number: int, layer: Callable[[Any], Any], inputs: Any) -> Any:
         leaves = self._leaves
         if leaves is None:
             raise usage("exact: a micro-batch that is no leaf").error("a layer runs outside of train_batch")
-        leaves.seed(leaves.passes[leaves.now].leaf, number)
+        streams.begin_leaf(self._parts.stream_seed, int(self.global_steps), leaves.passes[leaves.now].number, number)
         with self._host.uses.of_layer(number):
             output = layer(inputs)
         return output if number + 1 == self.module._num_layers else as_sent(output, number)
@@ -165,7 +137,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
             super()._exec_forward_pass(buffer_id)
             return
         note(self.module)
-        is_own = self._leaves.begin_forward().weight
+        is_own = self._leaves.begin(is_backward=False).weight
         with nullcontext() if is_own else buffers_kept(self.module), unchanged_buffers(self.module):
             super()._exec_forward_pass(buffer_id)
 
@@ -173,12 +145,12 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         if self._leaves is None:
             super()._exec_backward_pass(buffer_id)
             return
-        found = self._leaves.begin_backward()
+        found = self._leaves.begin(is_backward=True)
         if self.is_last_stage():
             DeepSpeedEngine.backward(self, self.loss * found.weight, scale_wrt_gas=False)
         else:
             super()._exec_backward_pass(buffer_id)
-        self._host.micro_step = found.step
+        self._host.micro_step = self._leaves.step_of(found)
         if self._host.sums is not None:
             self._host.sums.end_leaf()
 
@@ -190,7 +162,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         if self._leaves is None:
             super()._exec_reduce_grads()
             return
-        self._host.micro_step = self._leaves.passes[-1].step
+        self._host.micro_step = self._leaves.step_of(self._leaves.passes[-1])
         if self._host.sums is not None:
             self._host.sums.close()
 
@@ -210,11 +182,11 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         """
         if self._leaves is None:
             return super()._total_loss()
-        losses = torch.zeros(self._leaves.passes[-1].step.leaves, dtype=torch.float64, device="cpu")
+        losses = torch.zeros(self._leaves.passes[-1].leaves, dtype=torch.float64, device="cpu")
         if self.is_last_stage():
             found: list[torch.Tensor] = self.fwd_outputs or []
             for own, loss in zip(self._leaves.passes, found, strict=True):
-                losses[own.leaf] += own.weight * float(loss) if own.weight else 0.0
+                losses[own.number] += own.weight * float(loss) if own.weight else 0.0
             dist.all_reduce(losses, group=self.grid.get_data_parallel_group())
         if self.is_pipe_parallel:
             last = self.grid.stage_to_global(self.num_stages - 1)

@@ -16,7 +16,7 @@ so ranks need not use the same parameters (except in stage 3, whose layers are g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed.comm as dist
@@ -25,7 +25,7 @@ from deepspeed.runtime import utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
-from ds_dynatrain.exact.adapters.lines import Chunk, Lines, lines_of
+from ds_dynatrain.exact.adapters.lines import Chunk, Lines
 from ds_dynatrain.exact.bits.rows import usage
 from ds_dynatrain.exact.bits.squares import Grid, largest, square_sums
 from ds_dynatrain.exact.bits.sums import level_of, levels_of, rest_of
@@ -35,47 +35,30 @@ from ds_dynatrain.space.leaves import MicroStep
 class LeafSums:
     """The gradient sums of one ZeRO optimizer, added leaf by leaf. A leaf is a micro-batch of fixed size.
 
+    The optimizer then uses these sums, and a norm that does not depend on the ranks either.
+
+    lines: the positions of the optimizer's gradients.
     now: function that returns the latest micro-step; None if there was none.
     """
 
     def __init__(self, zero: Any, lines: Lines, now: Callable[[], MicroStep | None]) -> None:
         self._zero, self._lines, self._now = zero, lines, now
-        self._waits: dict[int, list[int]] = {}
-        for number, chunk in enumerate(lines.chunks):
-            for parameter in {id(piece.parameter) for piece in chunk.pieces}:
-                self._waits.setdefault(parameter, []).append(number)
+        self._needs = [{id(piece.parameter) for piece in chunk.pieces} for chunk in lines.chunks]
+        """The ids of the parameters in each chunk."""
+        self._known = set[int]().union(*self._needs)
         self._levels: dict[int, list[torch.Tensor]] = {}
         self._send = self._receive = torch.empty(0)
-        self._done = 0
         self.forget()
-
-    @staticmethod
-    def put_on(zero: Any, order: Mapping[int, int], now: Callable[[], MicroStep | None]) -> LeafSums | None:
-        """Make a ZeRO optimizer use gradient sums and a norm that do not depend on the ranks. Return the sums.
-
-        Returns None if the optimizer is not a ZeRO optimizer.
-
-        order: a map from each parameter's id to its number in the module.
-        now: function that returns the latest micro-step.
-        """
-        lines = lines_of(zero, order)
-        return None if lines is None else LeafSums.over(lines, zero, now)
-
-    @staticmethod
-    def over(lines: Lines, zero: Any, now: Callable[[], MicroStep | None]) -> LeafSums:
-        """Do the same as `put_on` for a ZeRO optimizer whose lines (gradients that are reduced together) are known."""
-        sums = LeafSums(zero, lines, now)
         zero.has_overflow = lambda partition_gradients=True: False  # an infinite norm skips the step instead
-        zero.overlapping_partition_gradients_reduce_epilogue = sums.finish
+        zero.overlapping_partition_gradients_reduce_epilogue = self.finish
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-            zero.reduce_ready_partitions_and_remove_grads = sums.arrive
+            zero.reduce_ready_partitions_and_remove_grads = self.arrive
             zero._get_norm_groups = lambda: [global_norm(zero, lines)]
         else:
             zero.check_grad_overflow = True  # otherwise an infinite norm would skip no step in bf16
             zero.use_grad_accum_attribute = False  # gradients are taken from where autograd leaves them
-            zero.process_gradients = lambda parameter, group: sums.arrive(parameter)
+            zero.process_gradients = lambda parameter, group: self.arrive(parameter)
             zero.scaled_global_norm = lambda norm_type=2: utils.combine_grad_norm_groups([global_norm(zero, lines)])
-        return sums
 
     def forget(self) -> None:
         """Forget the sums of the open global batch, if there is one."""
@@ -84,7 +67,6 @@ class LeafSums:
 
     def _begin(self) -> None:
         self._next = 0
-        self._missing = [len({id(piece.parameter) for piece in chunk.pieces}) for chunk in self._lines.chunks]
         self._came: set[int] = set()
 
     def arrive(self, parameter: nn.Parameter) -> None:
@@ -92,14 +74,12 @@ class LeafSums:
 
         Does nothing in ZeRO stage 1, where all chunks are sent at the end.
         """
-        if not self._lines.is_eager or id(parameter) not in self._waits:
+        if not self._lines.is_eager or id(parameter) not in self._known:
             return
         if id(parameter) in self._came:
             raise usage("exact: a gradient in several parts").error()
         self._came.add(id(parameter))
-        for number in self._waits[id(parameter)]:
-            self._missing[number] -= 1
-        while self._next < len(self._missing) and not self._missing[self._next]:
+        while self._next < len(self._needs) and self._needs[self._next] <= self._came:
             self._send_next()
 
     def finish(self) -> None:
@@ -115,7 +95,7 @@ class LeafSums:
             raise usage("exact: a micro-batch that is no leaf").error(
                 f"micro-step {step.number} of a global batch after {self._done} that were trained"
             )
-        while self._next < len(self._missing):
+        while self._next < len(self._needs):
             self._send_next()
         self._begin()
         self._done += 1
@@ -192,10 +172,7 @@ class LeafSums:
         return total.add_(0.0)
 
     def _sums_of(self, line: int) -> list[torch.Tensor]:
-        """Return a line's partial sums, one for each level, and allocate missing ones. Padding stays 0.
-
-        A line is an array of gradients that are reduced together. `exact.bits.sums` explains levels.
-        """
+        """Return a line's partial sums, one for each level (see `exact.bits.sums`), and allocate missing ones."""
         held = self._levels.setdefault(line, [])
         while len(held) < levels_of(self._present().leaves):
             held.append(torch.zeros(self._lines.lengths[line], dtype=torch.float32, device="cpu"))

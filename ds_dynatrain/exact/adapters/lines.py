@@ -14,7 +14,6 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_dynatrain.adapters.versions.deepspeed_versions import flat_offsets
@@ -73,19 +72,16 @@ class Lines:
     is_eager: whether chunks are sent while a backward pass is still running.
     chunks: the messages in the order of sending, which begins with the layers that a backward pass reaches first.
     lengths: the number of elements that this rank owns of each line, including padding.
+    numel: the number of elements of the whole model that have a gradient.
     """
 
     is_eager = True
     chunks: list[Chunk]
     lengths: list[int]
+    numel: int
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the whole model that have a gradient."""
-        raise NotImplementedError
 
     @property
     def sharing(self) -> list[Any]:
@@ -97,10 +93,7 @@ class Lines:
         return self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Give DeepSpeed the gradients of a line, summed over the whole global batch, for its next step.
-
-        A line is an array of gradients that are reduced together.
-        """
+        """Give DeepSpeed the gradients of a line, summed over the whole global batch, for its next step."""
         raise NotImplementedError
 
     def held(self) -> list[torch.Tensor]:
@@ -108,38 +101,39 @@ class Lines:
         raise NotImplementedError
 
 
-def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
-    """Return the `Lines` (positions of gradients) of a ZeRO optimizer of stages 1 to 3; None for another optimizer.
+def lines_of(zero: Any, order: Mapping[int, int]) -> Lines:
+    """Return the `Lines` (positions of gradients) of a ZeRO optimizer of stages 1 to 3.
 
     order: a map from each parameter's id to its number in the module.
     """
-    if isinstance(zero, DeepSpeedZeroOptimizer):
-        return FlatLines(zero, order)
-    return CutLines(zero, order) if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) else None
+    return (CutLines if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) else FlatLines)(zero, order)
 
 
 class FlatLines(Lines):
     """The gradients in ZeRO stages 1 and 2, with one line (gradients reduced together) for each optimizer group.
 
     The parameters of a group lie end to end. The line is cut into equal parts, which may begin within a parameter.
+
+    further: parameters with a line of their own each, after those of the groups.
     """
 
-    def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
+    def __init__(self, zero: Any, order: Mapping[int, int], further: Sequence[nn.Parameter] = ()) -> None:
         super().__init__(zero)
         self.is_eager = bool(zero.partition_gradients)
-        self.lengths = [int(size) for size in zero.partition_size]
-        lines = range(len(self.lengths))
-        self.spans = [_end_to_end(zero.round_robin_bit16_groups[line], flat_offsets(zero, line)) for line in lines]
-        self.chunks = in_order([chunk for line in lines for chunk in self._chunks_of(line)], order)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the whole model that have a gradient."""
-        return sum(stop - start for spans in self.spans for _, start, stop in spans)
+        own, ranks = [int(size) for size in zero.partition_size], dist.get_world_size(group=zero.dp_process_group)
+        self.lengths = [*own, *(-(-held.numel() // ranks) for held in further)]
+        self.spans: list[list[Span]] = []
+        for line in range(len(own)):
+            placed = zip(zero.round_robin_bit16_groups[line], flat_offsets(zero, line), strict=True)
+            self.spans.append([(held, at, at + held.numel()) for held, at in placed])
+        self.spans += [[(held, 0, held.numel())] for held in further]
+        self.numel = sum(stop - start for spans in self.spans for _, start, stop in spans)
+        self.chunks = in_order([chunk for line in range(len(self.lengths)) for chunk in self._chunks_of(line)], order)
 
     def group(self, line: int) -> Any:
         """Return the process group of the line's optimizer group."""
-        return self._zero.real_dp_process_group[line]
+        groups = self._zero.real_dp_process_group
+        return groups[line] if line < len(groups) else self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
         """Set the sum as the averaged gradient of an optimizer group."""
@@ -169,12 +163,8 @@ class CutLines(Lines):
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
         super().__init__(zero)
         self.lengths = [zero.grad_partitions_flat_buffer.numel()]
+        self.numel = sum(int(held.ds_numel) for parameters in zero.fp16_groups for held in parameters)
         self.chunks = in_order(list(self._all_chunks()), order)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the whole model that have a gradient."""
-        return sum(int(held.ds_numel) for parameters in self._zero.fp16_groups for held in parameters)
 
     def take(self, line: int, total: torch.Tensor) -> None:
         """Copy the sum into DeepSpeed's flat buffer, and set slices of it as the averaged gradients of the parameters.
@@ -255,17 +245,11 @@ def in_order(chunks: list[Chunk], order: Mapping[int, int]) -> list[Chunk]:
         return -min((order.get(id(piece.parameter), 0) for piece in chunk.pieces), default=0)
 
     found = sorted(chunks, key=reached)
-    held = {id(piece.parameter): piece.parameter for chunk in found for piece in chunk.pieces}
-    last = {id(piece.parameter): number for number, chunk in enumerate(found) for piece in chunk.pieces}
+    last = {piece.parameter: number for number, chunk in enumerate(found) for piece in chunk.pieces}
     freed: list[list[nn.Parameter]] = [[] for _ in found]
     for parameter, number in last.items():
-        freed[number].append(held[parameter])
+        freed[number].append(parameter)
     return [replace(chunk, freed=tuple(done)) for chunk, done in zip(found, freed, strict=True)]
-
-
-def _end_to_end(parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> list[Span]:
-    placed = zip(parameters, offsets, strict=True)
-    return [(parameter, offset, offset + parameter.numel()) for parameter, offset in placed]
 
 
 def _pieces(spans: list[Span], runs: list[Run]) -> Iterator[GradientPiece]:

@@ -61,26 +61,16 @@ def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) ->
 
 def refuse_inexact_model(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
     """Raise UnsupportedError if the model, which must have all its layers, has parts not tested in exact jobs."""
-    if (
-        experts.is_on(config)
-        or _has_further_losses(model)
-        or any(layers(model))
-        or mpu is not None
-        or any(spread_layers(model))
-    ):
+    own_losses = PipelineModule.get_additional_losses
+    has_further_losses = isinstance(model, PipelineModule) and type(model).get_additional_losses is not own_losses
+    sends_messages = experts.is_on(config) or any(layers(model)) or mpu is not None or any(spread_layers(model))
+    if has_further_losses or sends_messages:
         raise usage("exact: a model").error(f"exact: {type(model).__name__}")
     if compiled_by_wrapping(model) or compiled_in_place(model):
         raise usage("exact: torch.compile").error("exact: a compiled model")
     for name, part in model.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             raise usage("exact: BatchNorm").error(f"exact: {name!r} is a {type(part).__name__}")
-
-
-def _has_further_losses(model: nn.Module) -> bool:
-    """Return whether a pipeline has losses in addition to those of its micro-batches."""
-    if not isinstance(model, PipelineModule):
-        return False
-    return type(model).get_additional_losses is not PipelineModule.get_additional_losses
 
 
 def exact_config(config: Mapping[str, Any]) -> dict[str, Any]:

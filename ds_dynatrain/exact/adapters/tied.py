@@ -19,7 +19,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate
-from ds_dynatrain.exact.adapters.lines import FlatLines, Run, in_order, overlap
+from ds_dynatrain.exact.adapters.lines import FlatLines, Run, overlap
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,20 +100,9 @@ class StageLines(FlatLines):
     """
 
     def __init__(self, zero: Any, order: Mapping[int, int], uses: Uses, numel: int, module: PipelineModule) -> None:
-        self._numel, self._uses, self._module, self._own = numel, uses, module, len(zero.partition_size)
-        super().__init__(zero, order)
-        ranks = dist.get_world_size(group=zero.dp_process_group)
-        for grad in uses.stand_ins:
-            self.lengths.append(-(-grad.numel() // ranks))
-            self.spans.append([(grad, 0, grad.numel())])
-        further = range(self._own, len(self.lengths))
-        self.chunks = in_order([*self.chunks, *(chunk for line in further for chunk in self._chunks_of(line))], order)
+        super().__init__(zero, order, uses.stand_ins)
+        self.numel, self._uses, self._module = numel, uses, module
         self._totals: dict[int, torch.Tensor] = {}
-
-    @property
-    def numel(self) -> int:
-        """Number of trained elements of the whole model, each counted once."""
-        return self._numel
 
     @property
     def sharing(self) -> list[Any]:
@@ -121,14 +110,10 @@ class StageLines(FlatLines):
         zero = self._zero
         return [*super().sharing, *([zero.model_parallel_group] if zero.model_parallel_world_size > 1 else [])]
 
-    def group(self, line: int) -> Any:
-        """Return the process group whose ranks own the parts of a line. Lines of substitutes are included."""
-        return super().group(line) if line < self._own else self._zero.dp_process_group
-
     def take(self, line: int, total: torch.Tensor) -> None:
         """Keep the sum of a line. After the last line, add up the gradients of the layers that share a parameter."""
         self._totals[line] = total
-        if line < self._own:
+        if line < len(self._zero.partition_size):
             super().take(line, total)
         if line + 1 == len(self.lengths):
             for tied in self._uses.tied:

@@ -133,50 +133,38 @@ def read_exact(path: str | Path) -> ExactRun:
     Raises ValueError, naming the file and the line, if the file is damaged, cut off, about two jobs, or without an
     exact job. Raises OSError if the file cannot be opened.
     """
-    reading = _Reading()
+    job: ExactJob | None = None
+    last: int | None = None
+    steps = dict[int, ExactStep]()
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                reading.take(_parsed(line))
+                record = _parsed(line)
+                if record["event"] == JOB:
+                    facts = {name: value for name, value in record.items() if name != "event"}
+                    before, job, last = job, from_record(ExactJob, facts), None
+                    if before is not None and (other := before.difference(job)):
+                        raise ValueError(f"another job begins here ({other}): give each its own report.jsonl")
+                elif record["event"] == STEP:
+                    if job is None:
+                        raise ValueError("a step before any line says of which job it is: the beginning is lost")
+                    step = ExactStep.read(record, job)
+                    if last is not None and step.step != last + 1:
+                        raise ValueError(f"step {step.step} comes after step {last}: lines between them are lost")
+                    last = step.step
+                    while steps and next(reversed(steps)) >= last:
+                        steps.popitem()
+                    steps[last] = step
+                elif record["event"] not in OF_SWITCHES:
+                    raise ValueError(f"a line about {record['event']!r}, which no report file has")
             except (AttributeError, KeyError, TypeError, ValueError, TransferError) as error:
                 words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
                 raise ValueError(f"{path}, line {number}: {words}") from error
-    if reading.job is None or not reading.steps:
+    if job is None or not steps:
         raise ValueError(
             f"{path}: no step of an exact job is in it; it is to be the report.jsonl of a job with dynatrain.exact"
         )
-    return ExactRun(str(path), reading.job, reading.steps)
-
-
-class _Reading:
-    """The job and the steps found in the lines read so far."""
-
-    def __init__(self) -> None:
-        self.job: ExactJob | None = None
-        self.steps: dict[int, ExactStep] = {}
-        self._last: int | None = None
-
-    def take(self, record: Mapping[str, Any]) -> None:
-        if record["event"] == JOB:
-            facts = {name: value for name, value in record.items() if name != "event"}
-            job, self._last = from_record(ExactJob, facts), None
-            if self.job is not None and (other := self.job.difference(job)):
-                raise ValueError(f"another job begins here ({other}): give each its own report.jsonl")
-            self.job = job
-        elif record["event"] == STEP:
-            if self.job is None:
-                raise ValueError("a step before any line says of which job it is: the beginning of the file is lost")
-            self._add(ExactStep.read(record, self.job))
-        elif record["event"] not in OF_SWITCHES:
-            raise ValueError(f"a line about {record['event']!r}, which no report file has")
-
-    def _add(self, step: ExactStep) -> None:
-        if self._last is not None and step.step != self._last + 1:
-            raise ValueError(f"step {step.step} comes after step {self._last}: lines between them are lost")
-        self._last = step.step
-        for void in [number for number in self.steps if number >= step.step]:
-            del self.steps[void]
-        self.steps[step.step] = step
+    return ExactRun(str(path), job, steps)
 
 
 def _parsed(line: bytes) -> Mapping[str, Any]:

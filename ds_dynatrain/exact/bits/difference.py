@@ -73,7 +73,8 @@ def compare(one: ExactRun, other: ExactRun) -> BitComparison:
         raise ValueError(f"{what} are of two jobs, whose bits have nothing in common: {unlike}")
     common = sorted(one.steps.keys() & other.steps.keys())
     if not common:
-        raise ValueError(f"{what} have no step in common: {_range(one)} and {_range(other)}")
+        ranges = (f"steps {min(run.steps)} to {max(run.steps)}" for run in (one, other))
+        raise ValueError(f"{what} have no step in common: {' and '.join(ranges)}")
     same, states, unknown = list[int](), list[int](), 0
     for number in common:
         mine, theirs = one.steps[number], other.steps[number]
@@ -82,7 +83,8 @@ def compare(one: ExactRun, other: ExactRun) -> BitComparison:
             return BitComparison(tuple(same), tuple(states), unknown, number, found)
         same.append(number)
         states += [number] if mine.state and theirs.state else []
-        unknown += sum((a is None) != (b is None) for a, b in zip(_numbers(mine), _numbers(theirs), strict=True))
+        pairs = zip((*mine.losses, mine.norm), (*theirs.losses, theirs.norm), strict=True)
+        unknown += sum((one_value is None) != (other_value is None) for one_value, other_value in pairs)
     if not states:
         raise ValueError(
             f"{what}: losses and norms of {len(same)} steps are equal, and there is no step of which both have digests "
@@ -110,17 +112,9 @@ def _differences(run: ExactRun, one: ExactStep, other: ExactStep) -> Iterator[Di
                 yield Difference(kind, repr(name), mine, theirs)
 
 
-def _numbers(step: ExactStep) -> tuple[float | None, ...]:
-    return (*step.losses, step.norm)
-
-
 def _differ(one: float | None, other: float | None) -> bool:
     """Return whether both values are known and differ. -0.0 differs from 0.0, and nan equals nan."""
     return one is not None and other is not None and repr(one) != repr(other)
-
-
-def _range(run: ExactRun) -> str:
-    return f"steps {min(run.steps)} to {max(run.steps)}"
 
 
 def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], BitComparison]:

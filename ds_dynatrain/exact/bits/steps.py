@@ -10,9 +10,8 @@ added, which is 0 if they are equal (`reshard.certificate`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,20 +27,6 @@ from ds_dynatrain.space import row_of
 Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """The data that this rank has about a trained global batch.
-
-    place: the segment of training, and the step.
-    leaves: the number of leaves (micro-batches of fixed size).
-    losses: the loss of each leaf that this rank trained.
-    """
-
-    place: tuple[str, int]
-    leaves: int
-    losses: dict[int, torch.Tensor]
-
-
 class ExactSteps:
     """The recorded steps of one engine.
 
@@ -54,17 +39,19 @@ class ExactSteps:
         self.step: int | None = None
         self.digest: str | None = None
         self._losses: dict[int, torch.Tensor] = {}
-        self._trained: _Batch | None = None
+        self._trained: tuple[tuple[str, int], int, dict[int, torch.Tensor]] | None = None
+        """The segment and step of the batch just trained, its number of leaves, and the losses of this rank's."""
         self._said: tuple[ExactJob, int] | None = None
         """The job, and the step, of the last line that this process wrote."""
 
-    def note_loss(self, loss: object) -> None:
+    def note_loss(self, loss: Any) -> None:
         """Record the loss of the micro-batch that this rank trains.
 
         A later loss of the same micro-batch replaces it.
         """
         host = self._engine.host
-        if host.micro_step is None or host.slot_is_borrowed or not _is_loss(loss):
+        is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
+        if host.micro_step is None or host.slot_is_borrowed or not is_loss:
             return
         leaf = host.micro_step.own()[self._engine.place("data")]
         self._losses[leaf] = _kept(loss)
@@ -84,7 +71,7 @@ class ExactSteps:
         """Keep the losses of the global batch that the optimizer has just used."""
         step = self._engine.host.micro_step
         if step is not None:
-            self._trained = _Batch(self._place, step.leaves, self._losses)
+            self._trained = self._place, step.leaves, self._losses
 
     def finish_step(self) -> None:
         """Reduce the record of the step over all ranks, and write the record.
@@ -92,19 +79,24 @@ class ExactSteps:
         All ranks call this after each step that ended a global batch.
         """
         batch, self._trained = self._trained, None
-        if batch is None or batch.place != self._place:  # the world ended before the step was recorded
+        if batch is None or batch[0] != self._place:  # the world ended before the step was recorded
             return
-        engine = self._engine
-        is_due = engine.global_steps % self._every == 0
-        own = self._own_digests() if is_due else {}
-        mine = [_bits(batch), *own.values()]
-        ends = np.cumsum([len(part) for part in mine])[:-1]
-        losses, *state = np.split(self._added(np.concatenate(mine)), ends)
+        engine, (_, leaves, losses) = self._engine, batch
+        bits = np.zeros((leaves, 2), np.uint64)  # whether this rank has a leaf's loss, and the bits of that loss
+        for leaf, loss in losses.items():
+            bits[leaf] = 1, loss.cpu().numpy().reshape(1).view(np.uint64)[0]
+        own = self._own_digests() if engine.global_steps % self._every == 0 else {}
+        mine = np.concatenate([bits.reshape(-1), *own.values()])
+        if engine.world is not None and engine.layout.world_size > 1:
+            td.all_reduce(torch.from_numpy(mine.view(np.int64)), group=engine.world.default)  # in place, modulo 2^64
+        known, values = mine[: 2 * leaves : 2].tolist(), mine[1 : 2 * leaves : 2].copy().view(np.float64).tolist()
+        state = np.split(mine[2 * leaves :], len(own)) if own else []
+        norm = engine.deepspeed.get_global_grad_norm()
         self._tell(
             ExactStep(
                 engine.global_steps,
-                _norm(engine),
-                _values(losses),
+                None if norm is None else float(norm),
+                tuple(value if is_there else None for is_there, value in zip(known, values, strict=True)),
                 {kind: digests.tobytes() for kind, digests in zip(own, state, strict=True)},
             )
         )
@@ -127,14 +119,6 @@ class ExactSteps:
                 found[kind] += digests
         order = _by_name(engine)
         return {kind: digests[order] for kind, digests in found.items()}
-
-    def _added(self, mine: Digests) -> Digests:
-        """Return the sum over all ranks, modulo 2^64."""
-        world = self._engine.world
-        if world is None or self._engine.layout.world_size == 1:
-            return mine
-        td.all_reduce(torch.from_numpy(mine.view(np.int64)), group=world.default)  # in place
-        return mine
 
     def _tell(self, made: ExactStep) -> None:
         if made.state:
@@ -164,15 +148,6 @@ def _kept(loss: torch.Tensor) -> torch.Tensor:
     return loss.detach().to(torch.float64, copy=True)
 
 
-def _is_loss(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
-
-
-def _norm(engine: EngineCore) -> float | None:
-    norm = engine.deepspeed.get_global_grad_norm()
-    return None if norm is None else float(norm)
-
-
 def _kinds(engine: EngineCore) -> tuple[str, ...]:
     return tuple(sorted(kind for kind in engine.vps.present_kinds() if not row_of(kind).is_gradient))
 
@@ -181,17 +156,3 @@ def _by_name(engine: EngineCore) -> Int64s:
     """Return the numbers of the tensors in the order of their names, which is independent of optimizer groups."""
     names = [tensor.name for tensor in engine.vps.tensors]
     return np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
-
-
-def _bits(batch: _Batch) -> Digests:
-    """Return two numbers for each micro-batch: whether this rank has its loss, and the bits of that loss."""
-    found = np.zeros((batch.leaves, 2), np.uint64)
-    for leaf, loss in batch.losses.items():
-        found[leaf] = 1, loss.cpu().numpy().reshape(1).view(np.uint64)[0]
-    return found.reshape(-1)
-
-
-def _values(found: Digests) -> tuple[float | None, ...]:
-    pairs = found.reshape(-1, 2)
-    values = pairs[:, 1].copy().view(np.float64).tolist()
-    return tuple(value if is_there else None for is_there, value in zip(pairs[:, 0].tolist(), values, strict=True))
