@@ -21,7 +21,7 @@ BELOW: dict[str, set[str]] = {
     "records": {"errors"},
     "descriptors": {"errors"},
     "elasticity": {"errors"},
-    "report": {"records"},
+    "report": {"space"},
     "config_file": {"errors"},
     "config": {"config_file", "extension"},
     "space": {"records"},

@@ -24,7 +24,7 @@ from ds_dynatrain.balance.decision import (
     decide,
 )
 from ds_dynatrain.balance.partition import PLENTY
-from ds_dynatrain.balance.profile import Bools, Profile
+from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.balance.step_time import StepTime, step_time
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
@@ -112,10 +112,9 @@ class Advice:
 
     def _row(self, name: str, layout: Layout, time: StepTime) -> str:
         """Format one line about a layout. If the layouts differ only in their boundaries, only these are shown."""
-        what = str(layout)
-        without_cut = [each.replace(boundaries=None) for each in (self.present, self.proposed)]
-        if self.present.pipe > 1 and without_cut[0] == without_cut[1]:
-            what = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
+        is_same_otherwise = self.present.replace(boundaries=None) == self.proposed.replace(boundaries=None)
+        cut = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
+        what = cut if self.present.pipe > 1 and is_same_otherwise else str(layout)
         busy = ", ".join(f"{1e3 * seconds:.4g}" for seconds in time.busy)
         return f"{name} {what}: a step takes {1e3 * time.seconds:.4g} ms, its stages compute {busy} ms"
 
@@ -163,22 +162,9 @@ class Situation:
         """Return a layout's deal (its division of a global batch's samples)."""
         return Deal.of(profile, layout, self.accumulation(layout), self.pipeline)
 
-    @property
-    def steps(self) -> int:
-        """Number of steps since time lost was last counted."""
-        return max(0, self.step - self.history.step)
-
-    def remaining(self, speeds: tuple[float, ...], without: Sequence[int]) -> tuple[float, ...]:
-        """Return the speeds of the other ranks, followed by those of the idle members."""
-        return (*(speed for rank, speed in enumerate(speeds) if rank not in without), *(1.0,) * self.spares)
-
     def at_work(self, layout: Layout) -> float:
         """Return the fraction of the working members that work in a layout, at most 1; 1 if members do not go idle."""
         return min(1.0, layout.world_size / self.present.world_size) if self.rules.members != "keep" else 1.0
-
-    def speeds(self, profile: Profile) -> tuple[float, ...]:
-        """Return the speed of each rank: the measured speed for slow ranks, and 1 for all others."""
-        return tuple(speed if rank in self.slow else 1.0 for rank, speed in enumerate(profile.speeds))
 
 
 def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
@@ -191,7 +177,8 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
 
     Raises LayoutError if nothing fits into the memory.
     """
-    profile = replace(profile, speeds=at.speeds(profile))
+    speeds = (speed if rank in at.slow else 1.0 for rank, speed in enumerate(profile.speeds))
+    profile = replace(profile, speeds=tuple(speeds))
     now = at.time(profile, at.present, profile.speeds)
     best, without, gone = _best(profile, at, move_to), tuple[int, ...](), tuple(sorted(at.slow))
     if gone:
@@ -203,7 +190,8 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     moved = move or MoveCost(0, 0.0)
 
     def saved(rival: BetterLayout) -> float:
-        speeds = at.remaining(profile.speeds, rival.without)
+        stay = (speed for rank, speed in enumerate(profile.speeds) if rank not in rival.without)
+        speeds = (*stay, *(1.0,) * at.spares)
         return now.seconds - at.at_work(rival.layout) * at.time(profile, rival.layout, speeds).seconds
 
     rivals = at.history.rivals_at(at.step, BetterLayout(best.layout, without), saved)
@@ -228,11 +216,10 @@ def _slowdown(profile: Profile, at: Situation, present_seconds: float) -> Slowdo
     before = at.slowdown or (Slowdown(at.present) if at.slow else None)
     if before is None:
         return None
-    alone, whole = (
-        at.time(profile, before.home, speeds).seconds for speeds in (profile.speeds, (1.0,) * len(profile.speeds))
-    )
-    more = at.steps * (alone - whole), at.steps * (present_seconds - whole)
-    return Slowdown(before.home, before.alone_seconds + more[0], before.lost_seconds + more[1])
+    even, steps = (1.0,) * len(profile.speeds), max(0, at.step - at.history.step)
+    alone, whole = (at.time(profile, before.home, speeds).seconds for speeds in (profile.speeds, even))
+    alone_seconds = before.alone_seconds + steps * (alone - whole)
+    return Slowdown(before.home, alone_seconds, before.lost_seconds + steps * (present_seconds - whole))
 
 
 def _release(at: Situation, seconds: float) -> BalanceDecision | None:
@@ -292,17 +279,10 @@ def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> flo
 
     Only layers that are on the slowest stage of exactly one of the two layouts contribute.
     """
-    both = [_slowest(profile, layout) for layout in (present, target)]
-    errors = [profile.seconds(name) for name in ("forward_error", "backward_error")]
-    variance = sum(each**2 for each in errors) * (both[0] ^ both[1])
-    samples = max(deal.shares) / profile.micro_batch_size
-    return float(samples * np.sqrt(variance.sum()))
-
-
-def _slowest(profile: Profile, layout: Layout) -> Bools:
-    """Return [layers]: whether each layer is on the stage that computes the longest."""
-    seconds = profile.passes
-    cut: Sequence[int] = layout.boundaries or (0, len(profile.layers))
-    start, stop = max(itertools.pairwise(cut), key=lambda each: float(seconds[each[0] : each[1]].sum()))
-    place = np.arange(len(profile.layers))
-    return (start <= place) & (place < stop)
+    places, seconds, differ = np.arange(len(profile.layers)), profile.passes, np.zeros(len(profile.layers), np.bool_)
+    for layout in (present, target):
+        cut: Sequence[int] = layout.boundaries or (0, len(profile.layers))
+        start, stop = max(itertools.pairwise(cut), key=lambda each: float(seconds[each[0] : each[1]].sum()))
+        differ ^= (start <= places) & (places < stop)
+    variance = (profile.seconds("forward_error") ** 2 + profile.seconds("backward_error") ** 2) * differ
+    return float(max(deal.shares) / profile.micro_batch_size * np.sqrt(variance.sum()))

@@ -363,8 +363,8 @@ class Balancer:
         """Merge the timings of all ranks into the history, and decide. Called only on the first member."""
         engine, settings = self._engine, self._settings
         timed = {int(rank): from_record(_Timed, each) for rank, each in said.items()}
-        rows, beside = {rank: each.rows for rank, each in timed.items()}, [each.beside for each in timed.values()]
-        waits = {rank: each.waits for rank, each in timed.items()}
+        rows, waits = ({rank: getattr(each, name) for rank, each in timed.items()} for name in ("rows", "waits"))
+        beside = [each.beside for each in timed.values()]
         window = TimingWindow.of(rows, engine.layout, self._model.cut, beside, waits)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)

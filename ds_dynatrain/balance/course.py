@@ -23,7 +23,7 @@ from ds_dynatrain.balance.decision import (
     drift_of,
     judge,
 )
-from ds_dynatrain.balance.profile import Bools, Ints, Profile
+from ds_dynatrain.balance.profile import Bools, Profile
 from ds_dynatrain.balance.window import LAST_STEPS, Measured
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
@@ -59,9 +59,8 @@ class Costs:
     @classmethod
     def of(cls, profile: Profile, slow: Slow) -> Costs:
         """Return the costs that a profile has measured."""
-        passes = profile.passes
         errors = np.hypot(profile.seconds("forward_error"), profile.seconds("backward_error"))
-        seconds, spread = (tuple((each / profile.micro_batch_size).tolist()) for each in (passes, errors))
+        seconds, spread = (tuple((each / profile.micro_batch_size).tolist()) for each in (profile.passes, errors))
         return cls(seconds, spread, tuple(slow.since))
 
     def drift(self, now: Costs, places: Bools, least: float) -> Drift:
@@ -209,10 +208,12 @@ class Course:
 
         least: the fraction of the whole that a change must exceed.
         """
-        if self.left is None or self.costs is None or len(self.costs.seconds) != len(now.seconds):
+        layers = len(now.seconds)
+        if self.left is None or self.costs is None or len(self.costs.seconds) != layers:
             return Drift.MIXED
-        stages = [_stages(layout, len(now.seconds)) for layout in (self.left, present)]
-        return self.costs.drift(now, stages[0] == stages[1], least)
+        cuts = (layout.boundaries or (0, layers) for layout in (self.left, present))
+        before, after = (np.searchsorted(cut[1:], np.arange(layers), side="right") for cut in cuts)
+        return self.costs.drift(now, before == after, least)
 
     def _judged(self, move: PastMove, measured: Measured, costs: Costs, drift: Drift) -> Course:
         verdict, history = judge(self.history, move, measured.seconds, measured.error, drift)
@@ -261,9 +262,3 @@ class Course:
     def failed(self, step: int) -> Course:
         """Return the course after the wanted move failed. Time lost counts anew, so the next move has to wait."""
         return replace(self, history=self.history.begun_anew(step), wanted=None)
-
-
-def _stages(layout: Layout, layers: int) -> Ints:
-    """Return [layers]: the stage of each layer."""
-    cut = layout.boundaries or (0, layers)
-    return np.searchsorted(np.array(cut[1:]), np.arange(layers), side="right")

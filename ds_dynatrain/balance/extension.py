@@ -45,7 +45,8 @@ def suggest(
     def seconds(layout: Layout) -> float:
         return engine.estimate(layout, {}).seconds
 
-    return fastest(engine, known, count, _limit_of(engine) or PLENTY, horizon_steps, seconds)
+    limit = None if engine.settings.balance is None else engine.settings.balance.memory_limit_bytes
+    return fastest(engine, known, count, limit or PLENTY, horizon_steps, seconds)
 
 
 def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
@@ -107,11 +108,6 @@ def fastest(
     is_known = len(profile.speeds) == len(engine.members) == members
     among = Members(profile.speeds if is_known else (1.0,) * members, memory_bytes, are_placed=True)
     return choose(profile, engine.layout, among, search, refused, switch_seconds)
-
-
-def _limit_of(engine: EngineCore) -> int | None:
-    """Return the configured memory limit of a member, in bytes; None if there is none."""
-    return None if engine.settings.balance is None else engine.settings.balance.memory_limit_bytes
 
 
 KEY = "dynatrain.balance.profile"
@@ -202,11 +198,11 @@ class Balance(Extension):
         engine, profile = self.engine._parts, self.profile
         if profile is None:
             return {}
-        shaper, known = engine.host.shaper, dict(zip(engine.members, profile.speeds, strict=False))
-        if isinstance(shaper, PipelineShaper):
-            layout = layout.replace(boundaries=shaper.template.boundaries(layout))
+        if isinstance(engine.host.shaper, PipelineShaper):
+            layout = layout.replace(boundaries=engine.host.shaper.template.boundaries(layout))
         is_known = len(profile.speeds) == len(engine.members)
-        speeds = [known.get(member, 1.0) if is_known else 1.0 for member in members]
+        known = dict(zip(engine.members, profile.speeds, strict=True)) if is_known else {}
+        speeds = [known.get(member, 1.0) for member in members]
         deal = Deal.of(profile, layout, engine.batch_for(layout).accumulation, engine.job.has_stages)
         return step_time(profile, layout, deal, speeds).step_ms
 

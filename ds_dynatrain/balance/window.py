@@ -8,6 +8,7 @@ two windows in a row show that costs have changed.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -135,16 +136,10 @@ class TimingWindow:
             rows.append(_merged(stacked, _speeds(stacked)))
             waited = np.array([(waits or {}).get(rank, (0.0, 0.0)) for rank in ranks])
             speeds += _speeds(stacked, *waited.T).tolist()
-        return cls(np.concatenate(rows), tuple(speeds), _middle(beside))
-
-
-def _middle(beside: Sequence[Sequence[float]]) -> Floats:
-    """Return [BESIDE]: the medians over ranks, ignoring zeros.
-
-    Zeros come from stages that load nothing or have no neighbour.
-    """
-    columns = np.array(beside, dtype=np.float64).reshape(-1, len(BESIDE)).T
-    return np.array([np.median(each[each > 0]) if (each > 0).any() else 0.0 for each in columns])
+        columns = np.array(beside, dtype=np.float64).reshape(-1, len(BESIDE)).T
+        # zeros come from stages that load nothing or have no neighbour
+        middle = [np.median(each[each > 0]) if (each > 0).any() else 0.0 for each in columns]
+        return cls(np.concatenate(rows), tuple(speeds), np.array(middle))
 
 
 def _speeds(found: Floats, waits: Floats | float = 0.0, wait_errors: Floats | float = 0.0) -> Floats:
@@ -287,8 +282,10 @@ class Averaged:
         if not _differ(before.rows, window.rows, least):
             return before._with(window, step)
         doubted = before.doubted
-        if doubted is not None and _is_nearer(window.rows, doubted.rows, before.rows):
-            return before._begun_anew(window, doubted.step)
+        if doubted is not None:
+            away = (np.abs(_seconds(window.rows) - _seconds(each.rows)).sum() for each in (doubted, before))
+            if operator.lt(*away):  # it is nearer to the doubted window than to the mean
+                return before._begun_anew(window, doubted.step)
         return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
 
     def _begun_anew(self, window: TimingWindow, step: int) -> Averaged:
@@ -338,15 +335,8 @@ class Averaged:
 
 
 def _differ(before: Floats, after: Floats, least: float) -> bool:
-    errors = [np.sqrt((rows[:, ERROR_COLUMNS][:, PASSES] ** 2).sum(axis=1)) for rows in (before, after)]
-    drift = drift_of(_seconds(before), _seconds(after), np.hypot(errors[0], errors[1]), least)
-    return drift is not Drift.SAME
-
-
-def _is_nearer(rows: Floats, one: Floats, other: Floats) -> bool:
-    """Return whether the layers' seconds are nearer to those of `one` than to those of `other`."""
-    distances = [np.abs(_seconds(rows) - _seconds(each)).sum() for each in (one, other)]
-    return bool(distances[0] < distances[1])
+    squares = [(rows[:, ERROR_COLUMNS][:, PASSES] ** 2).sum(axis=1) for rows in (before, after)]
+    return drift_of(_seconds(before), _seconds(after), np.sqrt(squares[0] + squares[1]), least) is not Drift.SAME
 
 
 def _seconds(rows: Floats) -> Floats:

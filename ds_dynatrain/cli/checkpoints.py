@@ -9,8 +9,9 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from ds_dynatrain.checkpoint import ManifestRow, Reader, Saved, latest
+from ds_dynatrain.checkpoint import Reader, Saved, latest
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.space import Layout
 from ds_dynatrain.terminal import stdout_console
 
 COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
@@ -53,8 +54,11 @@ def summary(saved: Saved) -> dict[str, Any]:
 def show(said: dict[str, Any]) -> None:
     """Print the result of `summary`: a heading, a table of the state kinds, and the total size."""
     console = stdout_console()
-    layout = " ".join(f"{name}={size}" for name, size in said["layout"].items() if size != 1 or name == "data")
-    how = f"converted from {said['converted_from']}" if said["converted_from"] else f"saved in {layout}"
+    how = (
+        f"converted from {said['converted_from']}"
+        if said["converted_from"]
+        else f"saved in {Layout.from_dict(said['layout'])}"
+    )
     console.print(f"[bold]{said['path']}[/]\nstep {said['step']}, {how} by {said['written_by']}")
     table = Table(box=None, header_style="bold")
     for name in ("kind", "type", "tensors", "elements", "bytes", "pieces"):
@@ -81,18 +85,14 @@ def damage(saved: Saved) -> Iterator[str]:
     with Reader(saved.path, saved.manifest) as reader, Progress(*COLUMNS, transient=True) as bar:
         task = bar.add_task("checking", total=sum(row.nbytes for row in stored))
         for row in stored:
-            yield from _damage_of(reader, row)
+            try:
+                if not reader.is_sound(row):
+                    yield f"{row}: not what was saved"
+            except (CheckpointError, OSError) as error:
+                yield f"{row}: {error}"
             bar.advance(task, row.nbytes)
     for tensor, kind in saved.manifest.rows:
         try:
             saved.manifest.runs(tensor, kind)
         except CheckpointDamaged as error:
             yield str(error)
-
-
-def _damage_of(reader: Reader, row: ManifestRow) -> Iterator[str]:
-    try:
-        if not reader.is_sound(row):
-            yield f"{row}: not what was saved"
-    except (CheckpointError, OSError) as error:
-        yield f"{row}: {error}"

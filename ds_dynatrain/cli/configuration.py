@@ -67,7 +67,11 @@ def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobR
             f"there is no {BLOCK} block: initialize is deepspeed.initialize then; below, what an empty block would do"
         )
         whole = {**whole, BLOCK: {}}
-    own, block = _split(whole, report)
+    try:
+        own, block = split_config(whole)
+    except ConfigError as error:
+        report.problems.append(str(error))
+        own, block = {key: value for key, value in whole.items() if key != BLOCK}, None
     report.findings = examine(own)
     own = _without_auto(own, report)
     if "optimizer" not in own:
@@ -78,14 +82,6 @@ def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobR
     if report.layout is not None and report.would_start and has_deepspeed:
         _ask_deepspeed(own, block, report.layout, report)
     return report
-
-
-def _split(whole: Mapping[str, Any], report: JobReport) -> tuple[dict[str, Any], DynatrainConfig | None]:
-    try:
-        return split_config(whole)
-    except ConfigError as error:
-        report.problems.append(str(error))
-        return {key: value for key, value in whole.items() if key != BLOCK}, None
 
 
 def _without_auto(own: dict[str, Any], report: JobReport) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -59,19 +59,22 @@ def _to_ours(path: Path, out: Path, dtype: WeightType | None, trust_pickle: bool
 
 
 def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -> str:
+    from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of
+
     with _bar(_bytes_of(saved, to, dtype)) as advance:
         if to is Format.SAFETENSORS:
             out = out / "model.safetensors" if out.is_dir() else out
             return f"{out}: {to_safetensors(saved, out, dtype, advance):,} bytes"
-        carry, buffers = _rest_of(saved)
+        with Reader(saved.path, saved.manifest) as reader:
+            buffers = rest_for(saved, reader, saved.record.world, 0)["buffers"]
         if to is Format.DEEPSPEED:
             if dtype is not None:
                 raise CheckpointError(
                     f"{saved.path}: --dtype is for weights, and DeepSpeed's universal format has masters and states; "
                     "leave --dtype out"
                 )
-            return str(to_universal(saved, carry, buffers, out, advance))
-        return str(to_dcp(saved, carry, out, dtype, advance))
+            return str(to_universal(saved, shared_of(saved), buffers, out, advance))
+        return str(to_dcp(saved, shared_of(saved), out, dtype, advance))
 
 
 @contextmanager
@@ -81,12 +84,7 @@ def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
     total: total number of bytes; None if unknown.
     """
     with Progress(*COLUMNS, transient=True) as bar:
-        task = bar.add_task("writing", total=total)
-
-        def advance(nbytes: int) -> None:
-            bar.advance(task, nbytes)
-
-        yield advance
+        yield partial(bar.advance, bar.add_task("writing", total=total))
 
 
 def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None:
@@ -95,12 +93,3 @@ def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None
     if to is Format.SAFETENSORS:
         return None if dtype is None else sum(tensor.numel for tensor in tensors) * dtype.itemsize
     return sum(row.nbytes for row in saved.manifest if row.file or to is Format.DEEPSPEED)
-
-
-def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the checkpoint's shared extra state ("carry"), and the module's buffers on rank 0."""
-    from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of
-
-    with Reader(saved.path, saved.manifest) as reader:
-        rest = rest_for(saved, reader, saved.record.world, 0)
-    return shared_of(saved), rest["buffers"]

@@ -53,11 +53,6 @@ class Environment:
         return tuple(check.name for check in self.checks if check.is_well is False)
 
     @property
-    def is_well(self) -> bool:
-        """Whether a job can start: no check's result prevents it."""
-        return not self.failed
-
-    @property
     def has_deepspeed(self) -> bool:
         """Whether DeepSpeed is installed with all the private names that this package uses."""
         return any(check.name == "names" and check.is_well for check in self.checks)
@@ -71,7 +66,7 @@ def examine_environment(tries_switch: bool = False) -> Environment:
     status = Check("status", "alpha", note=STATUS)
     checks = (status, *_versions(), *_deepspeed(), _compiler(), *_digests(), _name_server(), *_broken_off())
     environment = Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
-    if tries_switch and environment.is_well:
+    if tries_switch and not environment.failed:
         return replace(environment, checks=(*checks, tried_switch()))
     return environment
 
@@ -83,8 +78,7 @@ def _versions() -> Iterator[Check]:
     yield Check("Python", platform.python_version(), fits, "" if fits else "use Python 3.10 to 3.13")
     yield _torch()
     yield _deepspeed_version()
-    transformers = _version("transformers")
-    if transformers is not None:
+    if (transformers := _version("transformers")) is not None:
         yield Check("transformers", transformers)
 
 
@@ -130,10 +124,9 @@ def _deepspeed() -> Iterator[Check]:
             yield Check("names", "not found", False, f"{type(error).__name__}: {error}")
             return
     yield Check("names", "all found", True, "the private names of DeepSpeed's that are relied on")
-    if device != CPU:
-        yield Check("accelerator", device, None, warning(device, PARTS))
-    else:
-        yield Check("accelerator", device, True, f"torch is built for {built} too, which does no harm" if built else "")
+    harmless = f"torch is built for {built} too, which does no harm" if built else ""
+    is_cpu = device == CPU
+    yield Check("accelerator", device, is_cpu or None, harmless if is_cpu else warning(device, PARTS))
 
 
 def _compiler() -> Check:
@@ -156,8 +149,7 @@ def _digests() -> Iterator[Check]:
     if is_compiled():
         yield Check("digests", "compiled", True, "by the C compiler that was there at installation")
     else:
-        note = "right, but slower: install again where a C compiler is"
-        yield Check("digests", "in numpy", None, note)
+        yield Check("digests", "in numpy", None, "right, but slower: install again where a C compiler is")
 
 
 def _name_server() -> Check:

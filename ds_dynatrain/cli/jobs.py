@@ -130,15 +130,13 @@ def show_status(status: Status) -> None:
     )
     if status.members:
         console.print(_members(status))
-    for node in status.starting:
-        console.print(escape(f"{node.node}: its workers start, for {node.seconds:.0f} s so far"), soft_wrap=True)
-    for parted in status.parted:
-        console.print(escape(parted), soft_wrap=True)
-    for change in status.changes:
-        head = (
-            f"{change.seconds_ago:8.1f} s ago  generation {change.generation} ({change.change}), {change.size} members"
-        )
-        console.print(escape(f"{head}  {change.reason}"), soft_wrap=True)
+    lines = [f"{node.node}: its workers start, for {node.seconds:.0f} s so far" for node in status.starting]
+    lines += status.parted
+    for each in status.changes:
+        head = f"{each.seconds_ago:8.1f} s ago  generation {each.generation} ({each.change}), {each.size} members"
+        lines.append(f"{head}  {each.reason}")
+    for line in lines:
+        console.print(escape(line), soft_wrap=True)
 
 
 def _state(status: Status) -> str:

@@ -85,7 +85,7 @@ def doctor(
         show.json_report(environment, job, rounding)
     else:
         show.report(environment, job, rounding)
-    would_start = environment.is_well and (job is None or job.would_start)
+    would_start = not environment.failed and (job is None or job.would_start)
     if not would_start or (rounding is not None and rounding.failed):
         raise typer.Exit(REFUSED)
 

@@ -112,12 +112,8 @@ class Links:
         """Measure each class of links, and return the text of a cluster file; called by all processes."""
         groups = [[r for r, node in self.nodes.items() if node == name] for name in dict.fromkeys(self.nodes.values())]
         width = min(map(len, groups))
-        inside = [
-            (a, b) for group in groups if len(group) > 1 for a, b in zip(group, group[1:] + group[:1], strict=True)
-        ]
-        rows = list(zip(*(group[:width] for group in groups), strict=True)) if len(groups) > 1 else []
-        between = [(a, b) for row in rows for a, b in zip(row, row[1:] + row[:1], strict=True)]
-        flows = {"memory": [(r, r) for r in self.nodes], "node": inside, "network": between}
+        rows = [list(row) for row in zip(*(group[:width] for group in groups), strict=True)]
+        flows = {"memory": [(r, r) for r in self.nodes], "node": _rings(groups), "network": _rings(rows)}
         links, lines = dict[str, LinkClass](), [f"Measured by `ds-dynatrain probe`: {self._where()}."]
         for name, pairs in flows.items():
             if pairs:
@@ -161,10 +157,8 @@ class Links:
         """Return buffers for the state of a rank, touched."""
         found: dict[tuple[str, BufferId], torch.Tensor] = {}
         for kind in vps.kinds:
-            pieces, dtype = (
-                vps.holding(layout, rank, kind.name),
-                torch.float32 if kind.itemsize == 4 else torch.bfloat16,
-            )
+            pieces = vps.holding(layout, rank, kind.name)
+            dtype = torch.float32 if kind.itemsize == 4 else torch.bfloat16
             for number, name in enumerate(pieces.buffers):
                 ends = (pieces.offset + pieces.stop - pieces.start)[pieces.buffer == number]
                 if len(ends):
@@ -246,6 +240,12 @@ class Links:
             prefault(host)
             self._buffers[what, nbytes] = host.to(self.device)
         return self._buffers[what, nbytes]
+
+
+def _rings(groups: list[list[int]]) -> list[tuple[int, int]]:
+    """Return a pair for each member of a group and the next one; nothing for groups of one member."""
+    rings = (zip(group, group[1:] + group[:1], strict=True) for group in groups if len(group) > 1)
+    return [pair for ring in rings for pair in ring]
 
 
 def _gathered(record: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +31,10 @@ def report(environment: Environment, job: JobReport | None, rounding: ExactMachi
     rounding: whether the machine can run exact jobs, if that was examined.
     """
     console = stdout_console()
-    console.print(_machine(environment))
+    machine = _table(environment.checks)
+    for name, value in environment.variables.items():
+        machine.add_row(name, escape(value))
+    console.print(machine)
     if rounding is not None:
         console.print("\n[bold]exact jobs[/]")
         console.print(_table(rounding.checks))
@@ -54,7 +57,7 @@ def json_report(environment: Environment, job: JobReport | None, rounding: Exact
     The arguments are the same as for `report`.
     """
     said: dict[str, Any] = {
-        "would_start": environment.is_well and (job is None or job.would_start),
+        "would_start": not environment.failed and (job is None or job.would_start),
         "environment": _rows(environment.checks),
         "variables": environment.variables,
         "config": None,
@@ -95,27 +98,25 @@ def _table(checks: Iterable[Check]) -> Table:
     return table
 
 
-def _machine(environment: Environment) -> Table:
-    table = _table(environment.checks)
-    for name, value in environment.variables.items():
-        table.add_row(name, escape(value))
-    return table
-
-
 def _print_job(console: Console, job: JobReport) -> None:
     start = "" if job.layout is None else f", to start with {job.layout}"
     console.print(f"\n[bold]{escape(job.path)}[/]{start}", soft_wrap=True)
     for line in job.notes:
         console.print(f"[yellow]note[/] {escape(line)}")
-    said = [(finding, _key(finding)) for finding in job.findings]
-    for title, colour in (
-        (Verdict.AT_START.value, "red"),
-        (Verdict.AT_SWITCH.value, "yellow"),
-        (Verdict.NOTE.value, ""),
-    ):
-        _print_long(console, title, colour, ((one, key) for one, key in said if key["verdict"] == title))
+    by_verdict: dict[str, list[tuple[Finding, dict[str, Any]]]] = {}
+    for finding in job.findings:
+        key = _key(finding)
+        by_verdict.setdefault(key["verdict"], []).append((finding, key))
+    for verdict, colour in ((Verdict.AT_START, "[red]"), (Verdict.AT_SWITCH, "[yellow]"), (Verdict.NOTE, "")):
+        rows = by_verdict.get(verdict.value, ())
+        if rows:
+            console.print(f"{colour}{verdict.value}")
+        for finding, key in rows:
+            console.print(Padding(f"[bold]{escape(finding.subject)}[/]", (0, 2), expand=False))
+            for line in filter(None, (key["why"], key["instead"] and f"-> {key['instead']}")):
+                console.print(Padding(escape(line), (0, 6), expand=False))
     for title in (Verdict.WORKS.value, OFF):
-        keys = ", ".join(key["key"] for _, key in said if key["verdict"] == title)
+        keys = ", ".join(key["key"] for _, key in by_verdict.get(title, ()))
         if keys:
             console.print(f"[green]{title}[/]: {escape(keys)}")
     for stage, why in job.stages.items():
@@ -123,17 +124,6 @@ def _print_job(console: Console, job: JobReport) -> None:
             console.print(f"[yellow]no ZeRO stage {stage}[/]: {escape(why)}")
     for line in job.problems:
         console.print(f"[red]problem[/] {escape(line)}")
-
-
-def _print_long(console: Console, title: str, colour: str, rows: Iterable[tuple[Finding, Mapping[str, Any]]]) -> None:
-    """Print a title, and below it each key with its reason. Prints nothing if there are no keys."""
-    for place, (finding, key) in enumerate(rows):
-        if place == 0:
-            console.print(f"[{colour}]{title}[/]" if colour else title)
-        console.print(Padding(f"[bold]{escape(finding.subject)}[/]", (0, 2), expand=False))
-        for line in (key["why"], key["instead"] and f"-> {key['instead']}"):
-            if line:
-                console.print(Padding(escape(line), (0, 6), expand=False))
 
 
 def _key(finding: Finding) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -49,7 +48,9 @@ def answered(job: PlannedJob, source: Layout, target: Layout, topology: Topology
     """
     refused, figures, ways = job.refusal(source, target), None, list[str]()
     given = "assumed" if topology.origin == ASSUMED else f"from {topology.origin}"
-    said = [*job.assumed, f"links {given}: {_links(topology)}", COEFFICIENTS, *NOT_COUNTED]
+    names = {"memory": "inside a member", "node": "inside a node", "network": "between nodes"}
+    rates = (f"{where} {getattr(topology, name).bytes_per_second / 1e9:g} GB/s" for name, where in names.items())
+    said = [*job.assumed, f"links {given}: {', '.join(rates)}", COEFFICIENTS, *NOT_COUNTED]
     cluster = len(topology.node_of)
     if max(source.world_size, target.world_size) > cluster:
         large = source if source.world_size > cluster else target
@@ -75,15 +76,6 @@ def answered(job: PlannedJob, source: Layout, target: Layout, topology: Topology
         figures=figures,
         assumptions=said,
     )
-
-
-def _links(topology: Topology) -> str:
-    classes: Mapping[str, LinkClass] = {
-        "inside a member": topology.memory,
-        "inside a node": topology.node,
-        "between nodes": topology.network,
-    }
-    return ", ".join(f"{name} {link.bytes_per_second / 1e9:g} GB/s" for name, link in classes.items())
 
 
 def _figures(job: PlannedJob, source: Layout, target: Layout, topology: Topology) -> answer.ChangeFigures:

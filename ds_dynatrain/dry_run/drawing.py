@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from html import escape
 
 from ds_dynatrain.dry_run.answer import ChangeFigures, DryRunAnswer
-from ds_dynatrain.dry_run.printing import layout_text, lines, size
+from ds_dynatrain.dry_run.printing import lines, size
+from ds_dynatrain.space import Layout
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
@@ -19,15 +20,18 @@ WIDTH, CELL = 900, 640
 
 def page(found: DryRunAnswer) -> str:
     """Return the whole HTML document."""
-    title = f"{found.model}: {layout_text(found.source)} → {layout_text(found.target)}"
+    title = f"{found.model}: {Layout.from_dict(found.source)} → {Layout.from_dict(found.target)}"
     verdict = "fits" if found.fits else f"refused: {found.refusal}"
     parts = [f"<h1>{escape(title)}</h1>", f"<p><b>{escape(verdict)}</b></p>"]
     parts += [f"<p>what would work: {escape(way)}</p>" for way in found.ways_out]
     if found.figures is not None:
         rows = (f"<tr><th>{escape(what)}</th><td>{escape(said)}</td></tr>" for what, said in lines(found.figures))
         parts.append(f"<table>{''.join(rows)}</table>")
+        phases = [
+            (name, value, NETWORK if name == "moves" else OTHER) for name, value in found.figures.seconds.phases.items()
+        ]
         parts += ["<h2>Bytes between nodes</h2>", _matrix(found.figures)]
-        parts += ["<h2>Expected phases</h2>", _timeline(_phases(found.figures))]
+        parts += ["<h2>Expected phases</h2>", _timeline(phases)]
         if found.figures.rounds:
             parts += ["<h2>Rounds of exchanges</h2>", _timeline(_rounds(found.figures))]
     parts += ["<h2>Assumed</h2><ul>", *(f"<li>{escape(line)}</li>" for line in found.assumptions), "</ul>"]
@@ -50,10 +54,6 @@ def _matrix(figures: ChangeFigures) -> str:
     frame = f'<rect width="{CELL}" height="{CELL}" fill="none" stroke="{OTHER}"/>'
     said = f"<p>Rows send, columns receive: {count} nodes from {escape(names[0])} on; the darkest is {size(most)}.</p>"
     return f'{said}<svg viewBox="0 0 {CELL} {CELL}" width="{CELL}" role="img">{frame}{"".join(cells)}</svg>'
-
-
-def _phases(figures: ChangeFigures) -> Iterable[tuple[str, float, str]]:
-    return ((name, value, NETWORK if name == "moves" else OTHER) for name, value in figures.seconds.phases.items())
 
 
 def _rounds(figures: ChangeFigures) -> Iterable[tuple[str, float, str]]:

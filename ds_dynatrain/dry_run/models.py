@@ -14,6 +14,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +50,22 @@ class ModelTensor:
         starts: the first block of each pipeline stage, followed by the number of blocks.
         """
         count = starts[-1]
-        stages = {sum(start <= block % count for start in starts[1:]) for block in self.blocks}
-        if not self.expert:
-            if self.dim is None or layout.tensor == 1:
-                return AxisCuts(tuple(sorted(stages)))
-            sizes = self._sizes(self.shape[self.dim], layout.tensor)
-            return AxisCuts(tuple(sorted(stages)), None, uneven(self.dim, sizes))
-        each, left = divmod(self.shape[0], layout.expert)
-        if left:
-            raise LayoutError(
-                f"expert={layout.expert} does not divide the {self.shape[0]} experts of {self.name} (remainder "
-                f"{left}); give a divisor of {self.shape[0]}"
-            )
-        return AxisCuts(tuple(sorted(stages)), uneven(0, [each] * layout.expert))
-
-    def _sizes(self, length: int, ranks: int) -> list[int]:
-        """Return the part of each rank, as AutoTP computes it: the first ranks get one unit more."""
+        stages = tuple(sorted({sum(start <= block % count for start in starts[1:]) for block in self.blocks}))
+        if self.expert:
+            each, left = divmod(self.shape[0], layout.expert)
+            if left:
+                raise LayoutError(
+                    f"expert={layout.expert} does not divide the {self.shape[0]} experts of {self.name} (remainder "
+                    f"{left}); give a divisor of {self.shape[0]}"
+                )
+            return AxisCuts(stages, uneven(0, [each] * layout.expert))
+        if self.dim is None or layout.tensor == 1:
+            return AxisCuts(stages)
+        length = self.shape[self.dim]
         units = self.units if self.units and length % self.units == 0 else length
-        each, more = divmod(units, ranks)
-        return [(each + (rank < more)) * (length // units) for rank in range(ranks)]
+        each, more = divmod(units, layout.tensor)  # as AutoTP: the first ranks get one unit more
+        sizes = [(each + (rank < more)) * (length // units) for rank in range(layout.tensor)]
+        return AxisCuts(stages, None, uneven(self.dim, sizes))
 
 
 @dataclass(frozen=True)
@@ -148,13 +146,8 @@ def _experts(width: int, inner: int, count: int) -> Iterator[ModelTensor]:
         yield ModelTensor(f"mlp.experts.{name}", (count, *shape), expert=True, group=1)
 
 
-def _llama(values: Values, block: int) -> Iterator[ModelTensor]:
-    yield from _attention(values)
-    yield from _feed_forward(values)
-
-
-def _qwen3(values: Values, block: int) -> Iterator[ModelTensor]:
-    yield from _attention(values, has_norms=True)
+def _dense(values: Values, block: int, has_norms: bool = False) -> Iterator[ModelTensor]:
+    yield from _attention(values, has_norms)
     yield from _feed_forward(values)
 
 
@@ -198,8 +191,8 @@ def _deepseek_v3(values: Values, block: int) -> Iterator[ModelTensor]:
 
 
 FAMILIES: Mapping[str, Callable[[Values, int], Iterator[ModelTensor]]] = {
-    "llama": _llama,
-    "qwen3": _qwen3,
+    "llama": _dense,
+    "qwen3": partial(_dense, has_norms=True),
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "deepseek_v3": _deepseek_v3,
@@ -240,10 +233,9 @@ def model_of(values: Values, name: str) -> Model:
     return Model(name, count, tuple(sorted(found, key=lambda held: held.expert)))
 
 
-def _row(family: str, words: int, width: int, inner: int, layers: int, heads: int, keys: int, **more: Any) -> Values:
+def _row(family: str, *sizes: int, **more: Any) -> Values:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    values = dict(zip(names, (words, width, inner, layers, heads), strict=True))
-    return {"model_type": family, **values, "num_key_value_heads": keys, **more}
+    return {"model_type": family, **dict(zip((*names, "num_key_value_heads"), sizes, strict=True)), **more}
 
 
 _QWEN3: Values = {"head_dim": 128}
@@ -297,12 +289,11 @@ def model_named(name: str) -> Model:
     if "model_type" in values or not values:
         return model_of(values, str(values.get("_name_or_path") or name))
     try:
-        return Model(name, 1, tuple(_listed(*item) for item in values.items()))
+        tensors = []
+        for key, value in values.items():
+            given = value if isinstance(value, dict) else {"shape": value}
+            shape, group = tuple(map(int, given["shape"])), int(given.get("group", 0))
+            tensors.append(ModelTensor(key, shape, (0,), group=group))
+        return Model(name, 1, tuple(tensors))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"model {name!r}: {error}; give a list of numbers for each parameter") from None
-
-
-def _listed(name: str, value: Any) -> ModelTensor:
-    """Return the tensor that an entry of a file describes: its shape, or an object with `shape` and `group`."""
-    given = value if isinstance(value, dict) else {"shape": value}
-    return ModelTensor(name, tuple(map(int, given["shape"])), (0,), group=int(given.get("group", 0)))

@@ -92,12 +92,11 @@ class PlannedJob:
             moments = ("momentum_buffer",)
         weight = ITEM_BYTES[self.weight_type]
         sums = (self.config.get("data_types") or {}).get("grad_accum_dtype")
-        gradients = {key: row for key, row in STATE.items() if row.is_gradient}
-        offloads = bool((self.zero.get("offload_optimizer") or {}).get("device", "none") != "none")
+        offloads = (self.zero.get("offload_optimizer") or {}).get("device", "none") != "none"
         sizes = {
             key: 4 if row.element == "master" else ITEM_BYTES.get(str(sums), weight)
-            for key, row in gradients.items()
-            if offloads or not row.is_offloaded
+            for key, row in STATE.items()
+            if row.is_gradient and (offloads or not row.is_offloaded)
         }
         return standard_kinds(weight, 4, moments, **sizes)
 

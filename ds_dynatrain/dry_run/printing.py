@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pydantic import TypeAdapter
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ds_dynatrain.dry_run.answer import ChangeFigures, DryRunAnswer
+from ds_dynatrain.space import Layout
 from ds_dynatrain.terminal import stdout_console
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -21,25 +19,24 @@ def size(number: float) -> str:
     return f"{number / scale:.3g} {unit}" if number < 1000 * scale else f"{number / scale:,.0f} {unit}"
 
 
-def layout_text(layout: dict[str, int | list[int]]) -> str:
-    """Return a layout without its axes of size 1."""
-    shown = {name: value for name, value in layout.items() if value != 1 or name in ("data", "zero_stage")}
-    return " ".join(f"{name}={value}" for name, value in shown.items())
-
-
 def answer(found: DryRunAnswer, as_json: bool) -> None:
     """Print an answer as text or as one JSON object."""
     if as_json:
         print(found.model_dump_json(indent=2))
         return
     console = stdout_console()
-    console.print(f"[bold]{escape(found.model)}[/]: {layout_text(found.source)} → {layout_text(found.target)}")
+    console.print(
+        f"[bold]{escape(found.model)}[/]: {Layout.from_dict(found.source)} → {Layout.from_dict(found.target)}"
+    )
     said = "[bold green]fits[/]" if found.fits else f"[bold red]refused[/]: {escape(found.refusal)}"
     console.print(said, soft_wrap=True)
     for way in found.ways_out:
         console.print(f"  what would work: {escape(way)}", soft_wrap=True)
     if found.figures is not None:
-        _print_rows(console, lines(found.figures))
+        table = Table(box=None, show_header=False, padding=(0, 2))
+        for what, number in lines(found.figures):
+            table.add_row(what, escape(number))
+        console.print(table)
     console.print("\nassumed")
     for line in found.assumptions:
         console.print(f"  {escape(line)}", soft_wrap=True)
@@ -55,7 +52,7 @@ def suggestions(found: list[DryRunAnswer], as_json: bool) -> None:
         if (figures := each.figures) is not None:
             seconds, moved = figures.seconds, figures.bytes
             cells = f"{seconds.expected:.2f} s", f"{seconds.floor:.3f} s", size(moved.sent), size(moved.between_nodes)
-            table.add_row(layout_text(each.target), *cells, size(figures.memory.peak))
+            table.add_row(str(Layout.from_dict(each.target)), *cells, size(figures.memory.peak))
     stdout_console().print(table)
 
 
@@ -89,10 +86,3 @@ def lines(figures: ChangeFigures) -> list[tuple[str, str]]:
         ("seconds, expected", f"{seconds.expected:.2f} ({phases})"),
         ("nodes that become free", freed),
     ]
-
-
-def _print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    table = Table(box=None, show_header=False, padding=(0, 2))
-    for what, said in rows:
-        table.add_row(what, escape(said))
-    console.print(table)

@@ -47,8 +47,8 @@ def examine_exact(has_deepspeed: bool) -> ExactMachine:
 
         trial, values = try_kernels(), machine()
     note = "of a few kernels: on another machine of the job this line has to be the same"
-    bits = Check("bits", trial.bits, None, note)
-    return ExactMachine((*_device(), *_settings(values), *_sums(), *_kernels(trial.moving), bits), values, trial.bits)
+    checks = *_device(), *_settings(values), *_sums(), _kernels(trial.moving), Check("bits", trial.bits, None, note)
+    return ExactMachine(checks, values, trial.bits)
 
 
 def _device() -> Iterator[Check]:
@@ -80,11 +80,9 @@ def _settings(values: dict[str, str]) -> Iterator[Check]:
             yield Check(name, value or "not set", not is_loose, note if is_loose else "")
         else:
             yield Check(name, value, None, "the same on all machines")
-    if THREADS in os.environ:
-        yield Check(THREADS, os.environ[THREADS], True)
-    else:
-        note = "one process takes all cores and several of torchrun's take one each: export OMP_NUM_THREADS=1"
-        yield Check(THREADS, "not set", False, note)
+    threads = os.environ.get(THREADS)
+    note = "one process takes all cores and several of torchrun's take one each: export OMP_NUM_THREADS=1"
+    yield Check(THREADS, threads or "not set", threads is not None, "" if threads else note)
 
 
 def _sums() -> Iterator[Check]:
@@ -111,11 +109,10 @@ def _sums() -> Iterator[Check]:
     yield Check("sums", "compiled, and equal to numpy's" if not wrong else "differ", not wrong, note)
 
 
-def _kernels(moving: tuple[str, ...]) -> Iterator[Check]:
+def _kernels(moving: tuple[str, ...]) -> Check:
     if not moving:
-        yield Check("kernels", "the same bits wherever operands lie", True)
-        return
+        return Check("kernels", "the same bits wherever operands lie", True)
     note = f"{', '.join(moving)}: other bits where operands lie elsewhere, as in another world or ZeRO stage"
     if "products" in moving:
         note += "; export MKL_CBWR=COMPATIBLE before Python starts"
-    yield Check("kernels", "bits follow the place of operands", False, note)
+    return Check("kernels", "bits follow the place of operands", False, note)

@@ -26,12 +26,12 @@ except ImportError as missing:
 PHASES: tuple[Phase, ...] = ("warming", "waiting", "building", "working", "leaving")
 
 
-def encoded(view: View, accept: str) -> tuple[bytes, str]:
-    """Return the body of an answer and its content type, in the format that the Accept header asks for."""
+def encoded(view: View, accept: str) -> tuple[str, bytes]:
+    """Return the content type of an answer and its body, in the format that the Accept header asks for."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(view))
     encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type
+    return content_type, encode(registry)
 
 
 class _Collector:

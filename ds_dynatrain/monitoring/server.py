@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -51,7 +52,8 @@ class Monitor:
         self._server = _Server(listener, reading)
         self.port = int(listener.getsockname()[1])
         self._where, self._token_file = Address(reading.address.host, self.port), reading.token_file
-        self._thread = threading.Thread(target=self._serve, name="dynatrain-monitor", daemon=True)
+        serve = partial(self._server.serve_forever, POLL_SECONDS)
+        self._thread = threading.Thread(target=serve, name="dynatrain-monitor", daemon=True)
 
     def start(self, feed: Feed[View]) -> None:
         """Start serving the values of this feed in a thread."""
@@ -65,9 +67,6 @@ class Monitor:
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
-
-    def _serve(self) -> None:
-        self._server.serve_forever(POLL_SECONDS)
 
 
 class _Server(ThreadingHTTPServer):
@@ -121,7 +120,7 @@ class _Server(ThreadingHTTPServer):
         with self._rendering:
             known = self._rendered.get(key)
             if known is None or known[0] is not view:
-                known = view, PATHS[path](view, accept)
+                known = view, (HTTPStatus.OK, *PATHS[path](view, accept))
                 self._rendered[key] = known
             return known[1]
 
@@ -129,17 +128,11 @@ class _Server(ThreadingHTTPServer):
 TEXT = "text/plain; charset=utf-8"
 
 
-def _metrics(view: View, accept: str) -> Answer:
-    body, content_type = encoded(view, accept)
-    return HTTPStatus.OK, content_type, body
-
-
-def _status(view: View, accept: str) -> Answer:
-    return HTTPStatus.OK, "application/json", view.model_dump_json().encode()
-
-
-PATHS: dict[str, Callable[[View, str], Answer]] = {"/metrics": _metrics, "/status.json": _status}
-"""Map from each path that shows the view to the function that renders it."""
+PATHS: dict[str, Callable[[View, str], tuple[str, bytes]]] = {
+    "/metrics": encoded,
+    "/status.json": lambda view, accept: ("application/json", view.model_dump_json().encode()),
+}
+"""Map from each path that shows the view to the function that renders its content type and body."""
 
 
 class _Request(BaseHTTPRequestHandler):

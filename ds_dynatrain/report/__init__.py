@@ -2,7 +2,7 @@
 
 This package needs neither torch nor DeepSpeed, so reports can be read on any machine.
 
-May import `records`; start with `event`.
+May import `space`; start with `event`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.records import from_record, to_record
+from ds_dynatrain.space.layout import Layout
 
 Outcome = Literal["committed", "rolled_back", "cancelled"]
 """Possible outcomes of a switch. "cancelled": the job ended before the switch could begin at a boundary."""
@@ -27,10 +28,7 @@ class Side:
 
     def describe(self) -> str:
         """Return a description of the layout without axes of size 1, such as `data=4 zero_stage=3`."""
-        always = ("data", "zero_stage")
-        parts = {name: f"{name}={size}" for name, size in self.layout.items() if name in always or size != 1}
-        brief = {"order": "owners=nearest", "experts": "experts=mapped"}  # both may have thousands of numbers
-        return " ".join(brief.get(name, part) for name, part in parts.items())
+        return str(Layout.from_dict(self.layout))
 
 
 @dataclass(frozen=True)
@@ -151,8 +149,7 @@ class SwitchEvent:
             return f"{head} cancelled: {self.reason}{notes}"
         if self.outcome == "rolled_back":
             return f"{head} rolled back after {took}: {self.reason}{notes}"
-        said = [f"{head} in {took}"]
-        said.append(f"sent {self.bytes_sent / 1e6:.1f} MB (minimum {self.bytes_least / 1e6:.1f})")
+        said = [f"{head} in {took}", f"sent {self.bytes_sent / 1e6:.1f} MB (minimum {self.bytes_least / 1e6:.1f})"]
         if self.certificate is None:
             said.append("no certificate")
         else:
@@ -166,8 +163,8 @@ class SwitchEvent:
             said.append(f"communicators: {counts} ({self.connect_ms:.0f} ms{ahead})")
         if self.predicted_gain is not None:
             said.append(f"for {self.cause}: predicted gain {100 * self.predicted_gain:.1f} % of a step")
-        if self.predicted_gain is not None and self.measured_gain is not None:
-            said.append(f"measured {100 * self.measured_gain:.1f} %")
+            if self.measured_gain is not None:
+                said.append(f"measured {100 * self.measured_gain:.1f} %")
         if self.slowdown_removed is not None:
             said.append(f"{100 * self.slowdown_removed:.0f} % of the slow-down removed")
         return ", ".join(said) + notes

@@ -30,21 +30,16 @@ def table(events: Iterable[SwitchEvent]) -> Table:
     made.add_column("", no_wrap=True)
     reasons: list[str] = []
     for event in events:
-        made.add_row(*_row(event))
+        made.add_row(
+            str(event.step),
+            f"{event.source.describe()}\n-> {event.target.describe()}",
+            ",".join(map(str, event.target.members)),
+            f"{event.pause_ms:.0f}\n{event.certificate_ms:.0f}",
+            f"{event.bytes_sent / 1e6:.1f}\n{event.bytes_least / 1e6:.1f}",
+            f"{event.peak_memory_bytes / 1e6:.1f}",
+            event.outcome.replace("_", " "),
+        )
         if event.reason:
             reasons.append(f"step {event.step}: {event.reason}")
     made.caption = "\n".join(reasons) or None
     return made
-
-
-def _row(event: SwitchEvent) -> tuple[str, ...]:
-    """Return the table cells of one switch."""
-    return (
-        str(event.step),
-        f"{event.source.describe()}\n-> {event.target.describe()}",
-        ",".join(map(str, event.target.members)),
-        f"{event.pause_ms:.0f}\n{event.certificate_ms:.0f}",
-        f"{event.bytes_sent / 1e6:.1f}\n{event.bytes_least / 1e6:.1f}",
-        f"{event.peak_memory_bytes / 1e6:.1f}",
-        event.outcome.replace("_", " "),
-    )

@@ -42,9 +42,8 @@ class EventWriter:
         self._write_later("gain", event)
 
     def _write_later(self, kind: str, event: SwitchEvent) -> None:
-        later = {name: getattr(event, name) for name in _LATER[kind]}
-        record = {"event": kind, "generation": event.generation, **later}
-        self.write_line(json.dumps(record, separators=(",", ":")))
+        later = {name: getattr(event, name) for name in ("generation", *_LATER[kind])}
+        self.write_line(json.dumps({"event": kind, **later}, separators=(",", ":")))
 
     def write_line(self, line: str) -> None:
         """Append one line of JSON. Lines that extensions write have an "event" of their own."""
@@ -78,9 +77,9 @@ def _add_later(names: Sequence[str], record: dict[str, Any], events: list[Switch
 
     Raises `ValueError` if there is no such event.
     """
-    for place in reversed(range(len(events))):
-        if events[place].generation == record.get("generation"):
-            changes: dict[str, Any] = {name: record.get(name) for name in names}
-            events[place] = replace(events[place], **changes)
-            return
-    raise ValueError(f"a {record['event']} line of a switch that is not in the file: {json.dumps(record)[:80]!r}")
+    wanted = record.get("generation")
+    place = next((at for at in reversed(range(len(events))) if events[at].generation == wanted), None)
+    if place is None:
+        raise ValueError(f"a {record['event']} line of a switch that is not in the file: {json.dumps(record)[:80]!r}")
+    changes: dict[str, Any] = {name: record.get(name) for name in names}
+    events[place] = replace(events[place], **changes)

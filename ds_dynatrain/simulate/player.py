@@ -37,8 +37,7 @@ def play(job: SimulatedJob, rows: Sequence[TraceRow], rivals: Iterable[Rival] = 
     there, before, empty = at_the_beginning(rows, job.topology.node_of), 0.0, 0.0
     for row in rows:
         empty, before = empty + (0.0 if there else row.seconds - before), row.seconds
-        there = there | {*row.members} if row.event == "join" else there
-        there = there - {*row.members} if row.event in ("loss", "preemption") else there
+        there = row.there_after(there)
     fields = type(job.assumed).model_fields
     named = [f"{name}={getattr(job.assumed, name):g}: {field.description}" for name, field in fields.items()]
     return SimulationOutcome(
@@ -118,9 +117,9 @@ class _Player:
 
     def _ask(self) -> Reaction:
         """Return the policy's reaction to the present situation."""
-        gone, ready = (frozenset(self.dead), frozenset(self.leaving)), tuple(sorted(self.ready))
+        ready, dead, leaving = tuple(sorted(self.ready)), frozenset(self.dead), frozenset(self.leaving)
         detection = max(0.0, self.noticed_at - self.clock)
-        standing = Standing(self.held, ready, self.speeds, self.seen, *gone, self.notice, detection)
+        standing = Standing(self.held, ready, self.speeds, self.seen, dead, leaving, self.notice, detection)
         return self.rival.policy(self.job, standing)
 
     def _happens(self, event: str, row: TraceRow) -> None:

@@ -86,7 +86,7 @@ def our_checkpoint(job: SimulatedJob, now: Standing) -> Reaction:
 def _live(job: SimulatedJob, now: Standing, has_copies: Callable[[SimulatedWorld, Collection[int]], bool]) -> Reaction:
     held = now.held
     stay = () if held is None else tuple(member for member in held.members if member in now.ready)
-    found = job.best([*stay, *(member for member in now.ready if member not in stay)], now.seen)
+    found = job.best(dict.fromkeys((*stay, *now.ready)), now.seen)
     world = None if found is None else job.timed(found, now.speeds)
     if held is None:
         return Reaction(world, job.assumed.change_seconds + job.storage_seconds, "checkpoint")
@@ -181,8 +181,7 @@ def _regrouped(
     members = tuple(member for unit in units for member in unit)
     world = SimulatedWorld(members, job.layout, Deal.of(job.profile, job.layout), seconds, units, share)
     if not kept:
-        pause = now.detection_seconds + job.assumed.start_seconds + job.storage_seconds
-        return Reaction(world, pause, "checkpoint")
+        return Reaction(world, _from_storage(job, now), "checkpoint")
     return Reaction(world, now.detection_seconds + job.assumed.regroup_seconds, "step" if now.gone else "all")
 
 
@@ -200,14 +199,17 @@ def restart(job: SimulatedJob, now: Standing) -> Reaction:
     if data * size < job.least or not data:
         return Reaction(None, 0.0, "checkpoint")
     shape = layout.replace(data=data)
-    stays = [] if held is None else [member for member in held.members if member in now.ready]
-    others = [member for member in now.ready if member not in stays]
-    members = tuple([*stays, *others][: data * size])
+    stay = () if held is None else tuple(member for member in held.members if member in now.ready)
+    members = tuple(dict.fromkeys((*stay, *now.ready)))[: data * size]
     world = job.timed(SimulatedWorld(members, shape, Deal.of(job.profile, shape), 0.0), now.speeds)
     if held is not None and not now.gone and world.place == held.place:
         return Reaction(world)
-    pause = now.detection_seconds + job.assumed.start_seconds + job.storage_seconds
-    return Reaction(world, pause, "checkpoint")
+    return Reaction(world, _from_storage(job, now), "checkpoint")
+
+
+def _from_storage(job: SimulatedJob, now: Standing) -> float:
+    """Return the seconds until new processes have read a checkpoint."""
+    return now.detection_seconds + job.assumed.start_seconds + job.storage_seconds
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ Steps are predicted from the profile as `balance` predicts them, switches as `ds
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ds_dynatrain.balance.choose import Members, Search, choose, problem_of
+from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose, problem_of
 from ds_dynatrain.balance.deal import Deal, state_of
 from ds_dynatrain.balance.partition import PLENTY, partition
 from ds_dynatrain.balance.profile import Profile
@@ -24,7 +25,7 @@ from ds_dynatrain.dry_run.change import REBUILD_SECONDS, VOTE_SECONDS, answered
 from ds_dynatrain.dry_run.models import Model, ModelTensor
 from ds_dynatrain.dry_run.planned_job import PlannedJob, layout_of
 from ds_dynatrain.errors import ConfigError, LayoutError
-from ds_dynatrain.plan import LinkClass, Topology
+from ds_dynatrain.plan import Topology
 from ds_dynatrain.simulate.trace import Seconds
 from ds_dynatrain.space.kind import MASTER, WEIGHT
 from ds_dynatrain.space.layout import Layout
@@ -96,7 +97,7 @@ class SimulatedJob:
     assumed: Assumptions
     least: int
     most: int
-    _chosen: dict[tuple[float, ...], tuple[tuple[int, ...], Layout, Deal] | None] = field(default_factory=dict)
+    _chosen: dict[tuple[float, ...], FittingLayout | None] = field(default_factory=dict)
     _moved: dict[tuple[Layout, Layout], float] = field(default_factory=dict)
 
     @classmethod
@@ -128,7 +129,7 @@ class SimulatedJob:
     @cached_property
     def links(self) -> LinkCosts:
         """The links between members, for messages of a step."""
-        classes: list[LinkClass] = [self.topology.node, self.topology.network]
+        classes = self.topology.node, self.topology.network
         inside, between = (Link(each.bytes_per_second, each.latency_seconds) for each in classes)
         return LinkCosts(inside, between, max(1, len(self.topology.node_of) // len(self.topology.names)))
 
@@ -150,7 +151,7 @@ class SimulatedJob:
         links = self.links.between_members(members)
         return step_time(self.profile, layout, deal or Deal.of(self.profile, layout), speeds, links)
 
-    def best(self, ready: Sequence[int], speeds: Mapping[int, float]) -> SimulatedWorld | None:
+    def best(self, ready: Iterable[int], speeds: Mapping[int, float]) -> SimulatedWorld | None:
         """Return the world of this library's scheduler (`"layouts": "best"`): its layout with the fastest step.
 
         None if there are too few members, or if nothing fits into their memory.
@@ -160,27 +161,21 @@ class SimulatedJob:
             return None
         known = tuple(speeds[member] for member in among)
         if known not in self._chosen:
-            self._chosen[known] = self._choose(known)
+            memory = self.topology.device_memory_bytes
+            members = Members(known, PLENTY if memory is None else int(memory), self.links, are_placed=True)
+            search = Search(zero_stages=(self.layout.zero_stage,), pipeline=self.layout.pipe > 1, count=1)
+            self._chosen[known] = None
+            with suppress(LayoutError):
+                self._chosen[known] = choose(self.profile, self.layout, members, search)[0]
         if (found := self._chosen[known]) is None:
             return None
-        places, layout, deal = found
-        members = tuple(among[place] for place in places)
-        return self.timed(SimulatedWorld(members, layout, deal, 0.0), speeds)
+        members_by_rank = tuple(among[place] for place in found.members)
+        return self.timed(SimulatedWorld(members_by_rank, found.layout, found.deal, 0.0), speeds)
 
     def timed(self, world: SimulatedWorld, speeds: Mapping[int, float]) -> SimulatedWorld:
         """Return a world with the time of its steps at these speeds."""
         pace = [speeds[member] for member in world.members]
         return replace(world, step_seconds=self.step(world.layout, pace, world.deal, world.members).seconds)
-
-    def _choose(self, speeds: tuple[float, ...]) -> tuple[tuple[int, ...], Layout, Deal] | None:
-        memory = self.topology.device_memory_bytes
-        members = Members(speeds, PLENTY if memory is None else int(memory), self.links, are_placed=True)
-        search = Search(zero_stages=(self.layout.zero_stage,), pipeline=self.layout.pipe > 1, count=1)
-        try:
-            found = choose(self.profile, self.layout, members, search)[0]
-        except LayoutError:
-            return None
-        return found.members, found.layout, found.deal
 
     def switch_seconds(self, source: Layout, target: Layout) -> float:
         """Return the pause of a live switch, whose bytes take as long as `ds-dynatrain plan` says."""

@@ -6,7 +6,7 @@ A trace is a file of JSON lines, or a CSV file of a spot market with the columns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -45,6 +45,12 @@ class TraceRow(BaseModel):
     notice_seconds: Seconds = NOTICE_SECONDS
     noticed_seconds: Seconds | None = None
 
+    def there_after(self, there: set[int]) -> set[int]:
+        """Return the members that are there after the row, if these were there before it."""
+        if self.event in ("loss", "preemption"):
+            return there - {*self.members}
+        return there | {*self.members} if self.event == "join" else there
+
 
 Numbered = tuple[int, TraceRow]
 """A line number of the trace file, and the row on that line."""
@@ -68,10 +74,7 @@ def read_trace(file: Path, topology: Topology) -> tuple[TraceRow, ...]:
 
 def at_the_beginning(rows: Iterable[TraceRow], members: Iterable[int]) -> set[int]:
     """Return the members that train from the beginning: all but those whose first row is a join."""
-    first: dict[int, str] = {}
-    for row in rows:
-        for member in row.members:
-            first.setdefault(member, row.event)
+    first = {member: row.event for row in reversed([*rows]) for member in row.members}
     return {member for member in members if first.get(member) != "join"}
 
 
@@ -138,29 +141,26 @@ def _check(rows: list[Numbered], members: set[int]) -> None:
         raise ConfigError(f"row 1: the trace is empty; write rows such as {EXAMPLE}")
     here, before = at_the_beginning((row for _, row in rows), members), rows[0][1]
     for number, row in rows:
-
-        def wrong(what: str, number: int = number) -> ConfigError:
-            return ConfigError(f"row {number}: {what}")
-
-        if row.seconds < before.seconds:
-            raise wrong(f"{row.seconds:g} s is before the row above, {before.seconds:g} s; sort the rows by time")
-        if before.event == "end" and row is not before:
-            raise wrong(f"it comes after the end at {before.seconds:g} s; remove it, or move the end")
-        if bool(row.members) == (row.event == "end"):
-            raise wrong(f"{row.event} of {len(row.members)} members; give members to each event but end")
-        _check_members(row, members, here, wrong)
-        if row.event in ("loss", "preemption"):
-            here -= {*row.members}
-        before = row
+        if (what := _mistake_of(row, before, members, here)) is not None:
+            raise ConfigError(f"row {number}: {what}")
+        here, before = row.there_after(here), row
 
 
-def _check_members(row: TraceRow, members: set[int], here: set[int], wrong: Callable[[str], ConfigError]) -> None:
-    """Raise ConfigError for members that are unknown, that join twice, or that are not there. Adds those that join."""
+def _mistake_of(row: TraceRow, before: TraceRow, members: set[int], here: set[int]) -> str | None:
+    """Return why a row cannot follow another one, or what is wrong with its members; None if it can.
+
+    here: the members that are there before the row.
+    """
+    if row.seconds < before.seconds:
+        return f"{row.seconds:g} s is before the row above, {before.seconds:g} s; sort the rows by time"
+    if before.event == "end" and row is not before:
+        return f"it comes after the end at {before.seconds:g} s; remove it, or move the end"
+    if bool(row.members) == (row.event == "end"):
+        return f"{row.event} of {len(row.members)} members; give members to each event but end"
     for member in row.members:
         if member not in members:
-            raise wrong(f"member {member} is unknown; the cluster has {len(members)}, {min(members)} to {max(members)}")
-        if (row.event == "join") == (member in here):
-            what = "is there already" if member in here else "is not there"
-            raise wrong(f"{row.event} of member {member}, which {what}; correct the member, or remove the row")
-        if row.event == "join":
-            here.add(member)
+            return f"member {member} is unknown; the cluster has {len(members)}, {min(members)} to {max(members)}"
+        if (row.event == "join") == (member in here) or row.members.count(member) > 1:
+            what = "is there already" if row.event == "join" else "is not there"
+            return f"{row.event} of member {member}, which {what}; correct the member, or remove the row"
+    return None

@@ -43,7 +43,7 @@ def shown() -> View:
 def labels(shown: View) -> dict[str, set[str]]:
     """Names of samples, and the labels that they have."""
     found: dict[str, set[str]] = {}
-    for family in text(encoded(shown, "")[0].decode()):
+    for family in text(encoded(shown, "")[1].decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -86,11 +86,11 @@ def test_the_dashboard_shows_every_metric(labels: dict[str, set[str]]) -> None:
 
 
 def test_both_formats_hold_the_same(shown: View) -> None:
-    body, kind = encoded(shown, "application/openmetrics-text; version=1.0.0; charset=utf-8")
+    kind, body = encoded(shown, "application/openmetrics-text; version=1.0.0; charset=utf-8")
     assert kind.startswith("application/openmetrics-text")
     one = {(s.name, *sorted(s.labels.items()), s.value) for f in openmetrics(body.decode()) for s in f.samples}
     other = {
-        (s.name, *sorted(s.labels.items()), s.value) for f in text(encoded(shown, "")[0].decode()) for s in f.samples
+        (s.name, *sorted(s.labels.items()), s.value) for f in text(encoded(shown, "")[1].decode()) for s in f.samples
     }
     assert one == other
 

@@ -53,7 +53,7 @@ def test_lines_of_the_other_ends() -> None:
 
 
 def test_an_axis_other_than_one_is_named() -> None:
-    assert Side({"pipe": 2, "data": 1, "tensor": 1, "zero_stage": 0}, ()).describe() == "pipe=2 data=1 zero_stage=0"
+    assert Side({"pipe": 2, "data": 1, "tensor": 1, "zero_stage": 0}, ()).describe() == "data=1 pipe=2 zero_stage=0"
 
 
 def test_json_is_one_line_with_plain_values() -> None:

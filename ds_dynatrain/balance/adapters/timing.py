@@ -135,10 +135,10 @@ class Timer:
     def times(self) -> StageTimes:
         """Return all timings once the device has finished. Bytes are 0 for a model without stages."""
         synchronize()
-        none = (0,) * self._layers
-        both = self._seconds(False), self._seconds(True)
+        none, updates = (0,) * self._layers, sum(between(*each) for each in self._updates)
         waits = tuple(np.array([wait / share for _, share, wait in passes if share]) for passes in self._passes)
-        return StageTimes(*both, self._update_seconds, self._stepped, none, none, waits)
+        forward, backward = map(self._seconds, self._passes)
+        return StageTimes(forward, backward, updates, self._stepped, none, none, waits)
 
     @contextmanager
     def _timed_pass(self, layer: int, is_backward: bool, share: float = 1.0) -> Iterator[None]:
@@ -157,18 +157,14 @@ class Timer:
         if self._marks is not None:
             self._marks.append((layer, now()))
 
-    def _seconds(self, is_backward: bool) -> npt.NDArray[np.float64]:
+    def _seconds(self, passes: list[tuple[list[Mark], float, float]]) -> npt.NDArray[np.float64]:
         """Return [passes, layers], scaled to a whole micro-batch. Passes without samples of this rank are left out."""
-        counted = [(marks, share) for marks, share, _ in self._passes[is_backward] if share]
+        counted = [(marks, share) for marks, share, _ in passes if share]
         found = np.zeros((len(counted), self._layers))
         for row, (marks, share) in zip(found, counted, strict=True):
             for (layer, begin), (_, end) in itertools.pairwise(marks):
                 row[layer] += between(begin, end) / share
         return found
-
-    @property
-    def _update_seconds(self) -> float:
-        return sum(between(*each) for each in self._updates)
 
     @contextmanager
     def _timed_updates(self) -> Iterator[None]:
@@ -201,9 +197,9 @@ def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
             f"engine.meter: {strange!r} is no module of the model, or is named twice; name each "
             f"once, of {', '.join(name for name in known if name)[:300]}"
         )
-    parts = [(name, part) for name, module in found.items() for part in module.modules()]
-    for (one, part), (other, same) in itertools.combinations(parts, 2):
-        if part is same:
+    owners: dict[nn.Module, str] = {}
+    for other, part in [(name, part) for name, module in found.items() for part in module.modules()]:
+        if (one := owners.setdefault(part, other)) != other:
             raise ConfigError(
                 f"engine.meter: {one!r} and {other!r} share a module, so time would count twice; name one of the two"
             )
