@@ -123,15 +123,15 @@ def _start(profile: Profile, question: PredictionOptions) -> Layout:
 
     Raises ConfigError if the boundaries are malformed, and LayoutError if they do not fit the layers.
     """
-    if question.present is not None:
-        try:
-            given = tuple(map(int, question.present.split(",")))
-        except ValueError:
-            raise ConfigError(f"--present {question.present}: give boundaries such as 0,3,7") from None
-        layout = Layout(zero_stage=question.zero_stage, pipe=max(1, len(given) - 1), boundaries=given)
-        cut_of(profile, layout)
-        return layout
-    return Layout(zero_stage=question.zero_stage, pipe=question.stages or 1)
+    if question.present is None:
+        return Layout(zero_stage=question.zero_stage, pipe=question.stages or 1)
+    try:
+        given = tuple(map(int, question.present.split(",")))
+    except ValueError:
+        raise ConfigError(f"--present {question.present}: give boundaries such as 0,3,7") from None
+    layout = Layout(zero_stage=question.zero_stage, pipe=max(1, len(given) - 1), boundaries=given)
+    cut_of(profile, layout)
+    return layout
 
 
 def _present(profile: Profile, start: Layout, members: Members, search: Search) -> FittingLayout | None:

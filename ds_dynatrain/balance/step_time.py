@@ -61,10 +61,6 @@ class Link:
         """
         return (ranks - 1) * self.send(nbytes / ranks) if ranks > 1 else 0.0
 
-    def reduce(self, nbytes: float, ranks: int) -> float:
-        """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather."""
-        return 2 * self.gather(nbytes, ranks)
-
 
 @dataclass(frozen=True)
 class LinkCosts:
@@ -284,18 +280,12 @@ class _Model:
         returns = np.logical_or.accumulate(profile.trained)[last]
         return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
 
-    def _rings(self, seconds: str, nbytes: Floats) -> Floats:
-        """Return [stages]: seconds that the data ranks of each stage need to exchange these bytes in a ring.
-
-        seconds: the name of the method of `Link` to call.
-        nbytes: [stages], the bytes of each stage.
-        """
-        ranks = group_size(self.layout)
-        found = []
-        for stage, size in enumerate(nbytes):
-            first = stage * self.layout.ranks_per_stage
-            link = self.links.of(range(first, first + self.layout.ranks_per_stage))
-            found.append(getattr(link, seconds)(float(size), ranks))
+    def _gathered(self, values: Floats) -> Floats:
+        """Return [stages]: seconds to gather these bytes, [layers], among the data ranks of each stage in a ring."""
+        size, found = self.layout.ranks_per_stage, []
+        for stage, nbytes in enumerate(self.by_stage(values)):
+            link = self.links.of(range(stage * size, (stage + 1) * size))
+            found.append(link.gather(float(nbytes), group_size(self.layout)))
         return np.array(found)
 
     def _reductions(self) -> Floats:
@@ -305,11 +295,9 @@ class _Model:
         2, DeepSpeed reduces whole buckets, of which each rank keeps its part.
         """
         weights = self.profile.kind_bytes(WEIGHT)
-        gradients = self.by_stage(np.where(self.profile.trained, weights, 0).astype(np.float64))
-        if self.layout.zero_stage < 2:
-            return self._rings("reduce", gradients)
-        way = "reduce" if self.layout.zero_stage == 2 else "gather"
-        return self.deal.micro_batches * self._rings(way, gradients)
+        one_way = self._gathered(np.where(self.profile.trained, weights, 0).astype(np.float64))
+        ways = 1 if self.layout.zero_stage == 3 else 2  # a reduction is a reduce-scatter and a gather
+        return one_way * ways * (self.deal.micro_batches if self.layout.zero_stage > 1 else 1)
 
     def _gathers(self) -> Floats:
         """Return [stages]: seconds to gather weights in a step.
@@ -320,10 +308,9 @@ class _Model:
         if self.layout.zero_stage == 0:
             return np.zeros(self.layout.pipe)
         if self.layout.zero_stage < 3:
-            return self._rings("gather", self.by_stage(np.where(self.profile.trained, weights, 0)))
+            return self._gathered(np.where(self.profile.trained, weights, 0))
         passed_back = np.where(self.profile.seconds("backward_seconds") > 0, weights, 0)
-        passes = self._rings("gather", self.by_stage(weights)) + self._rings("gather", self.by_stage(passed_back))
-        return self.deal.micro_batches * passes
+        return self.deal.micro_batches * (self._gathered(weights) + self._gathered(passed_back))
 
     def _optimizer(self) -> Floats:
         """Return [stages, data]: seconds of the optimizer's step for the trained elements that a rank updates."""

@@ -92,8 +92,7 @@ class TimedStages(TimedModel):
     @property
     def present(self) -> Layout:
         """The current layout, with the boundaries of its stages."""
-        layout = self._engine.layout
-        return layout.replace(boundaries=self._template.boundaries(layout))
+        return self._engine.layout.replace(boundaries=self._template.boundaries(self._engine.layout))
 
     @property
     def cut(self) -> tuple[int, ...]:

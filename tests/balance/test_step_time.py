@@ -84,7 +84,6 @@ def test_the_share_of_bytes_of_a_ring() -> None:
     link = Link(1.0)
     for ranks in range(1, 9):
         assert link.gather(100.0, ranks) == pytest.approx(100 * (ranks - 1) / ranks)
-        assert link.reduce(100.0, ranks) == pytest.approx(2 * 100 * (ranks - 1) / ranks)
 
 
 def test_a_pipeline_waits_for_its_bubble_and_its_messages() -> None:

@@ -178,8 +178,8 @@ def _is_compiled(layer: Layer) -> bool:
 
     In a compiled layer, hooks on the tensors that autograd saves would cause a recompilation.
     """
-    parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
-    if any(hasattr(part, "_torchdynamo_orig_callable") for part in parts):
-        return True
-    modules = [part for part in parts if isinstance(part, nn.Module)]
-    return any(compiled_in_place(module) or compiled_by_wrapping(module) for module in modules)
+    return any(
+        hasattr(part, "_torchdynamo_orig_callable")
+        or (isinstance(part, nn.Module) and bool(compiled_in_place(part) or compiled_by_wrapping(part)))
+        for part in ([layer, *layer.args] if isinstance(layer, partial) else [layer])
+    )
