@@ -185,8 +185,8 @@ class DecisionHistory:
         saved: function that returns the seconds by which a step of a rival would be shorter now.
         """
         known = {(each.layout, each.without): each for each in self.rivals}
-        last = known.pop((proposed.layout, proposed.without), None)
-        last = last or proposed.after(self.step - self.since, saved(proposed))
+        new = proposed.after(self.step - self.since, saved(proposed))
+        last = known.pop((proposed.layout, proposed.without), new)
         return tuple(each.after(step - self.step, saved(each)) for each in (*known.values(), last))
 
     def begun_anew(self, step: int, left: Layout | None = None) -> DecisionHistory:
@@ -322,15 +322,8 @@ class Slow:
         ratio: a member is slow if it takes more than `ratio` times as long as the median member of its stage; None if
             no member counts as slow.
         """
-        if ratio is None:
-            return Slow()
-        return Slow(
-            {
-                member: min(self.since.get(member, step), step)  # a load may go back behind it
-                for member, speed in zip(members, speeds, strict=True)
-                if speed * ratio < 1
-            }
-        )
+        slow = [member for member, speed in zip(members, speeds, strict=True) if ratio and speed * ratio < 1]
+        return Slow({member: min(self.since.get(member, step), step) for member in slow})  # a load may go back
 
     def counted(self, step: int, steps: int) -> frozenset[int]:
         """Return the members that have been slow for at least this many steps."""

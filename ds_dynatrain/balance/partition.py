@@ -201,12 +201,12 @@ def _infeasible(problem: Problem, stage: int, least: Floats) -> LayoutError:
         )
     layer = min(int(np.flatnonzero(np.isfinite(least))[-1]) + stage, problem.layers - 1)
     name, last = f"{problem.names[layer]!r} (layer {layer})", min(stage, problem.stages - 1)
-    where = (
-        f"all stages together end before {name} at the latest"
-        if stage == problem.stages
-        else f"stages before {stage} end before {name} at the latest, and of what they may leave "
-        f"stage {stage} can hold nothing"
-    )
+    where = f"all stages together end before {name} at the latest"
+    if stage < problem.stages:
+        where = (
+            f"stages before {stage} end before {name} at the latest, and of what they may leave stage {stage} can hold "
+            "nothing"
+        )
     return LayoutError(
         f"no boundaries fit: {where}; that layer takes {problem.taken[last, layer]} bytes there, all layers "
         f"{small.sum()}, and the stages have {problem.room.tolist()}: give more memory, stages or data ranks, or a "

@@ -86,7 +86,5 @@ class Question:
         return sum(was[name] != now.get(name) for name in was), str(layout)
 
     def _assumed(self, members: int) -> Topology:
-        nodes = -(-members // self.members_per_node)
-        if self.bytes_per_second is None:
-            return Topology.uniform(nodes, self.members_per_node)
-        return Topology.uniform(nodes, self.members_per_node, network=LinkClass(self.bytes_per_second))
+        given = {} if self.bytes_per_second is None else {"network": LinkClass(self.bytes_per_second)}
+        return Topology.uniform(-(-members // self.members_per_node), self.members_per_node, **given)

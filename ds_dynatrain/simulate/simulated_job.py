@@ -5,7 +5,6 @@ Steps are predicted from the profile as `balance` predicts them, switches as `ds
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,10 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose, problem_of
-from ds_dynatrain.balance.deal import Deal, state_of
+from ds_dynatrain.balance.deal import Deal, cut_of, state_of
 from ds_dynatrain.balance.partition import PLENTY, partition
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.balance.step_time import Link, LinkCosts, StepTime, step_time
@@ -205,10 +205,9 @@ class SimulatedJob:
         """Return how long after a step the copies of buddies are complete; 0 at stage 0, whose replicas need none."""
         if layout.zero_stage == 0:
             return 0.0
-        cut = layout.boundaries or (0, len(self.profile.layers))
-        parts = state_of(self.profile, layout)[1]
-        most = max(int(parts[start:stop].sum()) for start, stop in itertools.pairwise(cut))
-        return most / self.topology.network.bytes_per_second
+        parts, cut = state_of(self.profile, layout)[1], cut_of(self.profile, layout)
+        most = np.add.reduceat(parts, cut[:-1]).max()
+        return float(most) / self.topology.network.bytes_per_second
 
     def survives(self, world: SimulatedWorld, gone: Collection[int]) -> bool:
         """Return whether living members hold each rank's state, as its replica or as its buddy (docs/buddies.md)."""
