@@ -429,9 +429,9 @@ class Buddies(Extension):
     def _see(self, found: Sequence[Round]) -> None:
         """Record the results of the last rounds if these have ended on all members. This is a collective over the
         world."""
-        share, is_over = -int(self._share * MILLIONTHS), all(each.is_over for each in found)
+        is_over = all(each.is_over for each in found)
         is_whole = is_over and all(each.is_whole for each in found)
-        said = torch.tensor([int(is_over), int(is_whole), share])
+        said = torch.tensor([int(is_over), int(is_whole), -int(self._share * MILLIONTHS)])
         if self._engine.world is not None:
             td.all_reduce(said, td.ReduceOp.MIN, group=self._engine.world.default)
         is_over, is_whole = (bool(value) for value in said[:2])
@@ -446,21 +446,14 @@ class Buddies(Extension):
         if is_whole:
             self._whole_of = self._by_member
         self._tell(found, is_whole)
-        self._say_cost(-int(said[2]) / MILLIONTHS)
-
-    def _say_cost(self, share: float) -> None:
-        """Warn once, on rank 0, if steps wait long for copies.
-
-        share: the fraction of a step's time that the slowest rank spends waiting for copies.
-        """
-        if self._engine.rank or self._has_said_cost or share < MUCH_OF_A_STEP:
-            return
-        self._has_said_cost = True
-        logger.warning(
-            "buddies: %.0f %% of a step is waiting for the copies that protect the job from a death; raise "
-            'dynatrain.buddies.every_steps, or set dynatrain.buddies.mode to "off"',
-            100 * share,
-        )
+        share = -int(said[2]) / MILLIONTHS  # of a step's time that the slowest rank spends waiting for copies
+        if self._engine.rank == 0 and not self._has_said_cost and share >= MUCH_OF_A_STEP:
+            self._has_said_cost = True
+            logger.warning(
+                "buddies: %.0f %% of a step is waiting for the copies that protect the job from a death; raise "
+                'dynatrain.buddies.every_steps, or set dynatrain.buddies.mode to "off"',
+                100 * share,
+            )
 
     def _tell(self, found: Sequence[Round], is_whole: bool) -> None:
         """Log every change of the protection against a death, once."""

@@ -261,9 +261,8 @@ class Member:
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_decided(after), seconds):
                 raise TimeoutError(f"{self.id}: no generation after {after} within {seconds:g} s")
-            newest = self.newest
-            if newest is not None and newest.generation > after:
-                return newest
+            if self.newest is not None and self.newest.generation > after:
+                return self.newest
             raise JobFinished("the job has finished" if self.is_finished else f"{self.id} was told to leave")
 
     def store(self, prefix: str, seconds: float) -> Store:

@@ -161,10 +161,8 @@ def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, 
         return "changing", f"no step was made yet; {_awaited(working)}"
     if quiet > most:
         return "standing", f"no step for {quiet:.0f} s; {_awaited(working)}"
-    step = max((one.step for one in working), default=0)
-    return "running", f"step {step} on {_count(len(working), 'member')}" + (
-        ", unprotected" if is_unprotected(status) else ""
-    )
+    step, unprotected = max((one.step for one in working), default=0), ", unprotected" * is_unprotected(status)
+    return "running", f"step {step} on {_count(len(working), 'member')}{unprotected}"
 
 
 def is_lost(status: Status) -> bool:
