@@ -24,11 +24,10 @@ from statistics import median
 from figures import keep, machine, table
 from launch import launch
 
-from ds_dynatrain.balance.choose import Members, Search, choose, is_possible
+from ds_dynatrain.balance.choose import Members, Search, choose
 from ds_dynatrain.balance.deal import Deal, peak_bytes, shares_of
 from ds_dynatrain.balance.profile import LayerCost, Profile
 from ds_dynatrain.balance.step_time import step_time
-from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import Layout
 
 FORWARD, BACKWARD, LAYERS = 0.008, 0.016, 6
@@ -130,11 +129,7 @@ class Case:
                 yield layout.replace(shares=shares)
 
     def _is_possible(self, layout: Layout) -> bool:
-        try:
-            deal = Deal.of(self.profile, layout, pipeline=True)
-            return self.needed(layout) <= self.memory_bytes and is_possible(layout, deal, pipeline=True)
-        except LayoutError:
-            return False
+        return Search().deal(self.profile, layout) is not None and self.needed(layout) <= self.memory_bytes
 
 
 EVEN = (0, 3, 6)
