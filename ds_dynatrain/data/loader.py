@@ -365,9 +365,8 @@ class Pass(Iterator[Any]):
                 f"loader {loader.name!r}: this iterator has been replaced by a later iter(); draw from the newest one"
             )
         self._host.before_micro_batch()
-        is_here = self._stands and self._key == (self._host.generation, loader._loads)
-        if not loader.mid_window and not is_here:
-            self._open_window()
+        while not (loader.mid_window or (self._stands and self._key == (self._host.generation, loader._loads))):
+            self._open_window()  # again if the world is lost while members compare their orders
             self._stands = True
 
     def skip(self) -> None:
