@@ -174,7 +174,8 @@ class _Count:
         """
         sides, runs = self._sides, len(lacking.start)
         firsts = np.unique(sides.target_nodes, return_index=True)[1] if runs else interval.ints([])
-        step = max(1, ROWS_AT_ONCE // (8 * (runs + RELAYED_PARTS + TURNS * read.ranks)))
+        turns = TURNS * read.ranks // sides.layout.pipe  # a node needs the tensors of one stage or two
+        step = max(1, ROWS_AT_ONCE // (8 * (runs + RELAYED_PARTS + turns)))
         for ranks in np.split(firsts, range(step, len(firsts), step)):
             every = np.tile(lacking.start, len(ranks)), np.tile(lacking.stop, len(ranks)), np.repeat(ranks, runs)
             _, start, stop, relay, taker = sides.relays(kind, *every)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval
-from ds_dynatrain.space.interval import AnyRows, Ints, join
+from ds_dynatrain.space.interval import AnyRows, Ints, Runs, join
 from ds_dynatrain.space.mesh import Mesh, ShardGroup
 from ds_dynatrain.space.strips import PLAIN
 from ds_dynatrain.space.tensor import BufferId, CoordinateLine, Pieces
@@ -311,7 +311,7 @@ class GroupedSharding:
 
     def region(self) -> tuple[Ints, Ints]:
         """Return the runs that at least one rank holds, with adjacent runs merged."""
-        return interval.union(*join([self._region(group, is_primary=True) for group in self.mesh.shard_groups]))
+        return interval.union(*join([self._region(group, True) for group in self.mesh.shard_groups]))
 
     @cached_property
     def shared(self) -> list[Rows] | None:
@@ -321,7 +321,7 @@ class GroupedSharding:
         groups = self.mesh.shard_groups
         if not all(self.cutter(group).replicated for group in groups):
             return None
-        return [(group.ranks, *interval.union(*self._region(group))) for group in groups]
+        return [(group.ranks, *self._region(group, False)) for group in groups]
 
     def owners(self, start: Ints, stop: Ints) -> Owned:
         """Split runs by the rank that owns each element, and return them as (row, start, stop, rank), sorted by row.
@@ -344,7 +344,7 @@ class GroupedSharding:
         hold belongs to the first of them.
         """
         for group in self.mesh.meeting(start, stop, is_primary=True):
-            _, _, low, high = interval.intersect(start, stop, *interval.union(*self._region(group, is_primary=True)))
+            _, _, low, high = interval.intersect(start, stop, *self._region(group, True))
             if len(low):
                 yield Copies(group.ranks, group.experts, self._each[group.experts], low, high)
 
@@ -353,8 +353,7 @@ class GroupedSharding:
         found = []
         for experts in self.mesh.regions:
             group = self.mesh.shard_groups[int(self.mesh.groups_of(interval.ints([rank]), experts)[0][0])]
-            runs = interval.union(*self._region(group, is_primary=True))
-            found.append(Copies(group.ranks, experts, self._each[experts], *runs))
+            found.append(Copies(group.ranks, experts, self._each[experts], *self._region(group, True)))
         return found
 
     @cached_property
@@ -412,10 +411,19 @@ class GroupedSharding:
             for one, mine in zip(numbers.tolist(), np.split(order, begins[1:]), strict=False):
                 yield self.mesh.shard_groups[one], row[mine], low[mine], high[mine], index[mine]
 
-    def _region(self, group: ShardGroup, is_primary: bool = False) -> tuple[Ints, Ints]:
-        """Return the runs that the ranks of a shard group hold."""
-        _, _, start, stop = self.mesh.index_map(group, is_primary).at_addresses(*self.cutter(group).region())
-        return start, stop
+    @cached_property
+    def _region(self) -> Callable[[ShardGroup, bool], Runs]:
+        """Function that returns the runs that the ranks of a shard group hold, without those of earlier groups if the
+        second argument is true.
+        """
+
+        @cache
+        def region(group: ShardGroup, is_primary: bool) -> Runs:
+            return interval.union(
+                *self.mesh.index_map(group, is_primary).at_addresses(*self.cutter(group).region())[2:]
+            )
+
+        return region
 
     def _pieces(self, rank: int, is_owned: bool) -> Pieces:
         """Return the pieces that a rank holds, or owns."""
