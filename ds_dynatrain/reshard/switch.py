@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from operator import or_
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -632,11 +633,12 @@ class Transaction:
         try:
             with beside():
                 moves = self.preparation.moves(self.kinds, is_late=True)
-                transport = self.preparation.ways.transport(self.preparation.world)
-                self.outcome.late_stats = self._execute(moves, transport)
+                ways, world = self.preparation.ways, self.preparation.world
+                self.outcome.late_stats = self._execute(moves, ways.transport(world))
                 kinds = tuple(kind for kind in self.kinds if not row_of(kind).is_gradient)
                 self._digest("target", self.target, kinds, self._digest("source", self.source, kinds))
         except BaseException as error:
+            clear_frames(error.__traceback__)  # they keep the group, whose end wakes the same thread of others
             self._late_error = error
         self.outcome.late_ms = 1e3 * (time.perf_counter() - begin)
 
