@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "compare-exact": "ds_dynatrain.exact.command:compare_exact",
     "balance": "ds_dynatrain.balance.command:balance",
     "plan": "ds_dynatrain.dry_run.command:plan",
+    "estimate": "ds_dynatrain.dry_run.command:estimate",
     "simulate": "ds_dynatrain.simulate.command:simulate",
 }
 """Map from a command of `ds-dynatrain` to the function that typer calls for it."""

@@ -11,7 +11,7 @@ from ds_dynatrain.dry_run.answer import DryRunAnswer
 from ds_dynatrain.dry_run.change import answered
 from ds_dynatrain.dry_run.planned_job import PlannedJob, layout_of
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.plan import LinkClass, Topology
+from ds_dynatrain.plan import LinkClass, Topology, held_bytes
 from ds_dynatrain.space import Layout
 
 MOST_SUGGESTED, MOST_PLANNED = 8, 48
@@ -57,6 +57,18 @@ class Question:
         most = max(self.source.world_size, self.target.world_size)
         return answered(self.job, self.source, self.target, self.topology or self._assumed(most))
 
+    def held(self) -> list[tuple[Layout, dict[str, int]]]:
+        """Return the bytes of each state kind on the rank that holds the most, for each ZeRO stage of the source."""
+        found = []
+        for stage in range(4):
+            layout = self.source.replace(zero_stage=stage)
+            if self.job.refusal(layout, layout) is None:
+                space = self.job.space(layout, layout, range(layout.world_size))
+                kinds = {name: int(held_bytes(space, layout, [name]).max()) for name in space.present_kinds(layout)}
+                total = int(held_bytes(space, layout, space.present_kinds(layout)).max())
+                found.append((layout, {**kinds, "in all": total}))
+        return found
+
     def suggestions(self, ranks: int) -> list[DryRunAnswer]:
         """Return dry runs of all layouts with `ranks` ranks that fit into memory, cheapest switch first.
 
@@ -68,7 +80,7 @@ class Question:
         return [each for _, each in sorted(costs, key=lambda pair: pair[0])[:MOST_SUGGESTED]]
 
     def _layouts(self, ranks: int) -> Iterator[Layout]:
-        """Yield the layouts of a number of ranks in which the job can train."""
+        """Yield the other layouts of a number of ranks in which the job can train."""
         sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
         pipes = [size for size in sizes if size <= self.job.model.blocks]
         experts = sizes if self.job.model.has_experts else [1]
@@ -78,7 +90,7 @@ class Question:
             if data * pipe * tensor != ranks or (data * tensor) % expert:
                 continue
             layout = Layout(zero_stage=stage, data=data, pipe=pipe, tensor=tensor, expert=expert)
-            if self.job.refusal(self.source, layout) is None:
+            if layout != self.source and self.job.refusal(self.source, layout) is None:
                 yield layout
 
     def _distance(self, layout: Layout) -> tuple[int, str]:

@@ -61,3 +61,37 @@ def plan(
     printing.answer(answer, as_json)
     if not answer.fits:
         raise typer.Exit(REFUSED)
+
+
+def estimate(
+    model: Annotated[
+        str,
+        typer.Argument(help="A model such as llama-3-8b, a Hugging Face config.json, or a JSON of names and shapes."),
+    ],
+    data: Annotated[int, typer.Option(min=1, help="Number of data ranks.")] = 1,
+    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 1,
+    pipe: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor ranks.")] = 1,
+    expert: Annotated[int, typer.Option(min=1, help="Expert ranks.")] = 1,
+    deepspeed: Annotated[
+        Path | None, typer.Option(help="DeepSpeed's configuration. Without it: bf16, Adam, ZeRO's defaults.")
+    ] = None,
+) -> None:
+    """Say how much memory a model's state takes in a layout, and what switches from there cost. Needs no job.
+
+    Example: ds-dynatrain estimate llama-3-8b --data 8 --zero-stage 3
+
+    Exit code: 0, 1 if the layout is refused, 2 if a model, a file or an option cannot be used.
+    """
+    from ds_dynatrain.dry_run import printing
+    from ds_dynatrain.dry_run.asked import Question
+
+    with saying("estimate"):
+        sizes = f"data={data},zero_stage={zero_stage},pipe={pipe},tensor={tensor},expert={expert}"
+        question = Question.read(model, sizes, sizes, deepspeed, None, None, 8)
+        refused = question.job.refusal(question.source, question.source)
+        held = [] if refused is not None else question.held()
+        switches = [] if refused is not None else question.suggestions(question.source.world_size)
+    printing.estimate(question, refused, held, switches)
+    if refused is not None:
+        raise typer.Exit(REFUSED)

@@ -7,6 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ds_dynatrain.dry_run.answer import ChangeFigures, DryRunAnswer
+from ds_dynatrain.dry_run.asked import Question
+from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 from ds_dynatrain.terminal import stdout_console
 
@@ -54,6 +56,32 @@ def suggestions(found: list[DryRunAnswer], as_json: bool) -> None:
             cells = f"{seconds.expected:.2f} s", f"{seconds.floor:.3f} s", size(moved.sent), size(moved.between_nodes)
             table.add_row(str(Layout.from_dict(each.target)), *cells, size(figures.memory.peak))
     stdout_console().print(table)
+
+
+def estimate(
+    question: Question,
+    refused: SwitchRefused | None,
+    held: list[tuple[Layout, dict[str, int]]],
+    switches: list[DryRunAnswer],
+) -> None:
+    """Print the memory of a layout's state in each ZeRO stage, and what switches from the layout cost."""
+    console = stdout_console()
+    console.print(f"[bold]{escape(question.job.model.name)}[/]: {question.source}")
+    if refused is not None:
+        console.print(f"[bold red]refused[/]: {escape(refused.reason)}", soft_wrap=True)
+        if refused.way_out:
+            console.print(f"  what would work: {escape(refused.way_out)}", soft_wrap=True)
+        return
+    kinds = list(dict.fromkeys(kind for _, row in held for kind in row))
+    table = Table("memory of a rank", *kinds, box=None)
+    for layout, row in held:
+        table.add_row(str(layout), *(size(row[kind]) if kind in row else "" for kind in kinds))
+    console.print(table)
+    console.print("\nswitches from there, on as many ranks")
+    suggestions(switches, as_json=False)
+    console.print("\nactivations, gradients and padding come on top; assumed")
+    for line in question.job.assumed:
+        console.print(f"  {escape(line)}", soft_wrap=True)
 
 
 def lines(figures: ChangeFigures) -> list[tuple[str, str]]:

@@ -136,3 +136,28 @@ def test_it_needs_no_torch() -> None:
         " 'data=2']); assert r.exit_code == 0, r.output; assert not {'torch', 'deepspeed'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def estimate(*options: str) -> Result:
+    return CliRunner().invoke(app, ["estimate", *options])
+
+
+def test_an_estimate_says_what_each_stage_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 8.03 billion parameters in bf16: 16.1 GB of weights, 32.1 GB of masters, and each moment as much."""
+    monkeypatch.setenv("COLUMNS", "160")
+    result = estimate("llama-3-8b", "--data", "8", "--zero-stage", "3")
+    assert result.exit_code == 0, result.output
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    rows = {line.split("  ")[0]: line.split() for line in lines[: lines.index("")]}
+    sizes = {stage: [*map(float, rows[f"data=8 zero_stage={stage}"][2:10:2])] for stage in range(4)}
+    assert sizes[0] == pytest.approx([16.1, 32.1, 32.1, 32.1], abs=0.1)
+    assert sizes[1] == sizes[2] == pytest.approx([16.1, 4.02, 4.02, 4.02], abs=0.1)
+    assert sizes[3] == pytest.approx([2.01, 4.02, 4.02, 4.02], abs=0.1)
+    switches = result.stdout.partition("switches from there")[2]
+    assert "data=4 tensor=2 zero_stage=3" in switches and "data=8 zero_stage=3" not in switches
+
+
+def test_an_estimate_that_is_refused() -> None:
+    result = estimate("llama-3-8b", "--pipe", "2", "--tensor", "2")
+    assert result.exit_code == 1 and "DeepSpeed's PipelineEngine knows no tensor axis" in result.stdout
+    assert estimate("llama-9").exit_code == 2
