@@ -8,11 +8,8 @@ Row = tuple[str, float, int]
 """A name, a value, and the number of samples trained so far (the x-axis), like DeepSpeed's own rows."""
 
 
-def rows(event: SwitchEvent, samples: int) -> list[Row]:
-    """Return the rows of a switch. A switch that was not committed has only its outcome and its pause.
-
-    samples: number of samples trained before the switch.
-    """
+def metrics(event: SwitchEvent) -> dict[str, float]:
+    """Return the numbers of a switch by name. A switch that was not committed has only its outcome and its pause."""
     is_committed = event.outcome == "committed"
     values: dict[str, float] = {"committed": float(is_committed), "pause_ms": event.pause_ms}
     if is_committed:
@@ -21,4 +18,12 @@ def rows(event: SwitchEvent, samples: int) -> list[Row]:
             "zero_stage": event.target.layout["zero_stage"],
             "sent_bytes": event.bytes_sent,
         }
-    return [(f"Dynatrain/{name}", value, samples) for name, value in values.items()]
+    return values
+
+
+def rows(event: SwitchEvent, samples: int) -> list[Row]:
+    """Return the rows of a switch.
+
+    samples: number of samples trained before the switch.
+    """
+    return [(f"Dynatrain/{name}", value, samples) for name, value in metrics(event).items()]

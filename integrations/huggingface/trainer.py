@@ -20,7 +20,8 @@ from ds_dynatrain.integrations.huggingface.reporting import refresh_trainer
 from ds_dynatrain.integrations.huggingface.schedules import restore_schedule, schedule_of
 from ds_dynatrain.integrations.shared.batches import GlobalBatches, Window
 from ds_dynatrain.integrations.shared.names import check
-from ds_dynatrain.report import logger
+from ds_dynatrain.report import SwitchEvent, logger
+from ds_dynatrain.report.monitors import metrics
 
 check(names.TRAINER, "transformers", "transformers")
 check(names.ACCELERATE, "accelerate", "transformers")
@@ -49,6 +50,7 @@ class ElasticMixin(Below):
     _schedule: dict[str, Any] | None = None
     """State of the schedule before the window (one global batch)."""
     _reported: dict[tuple[str, ...], int]
+    _switched: dict[str, float]
     """A map from each set of names in a log row to the last step for which it was reported."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -150,9 +152,10 @@ class ElasticMixin(Below):
         """Make the engine the way Trainer does, then restore a checkpoint or take over the job's state."""
         engine, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
-        self._reported = {}
+        self._reported, self._switched = {}, {}
         loader.bind(engine, self._begin_window)
         engine.on_change(self._see_change)
+        engine.on_switch(self._note_switch)
         self.progress = TrainerProgress(self)
         engine.register_for_checkpointing(PROGRESS, self.progress)
         for callback in self.callback_handler.callbacks:
@@ -168,6 +171,10 @@ class ElasticMixin(Below):
         """Refresh the trainer. Called before a batch is fetched in another world or ZeRO stage."""
         if not change.after.idle:
             refresh_trainer(self)
+
+    def _note_switch(self, event: SwitchEvent) -> None:
+        """Keep the numbers of a switch for the next log of a loss."""
+        self._switched |= {f"dynatrain/{name}": value for name, value in metrics(event).items()}
 
     def _begin_window(self) -> None:
         """Keep the state of the schedule. Called when a global batch has been fetched."""
@@ -200,9 +207,11 @@ class ElasticMixin(Below):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the way Trainer does, but only once for a step that is repeated after a death.
 
-        The history has both rows.
+        The history has both rows. A row with a loss also has the numbers of a switch since the one before.
         """
         kind, step = tuple(sorted(logs)), int(self.state.global_step)
+        if "loss" in logs:
+            logs, self._switched = {**logs, **self._switched}, {}
         if step > self._reported.get(kind, -1):
             self._reported[kind] = step
             super().log(logs, start_time)

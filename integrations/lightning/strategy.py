@@ -23,6 +23,8 @@ from ds_dynatrain.integrations.lightning.carried import PROGRESS, TrainerProgres
 from ds_dynatrain.integrations.lightning.checkpoints import Checkpoints
 from ds_dynatrain.integrations.lightning.steps import Window, WindowOptimization
 from ds_dynatrain.integrations.shared.batches import GlobalBatches, refuse_stream
+from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.report.monitors import metrics
 
 if TYPE_CHECKING:
     from typing import Any as Below
@@ -104,6 +106,13 @@ class DynatrainStrategy(Checkpoints, Below):
         self.set_world_ranks()
         self.lightning_module.trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
 
+    def _log_switch(self, event: SwitchEvent) -> None:
+        """Give the numbers of a switch to all loggers, which write them on rank 0."""
+        trainer = self.lightning_module.trainer
+        named = {f"dynatrain/{name}": value for name, value in metrics(event).items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.global_step)
+
     def barrier(self, *arguments: Any, **named: Any) -> None:
         """Wait for the working processes, the way Lightning does. An idle process does not wait."""
         if not self._is_idle:
@@ -178,6 +187,7 @@ class DynatrainStrategy(Checkpoints, Below):
         super().setup(trainer)
         engine, self._progress = self.engine, TrainerProgress(trainer)
         engine.on_change(self._see_change)
+        engine.on_switch(self._log_switch)
         engine.register_for_checkpointing(PROGRESS, self._progress)
         self.set_world_ranks()
         if self.cluster_environment.creates_processes_externally:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from tests.engine.pool import RankPool
 from tests.integrations import lit
@@ -73,8 +75,18 @@ def test_in_a_static_world_every_bit_is_lightnings(four: RankPool, stock: dict[s
 
 def test_a_world_that_changes(four: RankPool, stock: dict[str, Any], tmp_path: Path) -> None:
     """2 -> 4 -> 3 ranks and ZeRO 1 -> 3 -> 2, within epochs; what it saves in one world goes on in another one."""
-    answers = four.run(lit.run, folder=tmp_path, schedule=SCHEDULE, save=4, tests=True, **OF_TWO, seconds=120)
+    logs = CSVLogger(tmp_path / "logs", version="")
+    answers = four.run(
+        lit.run, folder=tmp_path, schedule=SCHEDULE, save=4, tests=True, logger=logs, **OF_TWO, seconds=120
+    )
     found = of_rank_0(answers)
+    with next((tmp_path / "logs").rglob("metrics.csv")).open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("dynatrain/world_size")]
+    switches = [
+        (int(row["step"]), float(row["dynatrain/world_size"]), float(row["dynatrain/committed"])) for row in rows
+    ]
+    assert switches == [(step, sizes["data"], 1.0) for step, sizes in SCHEDULE.items()]
+    assert all(float(row["dynatrain/pause_ms"]) > 0 for row in rows)
     assert furthest(without_means(found["rows"]), without_means(stock["rows"])) < NEAR
     assert torch.allclose(found["weights"], stock["weights"], rtol=NEAR, atol=1e-6)
     assert (found["ranks"], found["batches"], found["steps"]) == (3, 6, 12)

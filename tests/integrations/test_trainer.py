@@ -94,6 +94,9 @@ def test_a_world_that_changes(four: RankPool, stock_log: Log, tmp_path: Path) ->
     )
     found = of_rank_0(answers)
     assert furthest(found["log"], stock_log)[1] < 2e-5, furthest(found["log"], stock_log)
+    switches = [(row["step"], row["dynatrain/world_size"]) for row in found["switches"]]
+    assert switches == [(step + 1, sizes["data"]) for step, sizes in SCHEDULE.items()]
+    assert all(row["dynatrain/pause_ms"] > 0 for row in found["switches"])
     assert (found["world"], found["layout"]) == (3, "data=3 zero_stage=2")
     assert found["best"] is not None and Path(found["best"]).parent == tmp_path
     best = load_file(Path(found["best"]) / "model.safetensors")["transformer.wte.weight"]

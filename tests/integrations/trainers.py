@@ -155,6 +155,7 @@ def carried_out(trainer: Any, resume: str | bool | None = None) -> dict[str, Any
         found["let go"] = True
     finally:
         found["log"] = logged(trainer)
+        found["switches"] = [row for row in trainer.state.log_history if "dynatrain/committed" in row]
         found["rank"] = args.process_index
         with suppress(AttributeError):
             trainer.deepspeed.destroy()
