@@ -25,9 +25,9 @@ def differing_members(one: Mapping[str, Any], two: Mapping[str, Any], of_one: st
     one: the record of a process, as read from JSON. Its "machine" maps names to values that extensions require to be
         equal, and its "rows" describe the parameters.
     """
-    model = "(name, shape, type, form, requires_grad): build the same model on every process"
+    model = " (name, shape, type, form, requires_grad): build the same model on every process"
     first, other = ({f"parameter {place}": row for place, row in enumerate(each["rows"])} for each in (one, two))
-    differs = differing(one["machine"], two["machine"], of_one, of_two, "make them equal")
+    differs = differing(one["machine"], two["machine"], of_one, of_two, ": make them equal")
     return differs or differing(first, other, of_one, of_two, model)
 
 
@@ -36,7 +36,7 @@ def differing(first: Mapping[str, Any], other: Mapping[str, Any], of_first: str,
     for name in {**first, **other}:
         one, two = first.get(name, "not given"), other.get(name, "not given")
         if one != two:
-            return f"{name} is {one} {of_first} and {two} {of_other}: {way_out}"
+            return f"{name} is {one} {of_first} and {two} {of_other}{way_out}"
     return ""
 
 

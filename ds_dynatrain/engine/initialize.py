@@ -280,7 +280,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
             extension.check_model(own, model, mpu)
         in_leaves = any(extension.has_leaves for extension in given.extensions)
         if entry.record is not None:
-            words = "here", "in the running job", "start it with the same configuration"
+            words = "here", "in the running job", ": start it with the same configuration"
             if differs := differing(said, entry.record["described"], *words):
                 raise ConfigError(f"this process cannot join the job: {differs}")
             layout, sizes = Layout.from_dict(entry.record["layout"]), BatchSizes(**entry.record["batch_sizes"])

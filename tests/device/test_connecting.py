@@ -73,7 +73,7 @@ def case(start: jobs.Sizes, target: jobs.Sizes, ahead: int, fault: str = "") -> 
     events, own = dict[int, Any](), SwitchingEngine.connect_ahead
 
     def connect_ahead(self: SwitchingEngine) -> None:
-        ahead_at.append(self.engine.global_steps)
+        ahead_at.append(self.global_steps)
         own(self)
 
     with jobs.job(config) as made, patch.object(SwitchingEngine, "connect_ahead", connect_ahead):

@@ -172,7 +172,7 @@ def test_a_load_is_said_to_all_generations(elastic: Elastic, monkeypatch: pytest
         def opened(_: Member, prefix: str, seconds: float) -> Store:
             return open_store("127.0.0.1", port, prefix, seconds)
 
-        monkeypatch.setattr(Member, "_open_store", opened)
+        monkeypatch.setattr(Member, "store", opened)
 
     reach(served.port)
     other = Elastic(elastic.member.place, DynatrainConfig(timeout_seconds=5.0))
