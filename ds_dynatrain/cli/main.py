@@ -108,7 +108,10 @@ def coordinator(
         Path | None, typer.Option(help="A file to write the address to, for --rdzv-endpoint=file:FILE.")
     ] = None,
     http: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the page for browsers and Prometheus. Default: no page.")
+        str | None,
+        typer.Option(
+            help='HOST:PORT of the page for browsers and Prometheus, or "off". Default: a free port for this machine.'
+        ),
     ] = None,
     http_token_file: Annotated[
         Path | None, typer.Option(help="A file with the readers' token. Default: a file that is created.")

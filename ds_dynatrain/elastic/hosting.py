@@ -118,11 +118,11 @@ class CoordinatorHost:
         files = raise_descriptors()
         serving = asyncio.create_task(self.coordinator.serve(self._listener, self._is_ended))
         self._is_up.set()
-        if self.monitor is not None:
-            self.monitor.start(Feed(self.coordinator.view, self._loop.call_soon_threadsafe))
         self._store = await asyncio.to_thread(self._serve_store)
         nodes = f"{settings.min_nodes} to {settings.max_nodes} nodes"
         logger.info("coordinator at %s, for %s; it may open %d files", self.address, nodes, files)
+        if self.monitor is not None:
+            self.monitor.start(Feed(self.coordinator.view, self._loop.call_soon_threadsafe))
         try:
             await serving
         finally:

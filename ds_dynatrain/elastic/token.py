@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import logging
 import os
 import secrets
 import shlex
@@ -17,6 +18,7 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from ds_dynatrain.elastic.address import Address, listen
@@ -30,6 +32,10 @@ SHORTEST_TOKEN = 16
 NAME_ONE = "make one (openssl rand -hex 32), and name its file in DYNATRAIN_TOKEN_FILE"
 READERS = "readers"
 """Name of the file with a user's own token for readers."""
+DEFAULT_ADDRESS, OFF = "127.0.0.1:0", "off"
+"""The port for readers if none is given, and the word for none."""
+
+logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 def read_token(path: str | Path) -> str:
@@ -133,17 +139,25 @@ class Reading:
 
     @classmethod
     def of(cls, address: str | None, token_file: str | Path | None, job_token: str) -> Reading | None:
-        """Return the port for readers; None if there is no address.
+        """Return the port for readers; None if there is none.
 
-        Raises ConfigError if the address or the token file is invalid, or if the token equals the job's own.
+        address: HOST:PORT, or "off"; by default a free port for this machine alone, if prometheus_client is installed.
+
+        Raises ConfigError if a given address or token file is invalid, or if the token equals the job's own.
         """
-        if not address:
-            if token_file is not None:
-                raise ConfigError(
-                    f"token file {str(token_file)!r} is for readers, which have no port; give --http HOST:PORT, or "
-                    "leave the token file out"
-                )
+        is_default = not address and token_file is None
+        if address == OFF or (is_default and find_spec("prometheus_client") is None):
             return None
+        try:
+            return cls._at(address or DEFAULT_ADDRESS, token_file, job_token)
+        except ConfigError as error:
+            if not is_default:
+                raise
+            logger.warning("the job cannot be watched: %s", error)
+            return None
+
+    @classmethod
+    def _at(cls, address: str, token_file: str | Path | None, job_token: str) -> Reading:
         where = Address.parse(address)
         file = Path(token_file) if token_file is not None else users_file(READERS)
         token = made_token(file) if token_file is None else read_token(file)

@@ -1,4 +1,4 @@
-"""Monitoring of a running job by people and Prometheus: read-only, over HTTP, off by default.
+"""Monitoring of a running job by people and Prometheus: read-only, over HTTP, by default only on its machine.
 
 | file | what it does |
 |---|---|

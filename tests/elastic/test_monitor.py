@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,11 +192,10 @@ def test_where_it_listens(tmp_path: Path) -> None:
     file.write_text(READERS)
     file.chmod(0o600)
     assert Reading.of("127.0.0.1:9", file, JOB) == Reading(Address("127.0.0.1", 9), READERS, str(file))
-    assert Reading.of(None, None, JOB) is None
+    assert Reading.of("off", None, JOB) is None
+    assert Reading.of(None, file, JOB) == Reading(Address("127.0.0.1", 0), READERS, str(file))
     with pytest.raises(ConfigError, match="it has the job's token"):
         Reading.of("127.0.0.1:9", file, READERS)
-    with pytest.raises(ConfigError, match="give --http HOST:PORT"):
-        Reading.of(None, file, JOB)
 
 
 def test_without_a_token_file_there_is_one_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +203,8 @@ def test_without_a_token_file_there_is_one_of_the_users(tmp_path: Path, monkeypa
     first, again = (Reading.of("127.0.0.1:9", None, JOB) for _ in range(2))
     assert first is not None and first == again and len(first.token) == 64
     assert Path(first.token_file).stat().st_mode & 0o777 == 0o600
+    assert Reading.of(None, None, JOB) == replace(first, address=Address("127.0.0.1", 0)), "for this machine alone"
+    assert Reading.of(None, None, first.token) is None, "what nobody asked for does not end a job"
 
 
 def test_slow_readers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, in_time: Callable[[float, float], None]) -> None:
