@@ -1,7 +1,7 @@
 """Measurements of a layout change carried out by several methods: live, or by a checkpoint and a restart.
 
 The process that the user starts (`command`, `comparison`) launches ranks, which run `worker`. The measurements that the
-ranks record (`notes`) become `results`, which are shown in `tables`, in `charts`, and in a `report_page` with both.
+ranks record (`notes`) become `results`, which `report` shows in tables, in charts, and in a page with both.
 Ranks import torch and DeepSpeed; the first process imports neither. All of them use `job`: model sizes, changes, and
 the ways (methods) to carry out a change.
 

@@ -120,7 +120,9 @@ def measured(
         for size, change, way in itertools.product(sizes, changes, (WAYS[each.value] for each in ways)):
             typer.echo(f"{size.value}, {change}: {way.title} ...")
             one = measuring.measure_in(scratch, size.value, change, way, limit_seconds)
-            typer.echo(measuring.line_about(one))
+            pause = "" if one.pause is None else f", pause {1e3 * one.pause:.0f} ms"
+            said = f"{one.total:.2f} s to the end of the first step{pause}, {'' if one.is_equal else 'NOT '}bit-equal"
+            typer.echo(f"    {said if one.is_done else f'not possible: {one.reason.splitlines()[0]}'}")
             found = replace(found, measures=(*found.measures, one))
             (out / JSON).write_text(found.to_json(), encoding="utf-8")
         return found
@@ -140,13 +142,13 @@ def _read(path: Path) -> Comparison:
 
 def write(found: Comparison, folder: Path) -> None:
     """Write the figures to a folder: JSON, two Markdown files, an HTML page, and an SVG chart of the largest model."""
-    from ds_dynatrain.comparison import charts, tables
-    from ds_dynatrain.comparison.report_page import page
+    from ds_dynatrain.comparison import report
 
     folder.mkdir(parents=True, exist_ok=True)
-    files = {JSON: found.to_json(), TABLES: tables.document(found), SHORT: tables.short(found), PAGE: page(found)}
-    largest = max((found.of(*case) for case in found.cases()), key=tables.parameters)
+    files = {JSON: found.to_json(), TABLES: report.document(found), SHORT: report.short(found)}
+    files[PAGE] = report.page(found)
+    largest = max((found.of(*case) for case in found.cases()), key=report.parameters)
     if any(each.is_done for each in largest.values()):
-        files[PICTURE] = '<?xml version="1.0" encoding="utf-8"?>\n' + charts.phases(largest, "picture")
+        files[PICTURE] = '<?xml version="1.0" encoding="utf-8"?>\n' + report.phases(largest, "picture")
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -99,35 +99,41 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def measure(task: Task, old: Launched, new: Launched, converted: Notes | None = None) -> Measure:
+def measure(task: Task, launches: Sequence[Launched]) -> Measure:
     """Return the measure of a change.
 
-    old: the launch before the change.
-    new: the launch after the change; the same object as `old` if the processes keep running through the change.
-    converted: the notes of the converter in between, if any.
+    launches: the launch before the change and the one after it, with that of the converter in between if there is one;
+    a single launch if the processes keep running through the change.
 
     Raises KeyError, with the name of a note, if a rank did not write the note.
     """
+    old, new = launches[0], launches[-1]
     first, last = old.notes[0], new.notes[0]
-    phases = dict(last.phases)
+    phases = {name: seconds for each in launches for name, seconds in each.notes[0].phases.items()}
     if old is new:
         phases.pop("import")
         begun = first.stamps["begin"]
     else:
-        phases |= {"save": first.phases["save"], "start": last.stamps["started"] - new.at}
-        phases |= {} if converted is None else converted.phases
+        phases["start"] = last.stamps["started"] - new.at
         begun = new.at - phases.get("convert", 0.0) - first.stamps["saved"] + first.stamps["begin"]
-    total = last.stamps["ready"] - begun + last.first
+    total = last.stamps["ready"] - begun + phases["first step"] + last.waited
     phases["rest"] = total - sum(phases.values())
-    ranks, trained = list(new.notes.values()), [*old.notes.values(), *(() if old is new else new.notes.values())]
+    ranks = [rank for each in launches for rank in each.notes.values()]
     switches = [rank.switch for rank in ranks if rank.switch is not None]
     going_on = [rank.switch for rank in ranks if BEFORE + 1 in rank.steps and rank.switch is not None]
-    seen = {number for rank in ranks if (step := rank.steps.get(last.resumed + 1)) for number in step.samples}
-    wanted = range(BEFORE * BATCH, (BEFORE + 1) * BATCH)
+    first_steps = [rank.steps[last.resumed + 1] for rank in new.notes.values() if last.resumed + 1 in rank.steps]
+    seen, wanted = (
+        {number for step in first_steps for number in step.samples},
+        range(BEFORE * BATCH, (BEFORE + 1) * BATCH),
+    )
     before, after = (
         {rank.digests[when] for rank in each.notes.values() if when in rank.digests}
         for each, when in ((old, "before"), (new, "after"))
     )
+    losses: dict[int, list[float]] = {}
+    for rank in ranks:  # which have equal shares of the batch
+        for number, step in rank.steps.items():
+            losses.setdefault(number, []).append(mean(step.losses))
     return Measure(
         way=task.way.name,
         size=task.size,
@@ -142,12 +148,12 @@ def measure(task: Task, old: Launched, new: Launched, converted: Notes | None = 
         ahead=_ahead(first) if switches else None,
         moved=max((each.bytes_sent for each in switches), default=0),
         written=sum(file.lstat().st_size for file in Path(task.folder).rglob("*") if file.is_file()),
-        peak=max(rank.peak for rank in (*trained, *(() if converted is None else (converted,)))),
+        peak=max(rank.peak for rank in ranks),
         steps_lost=BEFORE - last.resumed,
         samples_lost=len({*wanted} - seen),
         samples_repeated=len([number for number in seen if number < wanted.start]),
         is_equal=before == after and len(before) == 1,
-        losses=_losses(trained),
+        losses={number: mean(losses[number]) for number in sorted(losses)},
         reason=next((each.reason for each in switches if each.outcome != "committed"), ""),
     )
 
@@ -160,15 +166,6 @@ def _ahead(rank: Notes) -> float:
 
 def _median_step(rank: Notes, first: int, last: int) -> float:
     return median(rank.steps[number].seconds for number in range(first, last + 1) if number in rank.steps)
-
-
-def _losses(ranks: Iterable[Notes]) -> dict[int, float]:
-    """Return a map from step number to loss, as the mean over ranks, which have equal shares of the batch."""
-    found: dict[int, list[float]] = {}
-    for rank in ranks:
-        for number, step in rank.steps.items():
-            found.setdefault(number, []).append(mean(step.losses))
-    return {number: mean(found[number]) for number in sorted(found)}
 
 
 def machine() -> str:
@@ -187,32 +184,16 @@ def measure_in(scratch: Path | None, size: str, change: ComparedChange, way: Way
     limit_seconds: the time limit of one launch.
     """
     with tempfile.TemporaryDirectory(prefix="dynatrain-compare-", dir=scratch) as folder:
-        return _measured(Path(folder), size, change, way, limit_seconds)
-
-
-def _measured(folder: Path, size: str, change: ComparedChange, way: Way, limit_seconds: float) -> Measure:
-    task = Task(way, "whole", size, change, str(folder / "state"))
-    (folder / "state").mkdir()
-
-    def launched(part: str) -> Launched:
-        return launch(replace(task, part=part), folder / part, limit_seconds)
-
-    try:
-        if not way.is_restarted:
-            through = launched("whole")
-            return measure(task, through, through)
-        old = launched("old")
-        converted = launched("convert").notes[0] if way.converts else None
-        return measure(task, old, launched("new"), converted)
-    except LaunchError as error:
-        return Measure(way.name, size, str(change), reason=str(error) or "it failed")
-    except KeyError as error:
-        return Measure(way.name, size, str(change), reason=f"a rank did not note {error}")
-
-
-def line_about(found: Measure) -> str:
-    """Return one line of text about a measure."""
-    if not found.is_done:
-        return f"    not possible: {found.reason.splitlines()[0]}"
-    pause = "" if found.pause is None else f", pause {1e3 * found.pause:.0f} ms"
-    return f"    {found.total:.2f} s to the end of the first step{pause}, {'' if found.is_equal else 'NOT '}bit-equal"
+        parts = ("old", *(("convert",) if way.converts else ()), "new") if way.is_restarted else ("whole",)
+        state = Path(folder, "state")
+        state.mkdir()
+        task = Task(way, parts[0], size, change, str(state))
+        try:
+            return measure(
+                task, [launch(replace(task, part=part), Path(folder, part), limit_seconds) for part in parts]
+            )
+        except LaunchError as error:
+            reason = str(error) or "it failed"
+        except KeyError as error:
+            reason = f"a rank did not note {error}"
+        return Measure(way.name, size, str(change), reason=reason)

@@ -33,9 +33,8 @@ class Notes:
 
     stamps: the time at which each named point was reached.
     phases: duration of each phase in seconds.
-    first: seconds of the first step after the change.
-    apart: seconds of it that only the measurement itself needed.
-    waited: seconds of it that the switch's own phases took.
+    waited: seconds of the first step after the change that the switch's own phases took.
+    apart: seconds of it that only the measurement itself needed; both are no part of the phase "first step".
     steps: the steps in which the rank took part, keyed by number.
     switch: the event of the switch, if the rank took part in one.
     digests: digests of the whole state "before" and "after" the change.
@@ -47,9 +46,8 @@ class Notes:
 
     stamps: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
-    first: float = 0.0
-    apart: float = 0.0
     waited: float = 0.0
+    apart: float = 0.0
     steps: dict[int, Step] = field(default_factory=dict)
     switch: SwitchEvent | None = None
     digests: dict[str, str] = field(default_factory=dict)
@@ -90,8 +88,7 @@ class Notes:
         self.forget_memory()
         with self.phase("first step"):
             yield
-        self.first = self.phases["first step"] - self.apart
-        self.phases["first step"] = self.first - self.waited
+        self.phases["first step"] -= self.apart + self.waited
         self.memory()
 
     def memory(self) -> None:

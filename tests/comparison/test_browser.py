@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.comparison.report_page import page
+from ds_dynatrain.comparison.report import page
 from ds_dynatrain.comparison.results import Comparison
 from tests.comparison.samples import comparison
 

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_dynatrain.cli.main import app
-from ds_dynatrain.comparison import charts, command, tables
+from ds_dynatrain.comparison import command, report
 from ds_dynatrain.comparison import comparison as measuring
 from ds_dynatrain.comparison.command import Size, WayName
 from ds_dynatrain.comparison.job import BATCH, SHAPES, WAYS, ComparedChange, ComparedLayout, Task
-from ds_dynatrain.comparison.report_page import page
+from ds_dynatrain.comparison.report import page
 from ds_dynatrain.comparison.results import PHASES, Comparison, Measure, ratios
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.records import from_record, to_record
@@ -87,7 +87,7 @@ def test_the_ratio_is_that_of_the_issue() -> None:
     assert whole == pytest.approx(80)
     assert apart == pytest.approx(8.0 / 0.06)
     assert ratios(comparison().of("30M", OTHER)) == []
-    said = "".join(tables.verdicts(comparison().of("8M", CHANGE)))
+    said = "".join(report.verdicts(comparison().of("8M", CHANGE)))
     assert "**80** with the certificate" in said
     assert "**133** without the certificate" in said
     assert "reached without the certificate" in said
@@ -116,9 +116,9 @@ def test_the_page_stands_alone() -> None:
 def test_pictures_are_whole_and_the_same_each_time() -> None:
     found = comparison()
     measures = found.of("8M", CHANGE)
-    drawn = charts.phases(measures, "one")
-    assert drawn == charts.phases(measures, "one")
-    for svg in (drawn, charts.losses(measures, found.before, "two")):
+    drawn = report.phases(measures, "one")
+    assert drawn == report.phases(measures, "one")
+    for svg in (drawn, report.losses(measures, found.before, "two")):
         ElementTree.fromstring(svg)
     for used in ("drain", "convert", "first step"):
         assert used in drawn
@@ -126,12 +126,12 @@ def test_pictures_are_whole_and_the_same_each_time() -> None:
 
 
 def test_tables_have_all_ways_and_phases() -> None:
-    text = tables.document(comparison())
+    text = report.document(comparison())
     for line in text.splitlines():
-        assert not line.startswith("| ") or len(line.split(" | ")) in (len(tables.HEAD), len(PHASES) + 1)
+        assert not line.startswith("| ") or len(line.split(" | ")) in (len(report.HEAD), len(PHASES) + 1)
     assert "not possible" in text
     assert "80 ×" in text  # how much longer than live
-    assert "8.0M parameters" in tables.short(comparison())
+    assert "8.0M parameters" in report.short(comparison())
 
 
 def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
