@@ -10,8 +10,6 @@
 | `weight_source` | the weights of one world: full tensors bucket by bucket, or this rank's parts |
 | `outputs` `naming` `lora` | what leaves the trainer: names, shapes, order, and what each tensor is made of |
 | `buckets` | which tensors travel together, and the collective of a bucket |
-| `local` | shards as torch's `DTensor` describes them |
-| `live` | this rank's buffers, once all ranks can read theirs |
 | `pretrained` | folders for transformers |
 | `loading` | the way back: full tensors into weights and masters |
 | `update` | `send`: an update with its version, coverage and digests |

@@ -20,7 +20,7 @@ import torch.distributed as td
 from ds_dynatrain.checkpoint.extents import placed
 from ds_dynatrain.space import BufferId, CoordinateLine, Pieces, Sharding, interval
 from ds_dynatrain.space.interval import Ints
-from ds_dynatrain.weights.outputs import BEFORE, Output, TensorRun
+from ds_dynatrain.weights.outputs import BEFORE, Output, TensorRun, batches
 
 LARGE_BYTES = 32 << 20
 """Size in bytes from which a tensor outside of layers has a bucket of its own: an embedding is larger than a layer."""
@@ -39,17 +39,15 @@ def bucketed(outputs: Sequence[Output], itemsize: int, most: int | None) -> list
     most: bytes of a bucket, where a larger tensor has one of its own. None for one bucket per layer, where a large
     tensor outside of layers has one of its own, and small ones go with the layer beside them.
     """
-    found: list[list[Output]] = []
-    filled, beside = 0, ALONE
+    if most is not None:
+        return list(batches(outputs, lambda output: output.numel * itemsize, most))
+    found, beside = list[list[Output]](), ALONE
     for output in outputs:
-        nbytes = output.numel * itemsize
-        is_alone = most is None and output.is_outside and nbytes > LARGE_BYTES
-        joins = beside != ALONE and (output.is_outside or beside in (BEFORE, output.layer))
-        if not (joins and not is_alone if most is None else found and filled + nbytes <= most):
+        is_alone = output.is_outside and output.numel * itemsize > LARGE_BYTES
+        if is_alone or beside == ALONE or not (output.is_outside or beside in (BEFORE, output.layer)):
             found.append([])
-            filled = 0
         found[-1].append(output)
-        filled, beside = filled + nbytes, ALONE if is_alone else output.layer
+        beside = ALONE if is_alone else output.layer
     return found
 
 

@@ -23,10 +23,10 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.space import MASTER, WEIGHT, of_kind
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.weights.buckets import matched
-from ds_dynatrain.weights.live import agreed_buffers, raise_first
 from ds_dynatrain.weights.lora import is_peft, persistent_buffers
 from ds_dynatrain.weights.naming import outputs_of
-from ds_dynatrain.weights.outputs import Output
+from ds_dynatrain.weights.outputs import Output, batches
+from ds_dynatrain.weights.weight_source import agreed_buffers, raise_first
 
 SEND_BYTES = 64 << 20
 """Most bytes of tensors that rank 0 sends at once; a larger tensor is sent alone."""
@@ -178,14 +178,15 @@ def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
     raised on all ranks, as WeightsError on the others.
     """
     group, device = td.group.WORLD, compute_device()
-    batches, failed = _batches(weights) if weights is not None else None, torch.zeros(1, device=device)
+    copies, failed = None if weights is None else _copies(weights), torch.zeros(1, device=device)
+    given = None if copies is None else batches(copies, lambda pair: pair[1].nbytes, SEND_BYTES)
     while True:
         said: list[Any] = [None]
         batch: list[tuple[str, torch.Tensor]] = []
         error: Exception | None = None
-        if batches is not None:
+        if given is not None:
             try:
-                batch = next(batches, [])
+                batch = next(given, [])
                 said = [[(name, held.dtype, tuple(held.shape)) for name, held in batch]]
             except Exception as found:  # the others wait for the next batch
                 said, error = [f"{type(found).__name__}: {found}"], found
@@ -210,15 +211,9 @@ def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, flat.view(dtype).view(shape)
 
 
-def _batches(weights: Pairs) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield the tensors in batches. A tensor may be overwritten when the next one is asked for, so it is copied."""
-    batch: list[tuple[str, torch.Tensor]] = []
+def _copies(weights: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield copies of the tensors, because a tensor may be overwritten when the next one is asked for."""
     for name, tensor in weights:
-        if batch and sum(held.nbytes for _, held in batch) + tensor.nbytes > SEND_BYTES:
-            yield batch
-            batch = []
         if tensor.is_meta:
             raise WeightsError(f"{name!r} is on the meta device; give the full tensor")
-        batch.append((name, tensor.detach().clone()))
-    if batch:
-        yield batch
+        yield name, tensor.detach().clone()

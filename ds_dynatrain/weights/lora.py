@@ -61,13 +61,13 @@ def merged(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
         return list(outputs)
     name, known = _only_active(module), {each.name: each for each in outputs}
     prefix = next(path for path, part in module.named_modules() if part is base_of(module)) + "."
-    deltas = {path: (part, list(_deltas(path, part, name, known))) for path, part in _layers(module)}
+    deltas = {path: tuple(_deltas(path, part, name, known)) for path, part in _layers(module)}
     found = []
     for each in outputs:
         path, is_base, rest = each.name.partition(BASE)
         whole, saved, kept = each.name.partition(f"{SAVED}{name}.")
         if is_base:
-            added = tuple(deltas[path][1]) if rest == "weight" and path in deltas else ()
+            added = deltas.get(path, ()) if rest == "weight" else ()
             found.append(replace(each, name=f"{path}.{rest}".removeprefix(prefix), deltas=added))
         elif saved:
             found.append(replace(each, name=f"{whole}.{kept}".removeprefix(prefix)))

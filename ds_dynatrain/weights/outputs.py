@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 BEFORE, AFTER = "before all layers", "after all layers"
 Names = str | Mapping[str, str] | Callable[[str], str]
 """How outputs are named: "hf", "adapters", "module", or a name for each parameter as a mapping or a function."""
+
+
+Sized = TypeVar("Sized")
+
+
+def batches(items: Iterable[Sized], nbytes: Callable[[Sized], int], most: int) -> Iterator[list[Sized]]:
+    """Yield items, in order, in lists of at most `most` bytes; a larger item has a list of its own."""
+    batch, filled = list[Sized](), 0
+    for item in items:
+        if batch and filled + nbytes(item) > most:
+            yield batch
+            batch, filled = [], 0
+        batch.append(item)
+        filled += nbytes(item)
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,10 @@ class ParamMeta:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ds_dynatrain.checkpoint.others.safetensors import INDEX, SINGLE, WRITTEN, h
 from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.weights.lora import base_of, persistent_buffers
-from ds_dynatrain.weights.outputs import ParamMeta
+from ds_dynatrain.weights.outputs import ParamMeta, batches
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file by default, as in transformers."""
@@ -44,7 +44,7 @@ def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: 
     buffers = {} if parts.job.has_stages else persistent_buffers(parts.host.module)
     metas = [replace(meta, dtype=kept) for meta in given.metadata]
     metas += [ParamMeta(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
-    shards, error = cut(metas, max_shard_bytes), None
+    shards, error = list(batches(metas, lambda meta: meta.nbytes, max_shard_bytes)), None
     key = f"pretrained/{parts.place_in_training()}"
     session = Session(parts.control, key, parts.members, "save_pretrained", is_patient=True)
 
@@ -69,20 +69,6 @@ def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: 
         if given.rank == 0:
             remove_parts(folder, shards)
     return folder
-
-
-def cut(metas: Sequence[ParamMeta], most: int) -> list[list[ParamMeta]]:
-    """Cut tensors, in order, into files of at most `most` bytes; a larger tensor has a file of its own."""
-    shards: list[list[ParamMeta]] = [[]]
-    filled = 0
-    for meta in metas:
-        nbytes = meta.numel * meta.dtype.itemsize
-        if shards[-1] and filled + nbytes > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(meta)
-        filled += nbytes
-    return shards
 
 
 def write_parts(folder: Path, shards: Sequence[Sequence[ParamMeta]], tensors: Iterator[torch.Tensor]) -> None:
@@ -122,7 +108,7 @@ def put_in_place(folder: Path, shards: Sequence[Sequence[ParamMeta]], model: nn.
     """
     names = names_of(shards)
     files = {meta.name: name for name, shard in zip(names, shards, strict=True) for meta in shard}
-    total = sum(meta.numel * meta.dtype.itemsize for shard in shards for meta in shard)
+    total = sum(meta.nbytes for shard in shards for meta in shard)
     try:
         (folder / INDEX).unlink(missing_ok=True)
         for name in names:

@@ -7,7 +7,6 @@ does a receiver make the new weights visible. A rank that fails reports so in th
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -166,15 +165,14 @@ class Outgoing:
         """Iterate over what this rank owns, as `runs` does, without the values."""
         if not self.has_runs:
             metadata = self.source.metadata if self.source.rank == 0 else ()
-            yield from ((number, Extent(0, math.prod(meta.shape), 0, 1)) for number, meta in enumerate(metadata))
+            yield from ((number, Extent(0, meta.numel, 0, 1)) for number, meta in enumerate(metadata))
             return
         for name, extent, _ in self.source.runs():
             yield self._numbers[name], extent
 
     def _note(self, name: str, extent: Extent, flat: torch.Tensor) -> None:
         number = self._numbers[name]
-        numel = math.prod(self.source.metadata[number].shape)
-        added = digest_of_part(flat.view(extent.count, extent.length), extent, numel)
+        added = digest_of_part(flat.view(extent.count, extent.length), extent, self.source.metadata[number].numel)
         self._sums[:, number] += np.array([added, extent.numel], np.uint64)
 
     def prove(self, error: Exception | None = None) -> None:
@@ -202,10 +200,10 @@ class Outgoing:
         """Keep the digests. Raise TransferError unless each element of each tensor was counted once."""
         digests, counts = sums.tolist()
         for meta, count in zip(self.source.metadata, counts, strict=True):
-            if count != math.prod(meta.shape):
+            if count != meta.numel:
                 raise TransferError(
-                    f"{meta.name}: all ranks together sent {count} of {math.prod(meta.shape)} elements (shape "
-                    f"{meta.shape}); make a new source and send again"
+                    f"{meta.name}: all ranks together sent {count} of {meta.numel} elements (shape {meta.shape}); "
+                    "make a new source and send again"
                 )
         self.digests = dict(zip(self._numbers, digests, strict=True))
 

@@ -1,24 +1,32 @@
 """The source of a trainer's weights: full tensors bucket by bucket, or the parts that this rank has.
 
 `WeightSource` has the methods of vLLM's class of that name, without importing vLLM.
+
+Shards are those that torch's `DTensor` describes. The mesh has the axis that ZeRO divides (data x sequence), and the
+tensor axis if that has more than one rank. ZeRO 0 to 2 replicate weights. ZeRO-3 cuts dimension 0 where a rank's part
+is whole rows. Pipelines and experts have no such form, nor have tensors that AutoTP cuts in several blocks or unevenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.checkpoint import Extent
 from ds_dynatrain.checkpoint.extents import placed
+from ds_dynatrain.engine.discarded import DISCARDED
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.errors import ConfigError, WeightsError
-from ds_dynatrain.space import WEIGHT, BufferId, of_kind
+from ds_dynatrain.errors import CensusError, ConfigError, MemberMissing, WeightsError, WorldChanged
+from ds_dynatrain.membership.session import ASK_ALL, Session
+from ds_dynatrain.reshard.swap import check_census
+from ds_dynatrain.space import WEIGHT, BufferId, DimCut, Layout, VirtualParameterSpace, of_kind
 from ds_dynatrain.weights.buckets import PACKED, Gathering, assembled, bucketed, pieces_of
-from ds_dynatrain.weights.live import agreed_buffers, read_buffers
-from ds_dynatrain.weights.local import LocalForm, form_of, shard_of
 from ds_dynatrain.weights.naming import outputs_of
 from ds_dynatrain.weights.outputs import Names, Output, ParamMeta
 
@@ -184,7 +192,10 @@ class WeightSource:
         held = self._vps.holding(self.layout, self.rank, WEIGHT)
         for output, form in pairs:
             if form is not None:
-                yield output.name, shard_of(self._vps.line, held, output, form.shape, live)
+                pieces = pieces_of(self._vps.line, output.runs[0], held)
+                first = next(iter(pieces))
+                flat = live[first.buffer].detach().narrow(0, first.offset, pieces.numel)
+                yield output.name, flat.view(form.shape)
 
     def _live(self, what: str) -> dict[BufferId, torch.Tensor]:
         """Return this rank's flat weights, without messages; raise WeightsError if they cannot be read now."""
@@ -201,3 +212,89 @@ class WeightSource:
                 f"{what}: the source was made in generation {self._generation}, {self.layout}, and the engine is in "
                 f"{now}; call ds_dynatrain.weights.source(engine) again"
             )
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalForm:
+    """How the ranks cut an output tensor: a placement for each axis of the mesh, and the shape of this rank's shard."""
+
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+
+
+def form_of(vps: VirtualParameterSpace, layout: Layout, output: Output) -> LocalForm | None:
+    """Return how an output tensor is cut; None if its shards have no form that `DTensor` knows."""
+    ranks = layout.data * layout.sequence
+    if len(output.runs) != 1 or output.deltas or layout.pipe > 1:
+        return None
+    tensor = vps.tensors[output.runs[0].tensor]
+    if tensor.shape != output.shape or (tensor.expert and layout.expert > 1):
+        return None
+    shape, mesh = list(output.shape), vps.mesh(layout)
+    cut = None if mesh is None or layout.tensor == 1 else mesh.partition[output.runs[0].tensor].tensor
+    if cut is not None:
+        sizes = {*cut.blocks[0]} if isinstance(cut, DimCut) and len(cut.blocks) == 1 else set()
+        if not isinstance(cut, DimCut) or sizes != {shape[cut.dim] / layout.tensor}:
+            return None
+        shape[cut.dim] //= layout.tensor
+    data: Any = Replicate()
+    if layout.zero_stage == 3:
+        if not shape or (cut is not None and cut.dim == 0) or shape[0] % ranks:
+            return None
+        data, shape[0] = Shard(0), shape[0] // ranks
+    if layout.tensor == 1:
+        return LocalForm((ranks,), (data,), tuple(shape))
+    return LocalForm((ranks, layout.tensor), (data, Replicate() if cut is None else Shard(cut.dim)), tuple(shape))
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------
+
+
+def read_buffers(engine: EngineParts, what: str, in_the_way: str) -> Buffers:
+    """Return this rank's buffers, without a message; raise WeightsError if they cannot be read now.
+
+    in_the_way: a reason that is already known, or "".
+    """
+    if in_the_way:
+        raise WeightsError(f"{what}: {in_the_way}; call it after engine.step()")
+    with engine.turn():
+        buffers, _ = engine.host.state_buffers()
+        try:
+            check_census(engine.host, engine.vps, engine.rank, buffers, what)
+        except CensusError as error:
+            raise WeightsError(str(error)) from error
+    return buffers
+
+
+def agreed_buffers(engine: EngineParts, what: str, in_the_way: str) -> tuple[Session, Buffers]:
+    """Return a session of all ranks and this rank's buffers, once all of them can be read.
+
+    Called on all ranks. Raise WeightsError, on all of them alike, if the buffers of one cannot be read. Raise
+    WorldChanged in a discarded global batch, which newcomers do not go through, so they would not answer.
+    """
+    if engine.is_discarded:
+        raise WorldChanged(f"{what}: {'; '.join(DISCARDED)}")
+    session = Session(engine.control, f"weights/{engine.place_in_training()}", engine.members, what)
+    problem, buffers = "", Buffers()
+    try:
+        buffers = read_buffers(engine, what, in_the_way)
+    except WeightsError as error:
+        problem = str(error)
+    try:
+        said = session.all("ready", problem)
+    except MemberMissing as missing:
+        raise WeightsError(f"{missing}; {ASK_ALL}") from missing
+    raise_first(said, "")
+    engine.agree()
+    return session, buffers
+
+
+def raise_first(said: dict[int, str], end: str, cause: Exception | None = None) -> None:
+    """Raise WeightsError with the first problem that members report, if any does. end: added to the message."""
+    for member, problem in sorted(said.items()):
+        if problem:
+            raise WeightsError(f"member {member}: {problem}{end}") from cause

@@ -14,8 +14,8 @@ from torch import nn
 
 from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.space import Layout
-from ds_dynatrain.weights.outputs import ParamMeta
-from ds_dynatrain.weights.pretrained import cut, put_in_place, remove_parts, write_parts
+from ds_dynatrain.weights.outputs import ParamMeta, batches
+from ds_dynatrain.weights.pretrained import put_in_place, remove_parts, write_parts
 from tests.engine import axis_walks, mixtures
 from tests.engine.language_models import transformers
 from tests.engine.models import small_gpt
@@ -139,7 +139,7 @@ def test_persistent_buffers_are_saved_and_loaded(pool: RankPool, tmp_path: Path)
 def written(folder: Path, count: int, value: float, model: nn.Module | None = None) -> int:
     """Write two tensors into `count` files."""
     metas = [ParamMeta(name, torch.float32, (4,)) for name in ("one", "two")]
-    shards = cut(metas, 32 // count)
+    shards = list(batches(metas, lambda meta: meta.nbytes, 32 // count))
     write_parts(folder, shards, (torch.full(meta.shape, value) for meta in metas))
     return put_in_place(folder, shards, model or nn.Linear(1, 1), torch.float32)
 
@@ -170,7 +170,7 @@ def test_messages_say_what_was_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no space left; .* was replaced in part: save again"):
         written(tmp_path, 1, 1, model)
     before = names_in(tmp_path)
-    shards, copied = cut([ParamMeta("one", torch.float32, (4,))], 16), torch.empty(4, device="meta")
+    shards, copied = [[ParamMeta("one", torch.float32, (4,))]], torch.empty(4, device="meta")
     with pytest.raises(CheckpointError, match=r"nothing of .* was replaced"):
         write_parts(tmp_path, shards, iter([copied]))  # a copy that fails, as it does without memory
     remove_parts(tmp_path, shards)

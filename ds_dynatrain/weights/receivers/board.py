@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.store import open_store
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.membership.control import Control, Seal
+from ds_dynatrain.weights.outputs import batches
 
 PREFIX = "dynatrain-weights"
 
@@ -133,17 +135,13 @@ def targets_of(rows: Sequence[tuple[str, str, Sequence[int]]], bucket_bytes: int
 
     rows: name, element type and shape of each tensor.
     """
-    found: list[TargetTensor] = []
-    filled = 0
-    for name, kind, shape in rows:
-        dtype = named(kind)
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        bucket = found[-1].bucket if found else 0
-        if found and (dtype != found[-1].dtype or filled + nbytes > bucket_bytes):
-            bucket, filled = bucket + 1, 0
-        filled += nbytes
-        found.append(TargetTensor(name, dtype, tuple(shape), bucket))
-    return found
+
+    def nbytes(row: tuple[str, str, Sequence[int]]) -> int:
+        return torch.Size(row[2]).numel() * named(row[1]).itemsize
+
+    of_type = (same for _, same in groupby(rows, lambda row: row[1]))
+    buckets = enumerate(chain.from_iterable(batches(same, nbytes, bucket_bytes) for same in of_type))
+    return [TargetTensor(name, named(kind), tuple(shape), at) for at, bucket in buckets for name, kind, shape in bucket]
 
 
 def rows_to_post(metadata: Sequence[Any]) -> list[tuple[str, str, list[int]]]:

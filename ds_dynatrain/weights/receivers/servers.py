@@ -7,7 +7,6 @@ buffer and broadcasts that, while the server's request that receives it is under
 from __future__ import annotations
 
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,7 +137,7 @@ def grouped(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
             found.append([])
             filled = 0
         found[-1].append(meta)
-        filled += math.prod(meta.shape) * meta.dtype.itemsize
+        filled += meta.nbytes
     return [bucket for bucket in found if bucket]
 
 
@@ -179,7 +178,7 @@ def packed(
     out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], buckets: Sequence[Sequence[Any]], device: torch.device
 ) -> Iterator[tuple[Sequence[Any], torch.Tensor]]:
     """Yield each bucket with the bytes of its tensors, valid until the next one: of one tensor, or of a buffer."""
-    sizes = [[math.prod(meta.shape) * meta.dtype.itemsize for meta in bucket] for bucket in buckets]
+    sizes = [[meta.nbytes for meta in bucket] for bucket in buckets]
     room = torch.empty(max((sum(each) for each in sizes if len(each) > 1), default=0), dtype=torch.uint8, device=device)
     for bucket, nbytes in zip(buckets, sizes, strict=True):
         out.nbytes += sum(nbytes)

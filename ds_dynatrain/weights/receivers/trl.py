@@ -59,7 +59,7 @@ class TRLWeights:
 
     def _on_other_ranks(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Take part in an update. TRL iterates over this on the other ranks; on the main process nothing runs it."""
-        self.last = send(self._engine(), self.receiver, delta=self._delta)
+        self.send_weights(iter(()))
         yield from ()
 
     def destroy(self) -> None:

@@ -21,8 +21,8 @@ from ds_dynatrain.checkpoint.folder import sync, write
 from ds_dynatrain.errors import CheckpointDamaged, ConfigError
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.weights.lora import persistent_buffers
-from ds_dynatrain.weights.outputs import ParamMeta
-from ds_dynatrain.weights.pretrained import SHARD_BYTES, cut, put_in_place, write_parts
+from ds_dynatrain.weights.outputs import ParamMeta, batches
+from ds_dynatrain.weights.pretrained import SHARD_BYTES, put_in_place, write_parts
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
 RECORD = "update.json"
@@ -78,9 +78,9 @@ class Folder(Receiver):
         metadata, buffers = list(out.source.metadata), persistent_buffers(self._model)
         dtype = metadata[0].dtype
         metadata += [ParamMeta(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
-        shards = cut(metadata, self.max_shard_bytes)
+        shards = list(batches(metadata, lambda meta: meta.nbytes, self.max_shard_bytes))
         write_parts(hidden, shards, chain((tensor for _, tensor in out.full()), buffers.values()))
-        out.nbytes = sum(meta.numel * meta.dtype.itemsize for meta in out.source.metadata)
+        out.nbytes = sum(meta.nbytes for meta in out.source.metadata)
         out.check_whole()
         digests = {**out.digests, **{name: digest(held.reshape(-1)) & WORD for name, held in buffers.items()}}
         put_in_place(hidden, shards, self._model, dtype)
