@@ -99,16 +99,27 @@ class StagedWeights:
                 self._take_buffer(name, tensor)
                 continue
             if name not in self._outputs:
-                raise WeightsError(f"there is no tensor {given!r} among {len(self._outputs)}; {self._like(given)}")
+                near = get_close_matches(given, self._outputs, 1, 0) or ["none"]
+                raise WeightsError(
+                    f"there is no tensor {given!r} among {len(self._outputs)}; give names such as {near[0]!r}, as "
+                    "save_pretrained writes them"
+                )
             output = self._outputs[name]
-            check_full(given, tensor, output.shape)
+            if tensor.shape != output.shape or tensor.is_meta or not tensor.is_floating_point():
+                there = "on the meta device" if tensor.is_meta else f"{tensor.dtype} of {tuple(tensor.shape)}"
+                raise WeightsError(
+                    f"{given!r} is {there}, and {output.shape} floating-point values are expected; give the full tensor"
+                )
             flat = tensor.detach().reshape(-1)
             self.digest += digest(flat, int(self._vps.bases[output.runs[0].tensor]) + output.runs[0].start)
-            for here, there in self._pairs(output, flat):
-                if name not in taken:
-                    here.copy_(there)
-                elif not torch.equal(here, there.to(here)):
-                    raise WeightsError(f"{taken[name]!r} and {given!r} are one tensor, and have two values; give one")
+            for kind, pieces in self._holding.items():
+                for mine, its in matched(self._vps.line, output, pieces, of_kind(self._copies, kind), flat):
+                    if name not in taken:
+                        mine.copy_(its)
+                    elif not torch.equal(mine, its.to(mine)):
+                        raise WeightsError(
+                            f"{taken[name]!r} and {given!r} are one tensor, and have two values; give one"
+                        )
             taken[name] = given
         if missing := [name for name in self._outputs if name not in taken]:
             raise WeightsError(f"{len(missing)} of {len(self._outputs)} tensors are missing, such as {missing[0]!r}")
@@ -122,16 +133,6 @@ class StagedWeights:
         self._new_buffers[name] = tensor.detach().to(self._buffers[name], copy=True)
         self.digest += digest(self._new_buffers[name].reshape(-1))
 
-    def _pairs(self, output: Output, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of equal blocks: in the copies, and in the values of an output tensor."""
-        for kind, pieces in self._holding.items():
-            yield from matched(self._vps.line, output, pieces, of_kind(self._copies, kind), flat)
-
-    def _like(self, name: str) -> str:
-        """Return advice on names, with one that looks like a wrong name."""
-        near = get_close_matches(name, self._outputs, 1, 0) or ["none"]
-        return f"give names such as {near[0]!r}, as save_pretrained writes them"
-
     def write(self) -> None:
         """Write the copies over this member's weights, masters and module buffers."""
         with torch.no_grad():
@@ -139,13 +140,6 @@ class StagedWeights:
                 held.copy_(self._copies[key])
             for name, held in self._new_buffers.items():
                 self._buffers[name].copy_(held)
-
-
-def check_full(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise WeightsError unless a tensor has real floating-point values of a shape."""
-    if tuple(tensor.shape) != shape or tensor.is_meta or not tensor.is_floating_point():
-        there = "on the meta device" if tensor.is_meta else f"{tensor.dtype} of {tuple(tensor.shape)}"
-        raise WeightsError(f"{name!r} is {there}, and {shape} floating-point values are expected; give the full tensor")
 
 
 def _ties(module: Any, outputs: Mapping[str, Output]) -> dict[str, str]:

@@ -206,27 +206,17 @@ def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress:
 
         reader = stack.enter_context(Reader(foreign.path, foreign.manifest, links=True))
         for tensor in foreign.tensors:
+            weight = foreign.manifest.dtype(tensor.name, WEIGHT)
             for kind, dtype in _stored(foreign, tensor):
-                yield from _rows_of(reader, tensor, kind, dtype, write)
+                held = kind if (tensor.name, kind) in foreign.manifest.rows else WEIGHT  # from which a master is made
+                values = whole(reader, tensor, held, dtype).view(1, -1)
+                share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
+                yield write(share)
+                if kind == MASTER and weight is not None:
+                    yield replace(share, kind=WEIGHT).row(weight)
+                del share, values  # before the next ones are read
                 progress(tensor.numel * dtype.itemsize)
         yield from map(write, tensors)
-
-
-def _rows_of(
-    reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype, write: Callable[[Share], ManifestRow]
-) -> list[ManifestRow]:
-    """Write one state kind of a tensor, and return its manifest rows.
-
-    If the checkpoint lacks a master, it is made from the weight. With a master, the row of the weights that are cast
-    from it is returned as well.
-    """
-    weight = reader.manifest.dtype(tensor.name, WEIGHT)
-    values = whole(reader, tensor, kind if (tensor.name, kind) in reader.manifest.rows else WEIGHT, dtype).view(1, -1)
-    share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
-    rows = [write(share)]
-    if kind == MASTER and weight is not None:
-        rows.append(replace(share, kind=WEIGHT).row(weight))
-    return rows
 
 
 def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:

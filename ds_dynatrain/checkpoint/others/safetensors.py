@@ -51,10 +51,8 @@ TYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """Element types, keyed by their names in safetensors."""
-WRITTEN = {TYPES[name]: name for name in ("F64", "F32", "F16", "BF16")}
-"""A map from each element type in which weights can be written to its name in safetensors."""
-OF_BUFFERS = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
-"""The same for the further types that module buffers may have."""
+WRITTEN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Element types in which weights can be written. Module buffers keep theirs."""
 MOST_BYTES = 100_000_000
 """Maximum accepted size of an index, in bytes."""
 
@@ -180,7 +178,7 @@ def header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes
     values.
     """
     said: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at, types = 0, WRITTEN | OF_BUFFERS
+    at, types = 0, {dtype: name for name, dtype in TYPES.items()}
     for name, dtype, shape in tensors:
         begin, at = at, at + math.prod(shape) * dtype.itemsize
         said[name] = {"dtype": types[dtype], "shape": list(shape), "data_offsets": [begin, at]}

@@ -136,15 +136,14 @@ Archive = tuple[str, tuple[int, int] | None]
 class FilePart(io.RawIOBase):
     """A part of an open file, as a separate file object.
 
-    place: the first byte and the length of the part; None for the whole file.
+    place: the first byte and the length of the part.
 
     Raises ValueError if the part exceeds the file.
     """
 
-    def __init__(self, file: io.BufferedReader, place: tuple[int, int] | None) -> None:
-        size = os.fstat(file.fileno()).st_size
-        self.first, self.length = place or (0, size)
-        if min(self.first, self.length) < 0 or self.first + self.length > size:
+    def __init__(self, file: io.BufferedReader, place: tuple[int, int]) -> None:
+        self.first, self.length = place
+        if min(place) < 0 or sum(place) > os.fstat(file.fileno()).st_size:
             raise ValueError(f"{self.length} bytes from byte {self.first} leave the file")
         self._file, self._at = file, 0
 

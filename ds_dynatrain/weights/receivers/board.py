@@ -19,7 +19,6 @@ and versions, except for verdicts. Their keys:
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,8 +34,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ds_dynatrain.checkpoint.extents import name_of, named
 from ds_dynatrain.elastic.abort import WorldSockets
-from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.store import open_store
+from ds_dynatrain.elastic.address import Address, listen
+from ds_dynatrain.elastic.store import open_store, serve_store
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.membership.control import Control, Seal
 from ds_dynatrain.weights.outputs import batches
@@ -47,12 +46,9 @@ PREFIX = "dynatrain-weights"
 def serve(address: str) -> tuple[TCPStore, str]:
     """Return a store that listens at HOST:PORT, and its address; port 0 takes a free one."""
     place = Address.parse(address)
-    listener = socket.create_server(
-        (place.host, place.port), family=socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    )
+    listener = listen(place, is_guarded=True)  # records have the seal of the receivers' token, if there is one
     place = Address(place.host, listener.getsockname()[1])
-    store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, str(place)
+    return serve_store(place.host, listener), str(place)
 
 
 def board_at(address: str, rank: int, seconds: float, token: str | None) -> Control:

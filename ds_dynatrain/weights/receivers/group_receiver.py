@@ -83,18 +83,12 @@ class GroupReceiver:
         self._board = board_at(self.address, rank, timeout_seconds, token)
         self._link: ReceiverLink | None = None
         self._beside: dict[str, torch.Tensor] = {}
-        self._seen = self._discard_present_offer()
+        self._seen = 0
+        if offer := self._board.read("offer"):  # it was meant for the process before in this rank's place
+            self._seen = int(offer["version"])
+            self._board.decide(f"verdict/{self._seen}", f"receiving rank {rank} started anew")
         self._board.post(f"receiver/{rank}", {"size": world_size, "placements": self.placements})
         self._report()
-
-    def _discard_present_offer(self) -> int:
-        """Return the version on offer, 0 if there is none; it was meant for the process before in this rank's place."""
-        offer = self._board.read("offer")
-        if offer is None:
-            return 0
-        version = int(offer["version"])
-        self._board.decide(f"verdict/{version}", f"receiving rank {self.rank} started anew")
-        return version
 
     def update(self, timeout_seconds: float | None = None) -> Update:
         """Wait for the trainer's next version, take it, and return its record. All receiving ranks call this.
@@ -104,7 +98,13 @@ class GroupReceiver:
         """
         begin, patience = time.monotonic(), self.timeout_seconds if timeout_seconds is None else timeout_seconds
         while True:
-            offer = self._next_offer(begin, patience)
+            offer: dict[str, Any] | None = self._board.read("offer")
+            if offer is None or offer["version"] <= self._seen:
+                if time.monotonic() - begin > patience:
+                    what = f"a version after {self._seen} for the receivers at {self.address}"
+                    raise MemberMissing(what, [0], patience)
+                time.sleep(LOOK_SECONDS)
+                continue
             self._clean(int(offer["version"]))
             self._seen = int(offer["version"])
             try:
@@ -129,16 +129,6 @@ class GroupReceiver:
             self._board.remove([f"link/{link.number}", *(f"here/{link.number}/{rank}" for rank in ranks)])
 
     # ---- one update --------------------------------------------------------------------------------------------------
-
-    def _next_offer(self, begin: float, patience: float) -> dict[str, Any]:
-        """Return the newest offer once there is one that this rank has not seen."""
-        while True:
-            offer: dict[str, Any] | None = self._board.read("offer")
-            if offer is not None and offer["version"] > self._seen:
-                return offer
-            if time.monotonic() - begin > patience:
-                raise MemberMissing(f"a version after {self._seen} for the receivers at {self.address}", [0], patience)
-            time.sleep(LOOK_SECONDS)
 
     def _take(self, offer: dict[str, Any]) -> Update:
         """Receive, prove and show one version. Raise TransferError, RuntimeError or DistError if it fails."""
@@ -235,8 +225,9 @@ class GroupReceiver:
     ) -> torch.Tensor:
         """Return the tensor that is held under a name if it fits, else a new one."""
         old = held.get(name)
-        fits = old is not None and old.shape == shape and old.dtype == dtype
-        return old if old is not None and fits else torch.empty(shape, dtype=dtype, device=self.device)
+        if old is not None and (old.shape, old.dtype) == (shape, dtype):
+            return old
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _plan_of(self, link: ReceiverLink, trainer: int) -> list[list[int]]:
         count = torch.empty(1, dtype=torch.int64)
