@@ -26,8 +26,7 @@ import ds_dynatrain
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.weights import send
 from ds_dynatrain.weights.receivers import Group
-from ds_dynatrain.weights.receivers.servers import Requests, TorchEndpoint, free_port
-from ds_dynatrain.weights.receivers.vllm import VLLM
+from ds_dynatrain.weights.receivers.servers import VLLM, Requests, TorchEndpoint, free_port
 
 BATCH = 4
 

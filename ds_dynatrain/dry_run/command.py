@@ -55,9 +55,7 @@ def plan(
             return
         answer = question.answer()
         if html is not None:
-            from ds_dynatrain.dry_run.drawing import page
-
-            html.write_text(page(answer), encoding="utf-8")
+            html.write_text(printing.page(answer), encoding="utf-8")
     printing.answer(answer, as_json)
     if not answer.fits:
         raise typer.Exit(REFUSED)

@@ -1,7 +1,7 @@
 """A simulator of weeks of losses, pre-emptions, slow-downs and joins, without a job, a GPU or torch.
 
-The folder implements `ds-dynatrain simulate` (`command`). `trace` reads what happens to which members, and `draw` draws
-it from distributions. `simulated_job` knows what a step, a switch and a checkpoint take, from a profile and a cluster
+The folder implements `ds-dynatrain simulate` (`command`). `trace` reads what happens to which members, or draws it
+from distributions. `simulated_job` knows what a step, a switch and a checkpoint take, from a profile and a cluster
 file. `policies` has one function per rival, which answers each event. `player` plays a trace against a policy and adds
 up where the time goes, as an `outcome`. `outcome_table` prints outcomes and draws the picture.
 

@@ -49,10 +49,9 @@ def simulate(
     Exit code: 0, or 2 if the trace, the profile, the cluster file or an option cannot be used.
     """
     from ds_dynatrain.simulate import outcome_table as table
-    from ds_dynatrain.simulate.draw import write_drawn
     from ds_dynatrain.simulate.player import play
     from ds_dynatrain.simulate.simulated_job import Assumptions, SimulatedJob
-    from ds_dynatrain.simulate.trace import read_trace, read_values
+    from ds_dynatrain.simulate.trace import read_trace, read_values, write_drawn
 
     with saying("simulate"):
         assumed = read_values(Assumptions, assume, "--assume")

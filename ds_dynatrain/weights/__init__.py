@@ -8,7 +8,7 @@
 | file | role |
 |---|---|
 | `weight_source` | the weights of one world: full tensors bucket by bucket, or this rank's parts |
-| `outputs` `naming` `lora` | what leaves the trainer: names, shapes, order, and what each tensor is made of |
+| `outputs` `naming` | what leaves the trainer: names, shapes, order, and what each tensor is made of |
 | `buckets` | which tensors travel together, and the collective of a bucket |
 | `pretrained` | folders for transformers |
 | `loading` | the way back: full tensors into weights and masters |

@@ -23,8 +23,7 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.space import MASTER, WEIGHT, of_kind
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.weights.buckets import matched
-from ds_dynatrain.weights.lora import is_peft, persistent_buffers
-from ds_dynatrain.weights.naming import outputs_of
+from ds_dynatrain.weights.naming import is_peft, outputs_of, persistent_buffers
 from ds_dynatrain.weights.outputs import Output, batches
 from ds_dynatrain.weights.weight_source import agreed_buffers, raise_first
 

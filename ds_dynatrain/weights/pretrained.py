@@ -23,7 +23,7 @@ from torch import nn
 from ds_dynatrain.checkpoint.others.safetensors import INDEX, SINGLE, WRITTEN, header
 from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.membership.session import Session
-from ds_dynatrain.weights.lora import base_of, persistent_buffers
+from ds_dynatrain.weights.naming import base_of, persistent_buffers
 from ds_dynatrain.weights.outputs import ParamMeta, batches
 
 SHARD_BYTES = 5_000_000_000

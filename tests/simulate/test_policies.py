@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.plan import LinkClass, Topology
-from ds_dynatrain.simulate.draw import Distributions, draw
 from ds_dynatrain.simulate.outcome import PolicyOutcome, SimulationOutcome
 from ds_dynatrain.simulate.player import TIMES, play
 from ds_dynatrain.simulate.simulated_job import Assumptions, SimulatedJob
-from ds_dynatrain.simulate.trace import TraceRow
+from ds_dynatrain.simulate.trace import Distributions, TraceRow, draw
 from ds_dynatrain.space.kind import WEIGHT
 from tests.balance.profiles import profile
 

@@ -24,7 +24,7 @@ from ds_dynatrain.errors import (
     WeightsError,
     WorldChanged,
 )
-from ds_dynatrain.weights.receivers import servers, sglang, trl, verl, vllm
+from ds_dynatrain.weights.receivers import servers, trl, verl
 from ds_dynatrain.weights.receivers import version_folders as folder
 from ds_dynatrain.weights.update import Receiver, Update, send
 from tests.engine import subjects
@@ -39,15 +39,15 @@ PHASES = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
 def to_vllm(url: str) -> Receiver:
-    return vllm.VLLM(url, pause=None, bucket_bytes=600, timeout_seconds=20)
+    return servers.VLLM(url, pause=None, bucket_bytes=600, timeout_seconds=20)
 
 
 def to_vllm_paused(url: str) -> Receiver:
-    return vllm.VLLM(url, bucket_bytes=600, timeout_seconds=20)
+    return servers.VLLM(url, bucket_bytes=600, timeout_seconds=20)
 
 
 def to_sglang(url: str) -> Receiver:
-    return sglang.SGLang(url, 1, bucket_bytes=600, timeout_seconds=20)
+    return servers.SGLang(url, 1, bucket_bytes=600, timeout_seconds=20)
 
 
 def to_folder(path: str) -> Receiver:

@@ -1,7 +1,11 @@
-"""Servers that take weights by a few requests and packed broadcasts: what `vllm` and `sglang` have in common.
+"""Servers that take weights by a few requests and packed broadcasts: vLLM and SGLang.
 
 The first rank of the trainer is rank 0 of a group with the servers' workers. It packs the tensors of a bucket into one
 buffer and broadcasts that, while the server's request that receives it is under way.
+
+The routes and fields are those of vLLM 0.33, whose server runs with `VLLM_SERVER_DEV_MODE=1` and
+`--weight-transfer-config '{"backend": "nccl"}'`, and of SGLang 0.5.23. SGLang's `weights_checker` hashes tensors in the
+server's own form, which this side cannot compute; replicas of one tensor rank must agree, and do not otherwise.
 """
 
 from __future__ import annotations
@@ -9,10 +13,12 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, ClassVar, Protocol
 from urllib.parse import urlencode, urlsplit
@@ -21,9 +27,10 @@ import torch
 import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.errors import ConfigError, TransferError
+from ds_dynatrain.errors import CertificateError, ConfigError, TransferError
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
 
@@ -158,6 +165,13 @@ class Server(Receiver):
 
     always_claims: ClassVar[bool] = False
     _group: Broadcast | None = None
+    _endpoint: Endpoint | None = None
+
+    def __init__(
+        self, device: torch.device | str, bucket_bytes: int, master: str | None, timeout_seconds: float
+    ) -> None:
+        self.device, self.bucket_bytes = torch.device(device), bucket_bytes
+        self._master, self._timeout_seconds = master, timeout_seconds
 
     def deliver(self, out: Outgoing) -> None:
         """Send one update; the server shows it if all tensors have passed, each as announced."""
@@ -172,6 +186,24 @@ class Server(Receiver):
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         raise NotImplementedError
+
+    def _joined(
+        self,
+        beside: ThreadPoolExecutor,
+        join: Callable[[dict[str, Any]], Any],
+        own_address: Callable[[], str],
+        workers: int,
+        **more: Any,
+    ) -> Broadcast:
+        """Return the trainer's end of a new group, which the workers join by the request `join`."""
+        info = {**meeting_place(self._master, own_address), "rank_offset": 1, "world_size": workers + 1, **more}
+        request = beside.submit(join, info)
+        if self._endpoint is None:
+            found: Broadcast = TorchEndpoint(info, self.device, self._timeout_seconds, request)
+        else:
+            found = self._endpoint(info)
+        request.result()
+        return found
 
 
 def packed(
@@ -206,3 +238,210 @@ def broadcast(group: Broadcast, data: torch.Tensor, request: Future[Any]) -> Non
         if request.done() and (cause := request.exception()) is not None:
             raise cause from error
         raise
+
+
+# ---- vLLM ------------------------------------------------------------------------------------------------------------
+
+BUCKET_BYTES_OF_VLLM, BUCKET_BYTES_OF_SGLANG = 32 << 20, 512 << 20
+BUFFERS = 2
+"""Number of buffers into which a worker receives. Workers are told this number."""
+
+
+class VLLMClient(Requests):
+    """vLLM's weight-sync client over HTTP; `VLLM` takes any object with these methods, such as vLLM's Ray client."""
+
+    def get_world_size(self) -> int:
+        """Return the number of workers."""
+        return int(self.ask("GET", "/get_world_size")["world_size"])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let the workers join the trainer's group."""
+        self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Prepare the workers for weights in the checkpoint's format."""
+        self.ask("POST", "/start_weight_update", {"is_checkpoint_format": True})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Let the workers receive; returns once they have."""
+        self.ask("POST", "/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Make the weights the present ones."""
+        self.ask("POST", "/finish_weight_update", {"weight_version": weight_version})
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Let the workers leave the trainer's group."""
+        self.ask("POST", "/shutdown_weight_transfer_engine")
+
+    def pause(self, mode: str) -> None:
+        """Pause generation, in one of vLLM's modes."""
+        self.ask("POST", "/pause", mode=mode)
+
+    def resume(self) -> None:
+        """Continue generation after a pause."""
+        self.ask("POST", "/resume")
+
+
+class VLLM(Server):
+    """A vLLM server as a receiver; make one object on each rank of the trainer.
+
+    client: the server's URL, or an object with the methods of `VLLMClient`. workers: how many
+    workers there are; the server is asked by default. master: HOST or HOST:PORT of the trainer's
+    rank 0, as the workers reach it; by default this machine's address and a free port. endpoint: makes the trainer's
+    end of the group; by default `nccl_of_vllm` on a GPU, which needs vLLM installed here, and torch's gloo on a CPU.
+    pause: how generation is paused meanwhile ("keep", "wait" or "abort"); None if it is paused by other means. After an
+    update that failed once it had started, generation stays paused until another one succeeds.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        *,
+        workers: int | None = None,
+        master: str | None = None,
+        endpoint: Endpoint | None = None,
+        pause: str | None = "keep",
+        bucket_bytes: int = BUCKET_BYTES_OF_VLLM,
+        timeout_seconds: float = 300.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.client = VLLMClient(client, timeout_seconds) if isinstance(client, str) else client
+        super().__init__(device, bucket_bytes, master, timeout_seconds)
+        self._pause, self._workers = pause, workers
+        self._endpoint = endpoint or (None if self.device.type == "cpu" else nccl_of_vllm)
+
+    def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
+        before = getattr(self.client, "count", 0)
+        try:
+            if self._pause is not None:
+                self.client.pause(self._pause)
+            if self._group is None:
+                self._group = self._connected(beside)
+        except Exception:
+            if self._pause is not None:  # no weight was touched
+                with suppress(Exception):
+                    self.client.resume()
+            raise
+        self.client.start_weight_update()
+        metadata = out.source.metadata
+        info = {
+            "names": [meta.name for meta in metadata],
+            "dtype_names": [name_of(meta.dtype) for meta in metadata],
+            "shapes": [list(meta.shape) for meta in metadata],
+        }
+        request = beside.submit(self.client.update_weights, info)
+        for _, data in packed(out, tensors, grouped(metadata, self.bucket_bytes), self.device):
+            broadcast(self._group, data, request)
+        request.result()
+        out.check_whole()
+        self.client.finish_weight_update(out.label)
+        if self._pause is not None:
+            self.client.resume()
+        out.rpcs = getattr(self.client, "count", 0) - before
+
+    def _connected(self, beside: ThreadPoolExecutor) -> Broadcast:
+        """Return the trainer's end of a new group."""
+        with suppress(Exception):  # the workers may be in no group; before vLLM 0.33 a new group replaces the old one
+            self.client.shutdown_weight_transfer_engine()
+        return self._joined(
+            beside,
+            self.client.init_weight_transfer_engine,
+            lambda: str(self.client.own_address()),
+            self._workers or self.client.get_world_size(),
+            packed=True,
+            packed_buffer_size_bytes=self.bucket_bytes,
+            packed_num_buffers=BUFFERS,
+        )
+
+
+def nccl_of_vllm(info: Any) -> Broadcast:
+    """Return the trainer's end of the group that vLLM's workers make, by vLLM's own code."""
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init  # type: ignore[import-not-found]
+
+    found: Broadcast = trainer_init(dict(info))
+    return found
+
+
+# ---- SGLang ----------------------------------------------------------------------------------------------------------
+
+GROUP = "dynatrain_weights"
+
+
+class SGLang(Server):
+    """An SGLang server as a receiver; make one object on each rank of the trainer.
+
+    url: http://HOST:PORT of the server. workers: its tensor ranks times its pipeline and data ranks. master: HOST or
+    HOST:PORT of the trainer's rank 0, as the workers reach it; by default this machine's address and a free port.
+    checks: whether to compare the checksums of replicas after each update. device: the group's device; NCCL on a
+    GPU, gloo on a CPU.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        workers: int,
+        *,
+        master: str | None = None,
+        checks: bool = True,
+        bucket_bytes: int = BUCKET_BYTES_OF_SGLANG,
+        timeout_seconds: float = 300.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(device, bucket_bytes, master, timeout_seconds)
+        self.server, self.workers, self._checks = Requests(url, timeout_seconds), workers, checks
+        self.checksums: list[Any] = []
+        """Checksums that the server's ranks reported after the last update."""
+
+    def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
+        before = self.server.count
+        if self._group is None:
+            self._group = self._connected(beside)
+        self._post("/begin_weight_update", {"selector": "all"})
+        buckets = grouped(out.source.metadata, self.bucket_bytes)
+        for bucket, data in packed(out, tensors, buckets, self.device):
+            body = {
+                "names": [meta.name for meta in bucket],
+                "dtypes": [name_of(meta.dtype) for meta in bucket],
+                "shapes": [list(meta.shape) for meta in bucket],
+                "group_name": GROUP,
+                "load_format": "flattened_bucket",
+                "flush_cache": bucket is buckets[-1],
+                "weight_version": out.label if bucket is buckets[-1] else None,
+            }
+            request = beside.submit(self._post, "/update_weights_from_distributed", body)
+            broadcast(self._group, data, request)
+            request.result()
+        out.check_whole()
+        self._post("/end_weight_update", {})
+        if self._checks:
+            answer = self._post("/weights_checker", {"action": "checksum"})
+            self.checksums = list(answer.get("ranks") or ())
+            _compare(self.checksums)
+        out.rpcs = self.server.count - before
+
+    def _post(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self.server.ask("POST", route, body) or {}
+        if not answer.get("success", True):
+            raise TransferError(f"{self.server.url}{route}: {answer.get('message')}")
+        return answer
+
+    def _connected(self, beside: ThreadPoolExecutor) -> Broadcast:
+        with suppress(TransferError):  # it may have none
+            self._post("/destroy_weights_update_group", {"group_name": GROUP})
+        backend = "gloo" if self.device.type == "cpu" else "nccl"
+        join = partial(self._post, "/init_weights_update_group")
+        return self._joined(beside, join, self.server.own_address, self.workers, group_name=GROUP, backend=backend)
+
+
+def _compare(ranks: list[Any]) -> None:
+    """Raise CertificateError if data ranks of the server that hold the same part have other checksums."""
+    found = defaultdict[tuple[Any, ...], dict[str, Any]](dict)
+    for rank in ranks:
+        place = rank.get("parallelism_info", {})
+        key = tuple(place.get(name) for name in ("role", "tp_rank", "pp_rank"))
+        first = found[key] or rank
+        found[key] = first
+        if first.get("per_gpu_checksum") != rank.get("per_gpu_checksum"):
+            names = [name for name, each in rank.get("checksums", {}).items() if first["checksums"].get(name) != each]
+            raise CertificateError(f"replicas of {dict(place)} differ after the update, first in {names[:3]}")

@@ -20,7 +20,7 @@ from ds_dynatrain.checkpoint.extents import WORD
 from ds_dynatrain.checkpoint.folder import sync, write
 from ds_dynatrain.errors import CheckpointDamaged, ConfigError
 from ds_dynatrain.transfer import digest
-from ds_dynatrain.weights.lora import persistent_buffers
+from ds_dynatrain.weights.naming import persistent_buffers
 from ds_dynatrain.weights.outputs import ParamMeta, batches
 from ds_dynatrain.weights.pretrained import SHARD_BYTES, put_in_place, write_parts
 from ds_dynatrain.weights.update import Outgoing, Receiver
