@@ -49,8 +49,8 @@ class Extent:
 
     start: int
     length: int
-    step: int
-    count: int
+    step: int = 0
+    count: int = 1
 
     @property
     def numel(self) -> int:
@@ -73,7 +73,7 @@ class Extent:
             return
         for row in range(0, self.numel, self.length):
             for begin in range(0, self.length, most):
-                yield Extent(row + begin, min(most, self.length - begin), 0, 1)
+                yield Extent(row + begin, min(most, self.length - begin))
 
     def __str__(self) -> str:
         end = self.start + self.length

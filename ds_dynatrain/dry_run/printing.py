@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from pydantic import TypeAdapter
 from rich.markup import escape
@@ -146,8 +146,12 @@ def page(found: DryRunAnswer) -> str:
         ]
         parts += ["<h2>Bytes between nodes</h2>", _matrix(found.figures)]
         parts += ["<h2>Expected phases</h2>", _timeline(phases)]
-        if found.figures.rounds:
-            parts += ["<h2>Rounds of exchanges</h2>", _timeline(_rounds(found.figures))]
+        rounds = []
+        for number, each in enumerate(found.figures.rounds, 1):
+            where, color = ("between nodes", NETWORK) if each.between_nodes else ("inside nodes", NODE)
+            rounds.append((f"round {number}, {where}", each.seconds, color))
+        if rounds:
+            parts += ["<h2>Rounds of exchanges</h2>", _timeline(rounds)]
     parts += ["<h2>Assumed</h2><ul>", *(f"<li>{html.escape(line)}</li>" for line in found.assumptions), "</ul>"]
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
@@ -166,19 +170,13 @@ def _matrix(figures: ChangeFigures) -> str:
         fill = f'fill="{NETWORK}" fill-opacity="{0.08 + 0.92 * nbytes / most:.3f}"'
         cells.append(f"<rect {place} {fill}><title>{said}</title></rect>")
     frame = f'<rect width="{CELL}" height="{CELL}" fill="none" stroke="{OTHER}"/>'
-    said = f"<p>Rows send, columns receive: {count} nodes from {html.escape(names[0])} on; the darkest is {size(most)}.</p>"
+    first = html.escape(names[0])
+    said = f"<p>Rows send, columns receive: {count} nodes from {first} on; the darkest is {size(most)}.</p>"
     return f'{said}<svg viewBox="0 0 {CELL} {CELL}" width="{CELL}" role="img">{frame}{"".join(cells)}</svg>'
 
 
-def _rounds(figures: ChangeFigures) -> Iterable[tuple[str, float, str]]:
-    for number, each in enumerate(figures.rounds, 1):
-        where, color = ("between nodes", NETWORK) if each.between_nodes else ("inside nodes", NODE)
-        yield f"round {number}, {where}", each.seconds, color
-
-
-def _timeline(bars: Iterable[tuple[str, float, str]]) -> str:
+def _timeline(rows: Sequence[tuple[str, float, str]]) -> str:
     """Return a picture of durations that follow one another, given as (name, seconds, color)."""
-    rows = list(bars)
     scale, begin, drawn = WIDTH / (sum(seconds for _, seconds, _ in rows) or 1), 0.0, []
     height = max(6.0, min(24.0, 600 / len(rows)))
     for number, (name, seconds, color) in enumerate(rows):

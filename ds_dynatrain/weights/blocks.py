@@ -43,7 +43,7 @@ def part_of(shape: Sequence[int], dim: int | None, rank: int, size: int) -> tupl
     dim: the dimension that is cut among `size` ranks; None if each rank holds the whole tensor.
     """
     if dim is None:
-        return Extent(0, math.prod(shape), 0, 1), tuple(shape)
+        return Extent(0, math.prod(shape)), tuple(shape)
     width = -(-shape[dim] // size)
     begin, end = min(rank * width, shape[dim]), min((rank + 1) * width, shape[dim])
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])

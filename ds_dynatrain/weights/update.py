@@ -136,7 +136,7 @@ class Outgoing:
                     found = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                     raise TransferError(f"{name}: the source gave {found}, and announced {meta.dtype} of {meta.shape}")
                 flat = tensor.detach().reshape(-1)
-                self._note(name, Extent(0, flat.numel(), 0, 1), flat)
+                self._note(name, Extent(0, flat.numel()), flat)
             yield name, tensor
 
     def runs(self) -> Iterator[tuple[int, Extent, torch.Tensor]]:
@@ -145,7 +145,7 @@ class Outgoing:
             for name, tensor in self.full():
                 if self.source.rank == 0:
                     flat = tensor.detach().reshape(-1).cpu()
-                    yield self._numbers[name], Extent(0, flat.numel(), 0, 1), flat.clone()
+                    yield self._numbers[name], Extent(0, flat.numel()), flat.clone()
             return
         for name, extent, matrix in self.source.runs():
             flat = matrix.detach().reshape(-1).cpu()
@@ -165,7 +165,7 @@ class Outgoing:
         """Iterate over what this rank owns, as `runs` does, without the values."""
         if not self.has_runs:
             metadata = self.source.metadata if self.source.rank == 0 else ()
-            yield from ((number, Extent(0, meta.numel, 0, 1)) for number, meta in enumerate(metadata))
+            yield from ((number, Extent(0, meta.numel)) for number, meta in enumerate(metadata))
             return
         for name, extent, _ in self.source.runs():
             yield self._numbers[name], extent

@@ -107,7 +107,7 @@ def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> ManifestRow:
             f"{stored.file} has {stored.shape} where {kind} of {tensor.name!r} {tensor.shape} is expected, row by "
             "row; save the checkpoint again, with contiguous tensors"
         )
-    return stored_row(tensor, kind, stored, Extent(0, tensor.numel, 0, 1))
+    return stored_row(tensor, kind, stored, Extent(0, tensor.numel))
 
 
 def stored_row(tensor: LogicalTensor, kind: str, stored: Stored, extent: Extent, first: int = 0) -> ManifestRow:
@@ -118,7 +118,7 @@ def stored_row(tensor: LogicalTensor, kind: str, stored: Stored, extent: Extent,
 
 def cast_from_master(tensor: LogicalTensor, dtype: torch.dtype) -> ManifestRow:
     """Return the manifest row of weights that are not stored but cast from their master."""
-    return ManifestRow(tensor.name, WEIGHT, name_of(dtype), tensor.shape, Extent(0, tensor.numel, 0, 1), "", 0, 0)
+    return ManifestRow(tensor.name, WEIGHT, name_of(dtype), tensor.shape, Extent(0, tensor.numel), "", 0, 0)
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress:
             for kind, dtype in _stored(foreign, tensor):
                 held = kind if (tensor.name, kind) in foreign.manifest.rows else WEIGHT  # from which a master is made
                 values = whole(reader, tensor, held, dtype).view(1, -1)
-                share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
+                share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel), values)
                 yield write(share)
                 if kind == MASTER and weight is not None:
                     yield replace(share, kind=WEIGHT).row(weight)

@@ -183,7 +183,7 @@ def _frozen(files: ZeroFolder, tensor: LogicalTensor, stored: Stored | None) -> 
             raise CheckpointDamaged(f"{files.path}: the part of the frozen {tensor.name!r} of rank {rank} is missing")
         numel = min(held.numel, tensor.numel - at)  # the last part is padded
         if numel > 0:
-            yield stored_row(tensor, WEIGHT, held, Extent(at, numel, 0, 1))
+            yield stored_row(tensor, WEIGHT, held, Extent(at, numel))
             at += numel
 
 

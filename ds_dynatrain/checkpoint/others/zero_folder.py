@@ -303,7 +303,7 @@ def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> 
                 yield stored_row(vps.tensors[tensor], kind, stored, extent, first)
                 continue
             for run in range(extent.count):
-                alone = Extent(extent.start + run * extent.step, extent.length, 0, 1)
+                alone = Extent(extent.start + run * extent.step, extent.length)
                 yield stored_row(vps.tensors[tensor], kind, stored, alone, first + run * stride)
 
 

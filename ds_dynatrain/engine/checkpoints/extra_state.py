@@ -111,7 +111,7 @@ def packed(rank: int, rest: Mapping[str, Any]) -> tuple[Any, list[Share]]:
 def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
     flat = tensor.detach().reshape(1, -1)
     shape = tuple(tensor.shape) or (1,)
-    return Share(f"{rank}/{number}", REST, shape, Extent(0, flat.shape[1], 0, 1), flat)
+    return Share(f"{rank}/{number}", REST, shape, Extent(0, flat.shape[1]), flat)
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
