@@ -22,9 +22,9 @@ import torch
 from figures import keep, machine
 from memory import high_water, reset_high_water, resident
 
-from ds_dynatrain.checkpoint import Reader
-from ds_dynatrain.checkpoint.others import check_crcs
 from ds_dynatrain.checkpoint.others.recognize import told_at
+from ds_dynatrain.checkpoint.others.torch_files import check_crcs
+from ds_dynatrain.checkpoint.reading import Reader
 
 MIB, RANKS = 1 << 20, 4
 
@@ -45,10 +45,10 @@ def main() -> None:
         shapes = shapes_of(asked.mib, asked.tensors)
         write_zero(Path(name) / "zero" / "global_step3", shapes)
         reading = [reading_cost(Path(name) / "zero" / "global_step3", with_crcs) for with_crcs in (False, True)]
-        found = [(*said, *run(asked.mib, *asks)) for *said, asks in directions(Path(name))]
+        found = [(one, other, *run(*asks)) for one, other, asks in directions(Path(name))]
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     whole = f"The largest tensor has {asked.mib} MiB in one state kind, all together {12 * numel // MIB} MiB."
-    took = "; ".join(f"{one} to {other} {most} MiB, {seconds} s" for one, other, most, _, _, seconds in found)
+    took = "; ".join(f"{one} to {other} {most:.0f} MiB, {seconds:.1f} s" for one, other, most, seconds in found)
     without, with_crcs = reading
     text = (
         f"Measured on: {machine()}. {whole} At most, beyond the imports: {took}. Reading all of DeepSpeed's: "
@@ -73,12 +73,11 @@ def reading_cost(path: Path, with_crcs: bool) -> float:
     return best
 
 
-def run(mib: int, *asks: object) -> list[str]:
-    """The figures of one conversion, in a process of its own."""
+def run(*asks: object) -> tuple[float, float]:
+    """(MiB at most, seconds) of one conversion, in a process of its own."""
     command = [sys.executable, __file__, "--one", *map(str, asks)]
     said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    held = said["bytes"] / MIB
-    return [f"{held:.0f}", f"{held / mib:.2f}", f"{said['bytes'] / said['whole']:.3f}", f"{said['seconds']:.1f}"]
+    return said["bytes"] / MIB, said["seconds"]
 
 
 def directions(folder: Path) -> Iterator[tuple[str, str, tuple[Path, Path, str]]]:
@@ -108,8 +107,7 @@ def measure(path: str, out: str, to: str) -> None:
     reset_high_water()
     list(conversion.convert(Path(path), Path(out), Format(to), None, False))
     seconds = time.perf_counter() - begin
-    whole = sum(each.stat().st_size for each in Path(path).rglob("*") if each.is_file()) or Path(path).stat().st_size
-    print(json.dumps({"bytes": high_water() - before, "seconds": seconds, "whole": whole}))
+    print(json.dumps({"bytes": high_water() - before, "seconds": seconds}))
 
 
 def shapes_of(mib: int, tensors: int) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_memory_of_each_direction() -> None:
         capture_output=True,
         text=True,
     ).stdout
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if "ours" in line]
-    assert len(rows) == 7
-    for source, target, held, *_ in rows:
+    rows = re.findall(r"(?:: |; )([^;:]+?) to (\S+) (\d+) MiB, [\d.]+ s", out)
+    assert len(rows) == 7 and all("ours" in row for row in rows), out
+    for source, target, held in rows:
         assert int(held) <= 64 + 48, (source, target, held)
