@@ -28,7 +28,9 @@ import torch
 from figures import keep, machine, table
 
 from ds_dynatrain.adapters.zero.state import Memory, provide, zeros
-from ds_dynatrain.checkpoint import HostMemory, Manifest, Reader, shares_of, write_shares
+from ds_dynatrain.checkpoint.manifest import Manifest
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.writing import HostMemory, shares_of, write_shares
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 PROCESSES, COLUMNS = 2, 1024

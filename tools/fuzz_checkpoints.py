@@ -37,7 +37,7 @@ from memory import high_water, reset_high_water, resident
 from mutations import FOUND, MUTATIONS, VICTIM, mutated
 from specimens import Specimen, specimens
 
-from ds_dynatrain.checkpoint import Saved
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.cli import checkpoints, conversion
 from ds_dynatrain.cli.choices import Format
 from ds_dynatrain.errors import CheckpointError

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from specimens import Specimen
 
-from ds_dynatrain.checkpoint import Extent, Manifest, ManifestRow, record
+from ds_dynatrain.checkpoint import record
+from ds_dynatrain.checkpoint.extents import Extent
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 
 Files = dict[str, bytes]
 Mutation = Callable[[Random, Specimen], Files]

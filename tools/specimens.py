@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.checkpoint.others.recognize import told_at
 from ds_dynatrain.checkpoint.others.torch_files import Archive, opened
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.cli import conversion
 from ds_dynatrain.cli.choices import Format
 

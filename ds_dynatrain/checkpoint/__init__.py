@@ -13,24 +13,3 @@
 This package uses neither an engine nor DeepSpeed, and sends no messages between processes. docs/dev/format.md describes
 the format. May import `transfer` and `version`; start with `manifest`.
 """
-
-from ds_dynatrain.checkpoint.extents import Extent
-from ds_dynatrain.checkpoint.folder import latest
-from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
-from ds_dynatrain.checkpoint.reading import Reader
-from ds_dynatrain.checkpoint.record import Saved, TrainingRecord
-from ds_dynatrain.checkpoint.writing import HostMemory, Share, shares_of, write_shares
-
-__all__ = [
-    "Extent",
-    "HostMemory",
-    "Manifest",
-    "ManifestRow",
-    "Reader",
-    "Saved",
-    "Share",
-    "TrainingRecord",
-    "latest",
-    "shares_of",
-    "write_shares",
-]

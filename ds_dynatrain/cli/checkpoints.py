@@ -9,7 +9,9 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from ds_dynatrain.checkpoint import Reader, Saved, latest
+from ds_dynatrain.checkpoint.folder import latest
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.terminal import stdout_console

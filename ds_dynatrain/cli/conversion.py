@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.checkpoint.extents import named
 from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others.dcp_folder import to_dcp
@@ -18,6 +17,8 @@ from ds_dynatrain.checkpoint.others.foreign import bytes_of
 from ds_dynatrain.checkpoint.others.recognize import told_at
 from ds_dynatrain.checkpoint.others.safetensors import to_safetensors
 from ds_dynatrain.checkpoint.others.universal_folder import to_universal
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.cli.checkpoints import COLUMNS, found
 from ds_dynatrain.cli.choices import Format, WeightType
 from ds_dynatrain.errors import CheckpointError

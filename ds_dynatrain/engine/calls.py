@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.checkpoint import folder as folders
-from ds_dynatrain.checkpoint.others import ZeroFolder, rules_then
+from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder
+from ds_dynatrain.checkpoint.others.zero_folder import rules_then
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.checkpoints.other_tools import check_batch

@@ -18,8 +18,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from ds_dynatrain.adapters.zero.state import Buffers
-from ds_dynatrain.checkpoint import Extent
-from ds_dynatrain.checkpoint.extents import placed
+from ds_dynatrain.checkpoint.extents import Extent, placed
 from ds_dynatrain.engine.discarded import DISCARDED
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import CensusError, ConfigError, MemberMissing, WeightsError, WorldChanged

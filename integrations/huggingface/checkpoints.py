@@ -15,9 +15,10 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME as STATE
 from transformers.trainer import _is_peft_model
 
-from ds_dynatrain.checkpoint import Saved, record
+from ds_dynatrain.checkpoint import record
 from ds_dynatrain.checkpoint.files import read_small
 from ds_dynatrain.checkpoint.folder import LATEST
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointError, ConfigError
 from ds_dynatrain.integrations.huggingface.carried import PROGRESS, callback_states, restore_callbacks
 from ds_dynatrain.integrations.shared.folders import is_ours, save

@@ -9,7 +9,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from ds_dynatrain.checkpoint import Manifest, ManifestRow, Saved, record
+from ds_dynatrain.checkpoint import record
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.cli.main import app
 
 FORMATS = ("safetensors", "deepspeed-universal", "dcp")

@@ -15,9 +15,10 @@ import pytest
 import torch
 from pyarrow import ipc
 
-from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.checkpoint.arrow import ArrowValues, read_table, table_bytes
 from ds_dynatrain.checkpoint.extents import ALIGN, name_of, named
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.checkpoint.worlds import save, state_of
@@ -207,5 +208,5 @@ def test_batches_of_any_size(tmp_path: Path) -> None:
 def test_it_is_imported_when_it_is_needed() -> None:
     """Whoever trains without checkpoints does not wait for it."""
     code = "import sys, ds_dynatrain as d; d.initialize; import ds_dynatrain.engine.dynatrain_engine"
-    code += "; import ds_dynatrain.checkpoint; assert 'pyarrow' not in sys.modules"
+    code += "; from ds_dynatrain.checkpoint import folder, reading, writing; assert 'pyarrow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -21,9 +21,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ds_dynatrain.checkpoint import Saved, folder, record
-from ds_dynatrain.checkpoint.others import read_tree
+from ds_dynatrain.checkpoint import folder, record
 from ds_dynatrain.checkpoint.others.recognize import told_at
+from ds_dynatrain.checkpoint.others.torch_files import read_tree
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.strangers import checkpoint
 from tests.checkpoint.test_damage import whole

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.checkpoint.others.safetensors import to_safetensors
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import CheckpointError
 from tests.checkpoint.test_damage import SPACE, STATE, TENSORS, whole

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ds_dynatrain.checkpoint.others import Archive, check_crcs
 from ds_dynatrain.checkpoint.others.recognize import told_at
+from ds_dynatrain.checkpoint.others.torch_files import Archive, check_crcs
 from ds_dynatrain.errors import CheckpointDamaged
 from tests.checkpoint.strangers import checkpoint
 from tests.checkpoint.test_convert import TO

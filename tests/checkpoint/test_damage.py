@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ds_dynatrain.checkpoint import Extent, Manifest, ManifestRow, Reader, Saved, TrainingRecord, folder, record
+from ds_dynatrain.checkpoint import folder, record
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.files import dumped
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Saved, TrainingRecord
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds

@@ -12,9 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from ds_dynatrain.checkpoint import Reader, Saved, folder
+from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.checkpoint.others.recognize import told_at
-from ds_dynatrain.checkpoint.reading import whole
+from ds_dynatrain.checkpoint.reading import Reader, whole
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import CheckpointError
 

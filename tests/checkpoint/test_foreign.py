@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.checkpoint.others.foreign import Foreign, take
 from ds_dynatrain.checkpoint.others.recognize import told_at
-from ds_dynatrain.checkpoint.reading import whole
+from ds_dynatrain.checkpoint.reading import Reader, whole
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import MASTER, WEIGHT
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.checkpoint import Manifest, Reader
+from ds_dynatrain.checkpoint.manifest import Manifest
+from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from ds_dynatrain.transfer import digest
 from tests.checkpoint.worlds import load, save, state_of

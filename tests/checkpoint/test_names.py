@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ds_dynatrain.checkpoint import ManifestRow
+from ds_dynatrain.checkpoint.manifest import ManifestRow
 from tests.checkpoint.strangers import FORMATS, checkpoint, rewritten, with_rows
 from tests.checkpoint.test_damage import whole
 

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.checkpoint import ManifestRow, Saved, record
+from ds_dynatrain.checkpoint import record
 from ds_dynatrain.checkpoint.extents import Extent
+from ds_dynatrain.checkpoint.manifest import ManifestRow
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointDamaged
 from tests.checkpoint.strangers import FORMATS, checkpoint, rewritten, with_rows
 from tests.checkpoint.test_damage import whole

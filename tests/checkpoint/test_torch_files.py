@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_dynatrain.checkpoint.others import Stored, fields_of, read_tree, value_of, with_values
+from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, value_of, with_values
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 FLAT = torch.arange(1000, dtype=torch.float32)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from ds_dynatrain.checkpoint import Manifest, Reader, shares_of, write_shares
+from ds_dynatrain.checkpoint.manifest import Manifest
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.writing import shares_of, write_shares
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.transfer import Buffers
 from tests.transfer.states import buffers_of, dtype_of

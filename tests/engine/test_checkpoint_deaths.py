@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.checkpoint import Saved, folder
+from ds_dynatrain.checkpoint import folder
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.engine.checkpoints.saving import _Saving
 from ds_dynatrain.errors import CheckpointError, MemberMissing
 from ds_dynatrain.reshard.restoration import Restoration

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from ds_dynatrain.checkpoint import Reader
+from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.engine.checkpoints import saving
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, faults, jobs, oracle

@@ -14,7 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ds_dynatrain.checkpoint import Reader, Saved
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.reshard.restoration import Restoration
 from tests.engine import faults, jobs
 from tests.engine.models import small_gpt

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.groups.worlds import WorldSpec, build_world, drop
-from ds_dynatrain.checkpoint import Saved
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.engine.checkpoints.restore import restore
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.checkpoint import Extent
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.errors import MemberMissing
 from ds_dynatrain.weights.outputs import ParamMeta
 from ds_dynatrain.weights.receivers.group_receiver import GroupReceiver

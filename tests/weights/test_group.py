@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.checkpoint import Extent
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.weights.blocks import Move, check_coverage, moves_between, part_of
 from ds_dynatrain.weights.receivers.group import Group

@@ -14,33 +14,3 @@ They are read in place, never loaded whole.
 This package uses neither an engine nor DeepSpeed; it knows only what the files contain. May import what `checkpoint`
 may; start with `recognize`.
 """
-
-from ds_dynatrain.checkpoint.others.torch_files import (
-    Archive,
-    Stored,
-    check_crcs,
-    fields_of,
-    read_tree,
-    value_of,
-    with_values,
-)
-from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, carry_of, is_zero_folder
-from ds_dynatrain.checkpoint.others.zero_folder import frozen_left_out, rows_of, rules_then, scalars_of, then
-
-__all__ = [
-    "Archive",
-    "Stored",
-    "ZeroFolder",
-    "carry_of",
-    "check_crcs",
-    "fields_of",
-    "frozen_left_out",
-    "is_zero_folder",
-    "read_tree",
-    "rows_of",
-    "rules_then",
-    "scalars_of",
-    "then",
-    "value_of",
-    "with_values",
-]

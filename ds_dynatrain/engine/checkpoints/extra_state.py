@@ -18,12 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_dynatrain.adapters.model.module_state import merged
 from ds_dynatrain.adapters.zero.regroup import Regrouping
-from ds_dynatrain.checkpoint import Extent, Reader, Saved, Share
-from ds_dynatrain.checkpoint.extents import name_of
+from ds_dynatrain.checkpoint.extents import Extent, name_of
 from ds_dynatrain.checkpoint.files import Progress, silent
-from ds_dynatrain.checkpoint.others import value_of
 from ds_dynatrain.checkpoint.others.foreign import Foreign, take
-from ds_dynatrain.checkpoint.record import RECORD, what_is_wrong
+from ds_dynatrain.checkpoint.others.torch_files import value_of
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import RECORD, Saved, what_is_wrong
+from ds_dynatrain.checkpoint.writing import Share
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, ConfigError, TransferError
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.encoding import announced, decode, encode

@@ -19,7 +19,8 @@ from typing import Any
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import drop
 from ds_dynatrain.adapters.zero.state import Buffers
-from ds_dynatrain.checkpoint import Reader, Saved
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.engine.checkpoints.restore import restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown

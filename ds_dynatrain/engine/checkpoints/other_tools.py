@@ -18,23 +18,14 @@ import torch
 from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate
 from ds_dynatrain.adapters.zero.loss_scale import taken_from
 from ds_dynatrain.adapters.zero.optimizers import rule_of
-from ds_dynatrain.checkpoint import Manifest, Saved
 from ds_dynatrain.checkpoint.extents import WORD, name_of, named
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, naming
-from ds_dynatrain.checkpoint.others import (
-    ZeroFolder,
-    carry_of,
-    check_crcs,
-    frozen_left_out,
-    is_zero_folder,
-    rows_of,
-    scalars_of,
-    then,
-    value_of,
-    with_values,
-)
+from ds_dynatrain.checkpoint.manifest import Manifest
 from ds_dynatrain.checkpoint.others.foreign import number_of
-from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.checkpoint.others.torch_files import check_crcs, value_of, with_values
+from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, carry_of, is_zero_folder
+from ds_dynatrain.checkpoint.others.zero_folder import frozen_left_out, rows_of, scalars_of, then
+from ds_dynatrain.checkpoint.record import RECORD, Saved
 from ds_dynatrain.engine.checkpoints.extra_state import rest_for
 from ds_dynatrain.engine.checkpoints.sources import CheckpointPart, FromCheckpoint, Gather, Key, Universal
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError

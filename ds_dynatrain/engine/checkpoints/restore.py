@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from ds_dynatrain.adapters.groups.world import World
-from ds_dynatrain.checkpoint import Saved, folder
-from ds_dynatrain.checkpoint.others import is_zero_folder
-from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.checkpoint import folder
+from ds_dynatrain.checkpoint.others.zero_files import is_zero_folder
+from ds_dynatrain.checkpoint.record import RECORD, Saved
 from ds_dynatrain.engine.checkpoints.other_tools import opened
 from ds_dynatrain.engine.checkpoints.saving import ask
 from ds_dynatrain.engine.checkpoints.sources import ALL, CheckpointPart

@@ -22,8 +22,11 @@ from ds_dynatrain.adapters.deepspeed.support_checks import refuse_at_boundary
 from ds_dynatrain.adapters.groups.device import start_thread
 from ds_dynatrain.adapters.zero.regroup import refuse_changes
 from ds_dynatrain.adapters.zero.state import Buffers
-from ds_dynatrain.checkpoint import HostMemory, Manifest, Share, TrainingRecord, folder, record, shares_of, write_shares
+from ds_dynatrain.checkpoint import folder, record
 from ds_dynatrain.checkpoint.files import dumped
+from ds_dynatrain.checkpoint.manifest import Manifest
+from ds_dynatrain.checkpoint.record import TrainingRecord
+from ds_dynatrain.checkpoint.writing import HostMemory, Share, shares_of, write_shares
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine.checkpoints.extra_state import packed
 from ds_dynatrain.errors import CertificateError, CheckpointError, DynatrainError, SwitchRefused

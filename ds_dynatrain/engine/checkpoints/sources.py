@@ -15,8 +15,10 @@ import numpy as np
 
 from ds_dynatrain.adapters.zero.regroup import Regrouping
 from ds_dynatrain.adapters.zero.state import Buffers, Memory
-from ds_dynatrain.checkpoint import Manifest, Reader, Saved
 from ds_dynatrain.checkpoint.extents import name_of
+from ds_dynatrain.checkpoint.manifest import Manifest
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of, streams_for
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
