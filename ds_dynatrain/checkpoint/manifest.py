@@ -211,12 +211,11 @@ def _wrong_row(row: ManifestRow, first: ManifestRow) -> str:
         return f"of {row.dtype} {row.shape}, and another row says {first.dtype} {first.shape}"
     if any(dim < 0 for dim in row.shape) or not 0 < numel <= MOST_ELEMENTS:
         return f"of shape {row.shape}"
-    if not (0 <= extent.start < numel and 0 < extent.length <= numel and 0 < extent.count <= numel):
+    end = extent.start + (extent.count - 1) * extent.step + extent.length
+    if extent.start < 0 or min(extent.length, extent.count) < 1 or end > numel:
         return f"it leaves a tensor of {numel} elements"
     if extent.count > 1 and extent.step < extent.length:
         return "its runs overlap"
-    if extent.start + (extent.count - 1) * extent.step + extent.length > numel:
-        return f"it leaves a tensor of {numel} elements"
     try:
         named(row.dtype)
     except CheckpointDamaged as error:

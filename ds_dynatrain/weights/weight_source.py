@@ -10,7 +10,7 @@ is whole rows. Pipelines and experts have no such form, nor have tensors that Au
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -172,8 +172,7 @@ class WeightSource:
         for output in self._outputs:
             for run in output.runs:
                 for _, extent, (values,) in placed(line, (pieces_of(line, run, owned),), (dict(live),)):
-                    start = extent.start - run.start + run.at
-                    yield output.name, Extent(start, extent.length, extent.step, extent.count), values
+                    yield output.name, replace(extent, start=extent.start - run.start + run.at), values
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, this rank's shard) in the order of `metadata`, which has mesh and placements; no messages.

@@ -139,18 +139,12 @@ class ZeroFolder:
 
         Raises CheckpointDamaged if that rank has no model states.
         """
+        self.model(part)
         models, optimizers = (
             {(0, rank): name for (of, rank), name in files.items() if of == part}
             for files in (self.models, self.optimizers)
         )
-        if not models:
-            raise self._lacks_model(part)
         return replace(self, models=models, optimizers=optimizers)
-
-    def _lacks_model(self, part: int) -> CheckpointDamaged:
-        return CheckpointDamaged(
-            f"{self.path}: the model states of model-parallel rank {part} are not there; {WHERE_DAMAGED}"
-        )
 
     @property
     def parts(self) -> int:
@@ -196,7 +190,9 @@ class ZeroFolder:
         """
         name = self.models.get((part, rank), self.models.get((part, 0)))
         if name is None:
-            raise self._lacks_model(part)
+            raise CheckpointDamaged(
+                f"{self.path}: the model states of model-parallel rank {part} are not there; {WHERE_DAMAGED}"
+            )
         return self.tree(name)
 
     def optimizer(self, part: int, rank: int) -> OptimizerFile:

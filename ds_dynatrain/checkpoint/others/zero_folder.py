@@ -236,7 +236,15 @@ def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
     """
     file = folder.optimizer(part, local.zero_rank)
     buffers = _buffers(folder, file, local)
-    masters = file.masters or _from_module(folder, part, [local.tensors[each.index].name for each in buffers])
+    masters = file.masters
+    if not masters:
+        weights, names = folder.weights(part), [local.tensors[each.index].name for each in buffers]
+        if lacking := [name for name in names if name not in weights]:
+            raise CheckpointError(
+                f"it has no {lacking[0]!r}, which this model trains; freeze it, or build the model of the job that "
+                "saved it"
+            )
+        masters = [weights[name] for name in names]
     if len(buffers) != len(masters):
         raise CheckpointError(
             f"it has {len(masters)} buffers of masters, and this model would have {len(buffers)}; build the same model "
@@ -253,16 +261,6 @@ def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
     for name, state in zip(buffers, states, strict=True):
         found.update({(kind, name): state[kind] for kind in known if isinstance(state.get(kind), Stored)})
     return {**found, **_frozen(folder, part, local)}
-
-
-def _from_module(folder: ZeroFolder, part: int, names: list[str]) -> list[Stored]:
-    weights = folder.weights(part)
-    for name in names:
-        if name not in weights:
-            raise CheckpointError(
-                f"it has no {name!r}, which this model trains; freeze it, or build the model of the job that saved it"
-            )
-    return [weights[name] for name in names]
 
 
 def _frozen(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
