@@ -11,7 +11,7 @@ from torch import nn
 from ds_dynatrain import weights
 from ds_dynatrain.errors import UnsupportedError, WeightsError
 from ds_dynatrain.space import Layout
-from ds_dynatrain.weights import lora
+from ds_dynatrain.weights import naming
 from ds_dynatrain.weights.outputs import Output
 from tests.engine import oracle
 from tests.engine.axis_walks import Subject
@@ -118,5 +118,5 @@ def test_what_cannot_be_merged_is_refused(config: dict[str, Any], reason: str) -
     made = peft.get_peft_model(Parts(), peft.LoraConfig(r=2, **config))
     outputs = [Output(name, tuple(held.shape), (), "") for name, held in made.named_parameters()]
     with pytest.raises(UnsupportedError, match=f'{reason}.*names="adapters"'):
-        lora.merged(made, outputs)
-    assert len(lora.adapters(made, outputs)) >= 2
+        naming.merged(made, outputs)
+    assert len(naming.adapters(made, outputs)) >= 2
