@@ -47,10 +47,12 @@ class ParamMeta:
 
     @property
     def numel(self) -> int:
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Size of the whole tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
 
