@@ -27,7 +27,7 @@ from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, T
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.switcher import Reason
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, SwitchRefused, WorldChanged
-from ds_dynatrain.membership.session import MemberRequest, Session, ask_for_different_things
+from ds_dynatrain.membership.session import Session, ask_for_different_things
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.reshard.pending import PendingSwitch
@@ -111,12 +111,8 @@ class Balancer:
                 raise MemberMissing(what, (), waited)
 
         session = Session(engine.control, key, engine.members, what, stop=stop)
-        session.agree(
-            MemberRequest({"step": engine.global_steps}),
-            True,
-            lambda *said: ConfigError("; ".join(said)),
-            ask_for_different_things,
-        )
+        asked = {"step": engine.global_steps}
+        session.agree(asked, lambda *said: ConfigError("; ".join(said)), ask_for_different_things)
         self._are_new, self._next, self._timer = True, engine.global_steps, None
         self._steps.forget()
         if engine.rank == 0:

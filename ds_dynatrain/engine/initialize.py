@@ -403,7 +403,7 @@ def _make(
         parts.context = replace(parts.context, launch=entry.alone)
         if parts.idle:
             entry.alone.install()
-        parts.control.track_teardown(entry.launch.retire())
+        parts.control.teardowns.add(entry.launch.retire())
         entry.membership.begin(entry.world, parts.members)
     at_exit(_close, weakref.ref(engine))
     return engine

@@ -131,7 +131,7 @@ class EngineParts(SavingEngine):
         if self.world is not None:
             self.host.leave_shape()
         self.leave_groups()
-        self.control.finish_teardowns()
+        self.control.teardowns.finish(self.control.timeout_seconds)
         return True
 
     def leave_groups(self) -> None:
@@ -141,7 +141,7 @@ class EngineParts(SavingEngine):
         self.release_old_state()
         if self.world is not None:
             self.before_leaving_world()
-            self.control.track_teardown(drop(self.world))
+            self.control.teardowns.add(drop(self.world))
             self.world = None
 
 

@@ -73,7 +73,7 @@ class StateRecovery:
                 elif engine.job.number in worlds:
                     with engine.turn():
                         engine.launch.install()
-                        engine.control.track_teardown(drop(worlds[engine.job.number]))
+                        engine.control.teardowns.add(drop(worlds[engine.job.number]))
                 self.elastic.let_go(engine.job.number)
             if self.elastic.member.is_newest(newest):
                 self.elastic.member.broken(newest)
@@ -96,7 +96,7 @@ class StateRecovery:
                     goal = _goal(proposal, world)
                     source = partial(FromCopies, engine, goal, whole, engine.kept)
                     Restoration(engine, goal, source, where, None).run()
-                    engine.control.track_teardown(world.retire_transfer())
+                    engine.control.teardowns.add(world.retire_transfer())
         except CheckpointError as error:
             backups = backups_of(self.engines[0].extensions)
             if backups is None or self._is_overtaken():
@@ -137,7 +137,7 @@ class StateRecovery:
         finally:
             for place, engine, _, _ in parts:
                 if place in worlds:
-                    engine.control.track_teardown(drop(worlds[place]))
+                    engine.control.teardowns.add(drop(worlds[place]))
                 self.elastic.let_go(engine.job.number)
 
     def _world_of(self, place: int) -> World:

@@ -12,7 +12,7 @@ from typing import Any
 from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
-from ds_dynatrain.membership.session import MemberRequest, Session
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.records import to_record
 
 MOST_PLACES = 4
@@ -38,8 +38,9 @@ def agree(
     session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
     when = "" if proposal.at is None else f" at step {proposal.at}"
     said = f"{proposal.layout}{when}{', late' if proposal.late else ''} (asked at step {step})"
-    request = MemberRequest({"said": said, "destination": proposal.fingerprint()}, refusal)
-    agreed = replace(proposal, generation=int(session.agree(request, proposal.generation, SwitchRefused, _differ)))
+    request = {"said": said, "destination": proposal.fingerprint()}
+    generation = session.agree(request, SwitchRefused, _differ, refusal, proposal.generation)
+    agreed = replace(proposal, generation=int(generation))
     if session.is_first:  # for idle members
         control.decide(f"proposal/{agreed.generation}", to_record(agreed))
     return agreed

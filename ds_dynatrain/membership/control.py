@@ -71,7 +71,8 @@ class Control:
         self._prefix = prefix
         self._store = PrefixStore(prefix, store)
         self._seal = seal
-        self._teardowns = Teardowns() if teardowns is None else teardowns
+        self.teardowns = Teardowns() if teardowns is None else teardowns
+        """Threads of this process that destroy process groups. A board shares them with its clones."""
         self.member = member
         self.timeout_seconds = timeout_seconds
         self.watch = watch
@@ -91,7 +92,7 @@ class Control:
         for the peer's name at both ends, and a name server that does not answer delays the whole store for seconds.
         """
         base = connected(self._base.clone, self._base.timeout.total_seconds())
-        of_this = self.member, self.timeout_seconds, self.watch, self._seal, self._teardowns
+        of_this = self.member, self.timeout_seconds, self.watch, self._seal, self.teardowns
         return Control(base, self._prefix, *of_this)
 
     def post(self, key: str, value: Any) -> None:
@@ -257,14 +258,6 @@ class Control:
 
     def _unpacked(self, key: str, data: bytes) -> Any:
         return unpack(data if self._seal is None else self._seal.take(f"{self._prefix}/{key}", data))
-
-    def track_teardown(self, thread: threading.Thread) -> None:
-        """Remember a thread that destroys process groups, in a list that a board shares with its clones."""
-        self._teardowns.add(thread)
-
-    def finish_teardowns(self) -> None:
-        """Wait until no group is partly destroyed, for at most the time-out per group."""
-        self._teardowns.finish(self.timeout_seconds)
 
 
 class Teardowns:

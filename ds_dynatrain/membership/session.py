@@ -69,18 +69,6 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class MemberRequest:
-    """One member's request, or its refusal.
-
-    asked: the content of the request, in plain JSON.
-    refusal: the reason why the member cannot take part, and the advice on what to do; None if it can.
-    """
-
-    asked: Mapping[str, Any]
-    refusal: tuple[str, str] | None = None
-
-
-@dataclass(frozen=True)
 class VoteResult:
     """Result of a vote, the same on all members except for `interrupt`.
 
@@ -144,14 +132,24 @@ class Session:
 
     # ---- verbs -------------------------------------------------------------------------------------------------------
 
-    def agree(self, mine: MemberRequest, answer: Any, refused: Refused, differ: Differ) -> Any:
+    def agree(
+        self,
+        request: Mapping[str, Any],
+        refused: Refused,
+        differ: Differ,
+        refusal: tuple[str, str] | None = None,
+        answer: Any = None,
+    ) -> Any:
         """Return the first member's `answer` if all members make the same request and none refuses.
+
+        request: what this member asks for, in plain JSON.
+        refusal: the reason why this member cannot take part, and the advice on what to do; None if it can.
 
         If a member refuses, makes a different request, or makes none within the time-out, all members raise the error
         that `refused` makes. A late member reads what the others have decided.
         """
-        refusal = None if mine.refusal is None else [self.board.member, *mine.refusal]
-        asked = [[self.board.member, dict(mine.asked)]]
+        me = self.board.member
+        mine = {"refusal": refusal and [me, *refusal], "asked": [[me, dict(request)]]}
 
         def judge(found: Any) -> Any:
             if found["refusal"] is not None:
@@ -164,7 +162,7 @@ class Session:
 
         try:
             what = f"{self.what}: every working member has to ask for it"
-            said = self.reduce("ask", {"refusal": refusal, "asked": asked}, joined_requests, judge, what)
+            said = self.reduce("ask", mine, joined_requests, judge, what)
         except MemberMissing as missing:
             raise refused(str(missing), ASK_ALL) from None
         if "refusal" in said:

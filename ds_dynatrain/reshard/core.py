@@ -59,7 +59,7 @@ class OldState:
     def release(self) -> None:
         """Free the buffers and destroy the groups, in background threads."""
         self.ways.end()
-        track = self.session.board.track_teardown
+        track = self.session.board.teardowns.add
         track(release(self.buffers))
         if self.world is not None:
             track(drop(self.world))

@@ -318,7 +318,7 @@ class Preparation:
             self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die during a build
         self.ways.end()
         if self.world is not None:
-            self.control.track_teardown(drop(self.world, is_broken=True))
+            self.control.teardowns.add(drop(self.world, is_broken=True))
             self.world = None
         self.buffers, self.mine, self.sides, self.made, self.present = {}, {}, {}, None, None
 
@@ -337,7 +337,7 @@ class Preparation:
             self._build(own)
             if self._stop.is_set() and self.world is not None:
                 self.ways.end()
-                self.control.track_teardown(drop(self.world))
+                self.control.teardowns.add(drop(self.world))
                 self.world = None
         except Exception as error:
             self.error = error

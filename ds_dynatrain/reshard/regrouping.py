@@ -24,7 +24,7 @@ from ds_dynatrain.adapters.zero.optimizers import rule_of
 from ds_dynatrain.adapters.zero.regroup import Regrouping, RegroupRequest, lists_per_group, regroup, wanted_of
 from ds_dynatrain.adapters.zero.state import Buffers, Memory
 from ds_dynatrain.errors import CertificateError, MemberMissing, SwitchFailed, SwitchRefused
-from ds_dynatrain.membership.session import ASK_ALIKE, ASK_ALL, MemberRequest, Session
+from ds_dynatrain.membership.session import ASK_ALIKE, ASK_ALL, Session
 from ds_dynatrain.reshard.certificate import agreed, side_digests, state_digest
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.registration import require_as
@@ -64,11 +64,9 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
             asked = _asked(engine, wanted)
     except SwitchRefused as refused:
         refusal = refusal or refused
-    request = MemberRequest(
-        {"groups": None if asked is None else asked.to_json()},
-        None if refusal is None else (refusal.reason, refusal.way_out),
-    )
-    session.agree(request, None, SwitchRefused, _differ)
+    request = {"groups": None if asked is None else asked.to_json()}
+    said = None if refusal is None else (refusal.reason, refusal.way_out)
+    session.agree(request, SwitchRefused, _differ, said)
     if asked is None:
         return False
     _carry_out(engine, key, asked, wanted.begun)

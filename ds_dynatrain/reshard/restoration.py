@@ -293,7 +293,7 @@ class Restoration:
             note(engine, self.registered)
         self.swap.keep()
         if self.old is not None:
-            self.control.track_teardown(release(self.old.buffers))
+            self.control.teardowns.add(release(self.old.buffers))
         else:
             engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
             if goal.begins_anew:

@@ -522,7 +522,7 @@ class Transaction:
     def _commit(self) -> None:
         """Enter the new world permanently; release the old one once all members have read the record."""
         engine, world, ways = self.engine, self.preparation.world, self.preparation.ways
-        works, track = self.target_rank is not None, self.control.track_teardown
+        works, track = self.target_rank is not None, self.control.teardowns.add
         self.swap.keep()
         engine.enter(self.proposal, world if works else None)
         if PROCESS.is_shared and works:

@@ -93,7 +93,7 @@ def growth(config: dict[str, Any], rounds: int, path: list[jobs.Sizes]) -> list[
                 jobs.train(made, made.engine.global_steps + 1)
                 jobs.ask(made.engine, sizes)
                 made.engine.boundary()
-            made.engine._parts.control.finish_teardowns()
+            made.engine._parts.control.teardowns.finish(60.0)
             gc.collect()
             get_accelerator().synchronize()
             found.append((get_accelerator().memory_allocated(), jobs.least("task"), jobs.least("fd")))

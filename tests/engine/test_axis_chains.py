@@ -67,7 +67,7 @@ def many(kind: str) -> list[dict[str, int]]:
 
 def holdings(engine: Any) -> dict[str, int]:
     """Counts of what a switch could leave behind, and bytes."""
-    engine._parts.control.finish_teardowns()
+    engine._parts.control.teardowns.finish(engine._parts.control.timeout_seconds)
     gc.collect()
     tensors = [held for held in gc.get_objects() if type(held) in (torch.Tensor, torch.nn.Parameter)]
     parts = list(engine.module.modules())

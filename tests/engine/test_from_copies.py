@@ -93,12 +93,12 @@ def case(find: Callable[[], Subject], dtype: str, at: Layout, target: Layout, de
             if mine in members:
                 source = partial(FromCopies, parts, goal, whole, kept)
                 Restoration(parts, goal, source, "copies", None).run()
-                control.track_teardown(world.retire_transfer())
+                control.teardowns.add(world.retire_transfer())
             else:
                 serve(parts, goal, whole, kept)
-                control.track_teardown(drop(world))
+                control.teardowns.add(drop(world))
         if old is not None:
-            control.track_teardown(drop(old))
+            control.teardowns.add(drop(old))
         if mine in members:
             assert engine.global_steps == STEPS
             after = oracle.gather(engine, subject.places), [subject.step(engine, next(batches)) for _ in range(MORE)]

@@ -338,7 +338,7 @@ def many_changes(count: int) -> list[tuple[int, int, int]]:
             engine.train_batch()
             assert engine.last_switch.outcome == "committed"
             if (number + 1) % len(path) == 0:
-                engine._parts.control.finish_teardowns()
+                engine._parts.control.teardowns.finish(engine._parts.control.timeout_seconds)
                 gc.collect()
                 groups_held = len(c10d._world.pg_map) - before
                 found.append((jobs.least("fd"), threading.active_count(), groups_held))

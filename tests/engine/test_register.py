@@ -471,7 +471,7 @@ def restoring_case(folder: Path) -> tuple[oracle.State, set[str]]:
         world.connect(board.timeout_seconds)
         restore(parts, target, members, world, folder, [])
         if old is not None:
-            board.track_teardown(drop(old))
+            board.teardowns.add(drop(old))
         return oracle.gather(engine), trained(engine.module)
 
 

@@ -21,7 +21,7 @@ from ds_dynatrain.errors import (
     SwitchRefused,
 )
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.membership.session import MemberRequest, Session, VoteResult, ask_for_different_things
+from ds_dynatrain.membership.session import Session, VoteResult, ask_for_different_things
 
 MEMBERS = (2, 5, 7)
 
@@ -54,27 +54,27 @@ def alike(found: list[Any], kind: type[BaseException], *words: str) -> None:
         assert word in str(found[0])
 
 
-def ask(session: Session, request: MemberRequest) -> Any:
-    return session.agree(request, {"by": "all"}, SwitchRefused, ask_for_different_things)
+def ask(session: Session, asked: dict[str, int], refusal: tuple[str, str] | None = None) -> Any:
+    return session.agree(asked, SwitchRefused, ask_for_different_things, refusal, {"by": "all"})
 
 
 def test_equal_requests_are_agreed_to() -> None:
-    assert together(lambda session: ask(session, MemberRequest({"step": 3}))) == [{"by": "all"}] * 3
+    assert together(lambda session: ask(session, {"step": 3})) == [{"by": "all"}] * 3
 
 
 def test_another_request_is_refused_on_all() -> None:
-    found = together(lambda session: ask(session, MemberRequest({"step": 3 + (mine(session) == 7)})))
+    found = together(lambda session: ask(session, {"step": 3 + (mine(session) == 7)}))
     alike(found, SwitchRefused, "members 2 and 7", "{'step': 4}")
 
 
 def test_a_refusal_is_that_of_all() -> None:
     refusals = {5: ("no memory", "buy some")}
-    found = together(lambda session: ask(session, MemberRequest({"step": 3}, refusals.get(mine(session)))))
+    found = together(lambda session: ask(session, {"step": 3}, refusals.get(mine(session))))
     alike(found, SwitchRefused, "member 5: no memory; buy some")
 
 
 def test_who_does_not_ask_is_named() -> None:
-    alike(together(lambda session: ask(session, MemberRequest({})), (2, 7), 0.3), SwitchRefused, "member 5", "doing it")
+    alike(together(lambda session: ask(session, {}), (2, 7), 0.3), SwitchRefused, "member 5", "doing it")
 
 
 def test_the_first_one_computes() -> None:

@@ -339,6 +339,6 @@ def test_what_any_board_of_a_process_takes_down_is_waited_for(boards: Any) -> No
     done = threading.Event()
     slow = threading.Thread(target=done.wait, args=(0.2,))
     slow.start()
-    one.clone().track_teardown(slow)
-    one.finish_teardowns()
+    one.clone().teardowns.add(slow)
+    one.teardowns.finish(one.timeout_seconds)
     assert not slow.is_alive()

@@ -109,7 +109,7 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
                 with record_that_breaks(engine._parts.control), pytest.raises(RuntimeError, match="Broken pipe"):
                     restore(engine._parts, target, members, world, folder, [], lambda tag: tag == "older")
                 assert engine.idle and engine.optimizer is engine.basic_optimizer
-                engine._parts.control.track_teardown(drop(world))
+                engine._parts.control.teardowns.add(drop(world))
             world = build_world(store, WorldSpec(9, *sides), seconds)
             world.connect(seconds)
             damaged = list[str]()
@@ -119,7 +119,7 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
             assert found.step == engine.global_steps == STEPS and engine.generation == 9
             assert found.path.name == "older", "the latest one is damaged"
         if old is not None:
-            engine._parts.control.track_teardown(drop(old))
+            engine._parts.control.teardowns.add(drop(old))
         if mine not in members:
             engine._parts.launch.install()
             engine._parts.world = None

@@ -146,14 +146,14 @@ class LeanTransaction(Transaction):
 
     def _commit(self) -> None:
         """Complete the switch, and release the old world once all members have read the record."""
-        engine, world, track = self.engine, self.preparation.world, self.control.track_teardown
+        engine, world = self.engine, self.preparation.world
         self.swap.keep()
         works = self.target_rank is not None
         if not works:
             engine.enter(self.proposal, None)
             engine.launch.install()
         if world is not None:
-            track(world.retire_transfer() if works else drop(world))
+            self.control.teardowns.add(world.retire_transfer() if works else drop(world))
         engine.old_state = OldState(self.session, {}, self.old_world, self.preparation.ways)
         if self.outcome.acknowledge(self.session):
             engine.release_old_state()

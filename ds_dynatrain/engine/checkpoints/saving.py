@@ -31,7 +31,7 @@ from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine.checkpoints.extra_state import packed
 from ds_dynatrain.errors import CertificateError, CheckpointError, DynatrainError, SwitchRefused
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.membership.session import MemberRequest, Session, ask_for_different_things
+from ds_dynatrain.membership.session import Session, ask_for_different_things
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import rest_carry, shared_carry
@@ -67,7 +67,7 @@ def ask(session: Session, engine: EngineCore, path: Path, tag: str | None, in_th
     except DynatrainError as error:
         refusal = (error.reason, error.way_out) if isinstance(error, SwitchRefused) else (str(error), "")
     asked = {"folder": str(path), "tag": tag, "step": engine.global_steps}
-    session.agree(MemberRequest(asked, refusal), None, refused, ask_for_different_things)
+    session.agree(asked, refused, ask_for_different_things, refusal)
 
 
 class PendingSave:
