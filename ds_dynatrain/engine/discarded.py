@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ds_dynatrain.engine.changes import PlacedEngine
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.core import EngineCore
@@ -28,7 +27,7 @@ DISCARDED = (
 
 
 @dataclass(eq=False)
-class DiscardableEngine(PlacedEngine):
+class DiscardableEngine(EngineCore):
     """An engine whose open global batch can be discarded: its beginning is recorded, so that it is trained again."""
 
     _loaders: dict[str, dict[str, Any]] = field(default_factory=dict)

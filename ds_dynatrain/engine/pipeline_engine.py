@@ -31,42 +31,6 @@ WAY_OUT = (
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Source of samples that reads one pass of our loader, or pass after pass if given DeepSpeed's
-    `RepeatingLoader`."""
-
-    given: Pass | RepeatingLoader
-
-    @property
-    def _at(self) -> Pass:
-        return self.given if isinstance(self.given, Pass) else cast("Pass", self.given.data_iter)
-
-    def reach_boundary(self, boundary: Callable[[], None]) -> None:
-        """Reach the boundary at the next batch of the pass.
-
-        Raises StopIteration on all members if the only pass is over.
-        """
-        try:
-            self._at.reach_boundary()
-        except StopIteration:
-            if isinstance(self.given, Pass):
-                raise
-            self.given.data_iter = iter(self.given.loader)
-            self._at.reach_boundary()
-
-    def samples(self, now: PipelinePlaces) -> Pass:
-        """Return the current pass, which can be read at any position in the pipelines."""
-        return self._at
-
-    def reads(self, given: object) -> bool:
-        """Return whether this source reads `given`, which may also be the loader inside a `RepeatingLoader`."""
-        return given is self.given or (isinstance(self.given, RepeatingLoader) and given is self.given.loader)
-
-    def refuse_again(self) -> None:
-        """Do nothing, because the loader has already gone back to the beginning of the batch."""
-
-
-@dataclass(frozen=True)
 class PipelinePlaces:
     """Positions of all members in the pipelines.
 
@@ -87,48 +51,55 @@ class PipelinePlaces:
 
 
 @dataclass(frozen=True)
-class UserIterator:
-    """Source of samples that reads a user's own iterator.
+class Feed:
+    """Source of samples for `train_batch`.
 
-    places: the positions in the pipelines for which the iterator was given.
+    given: one pass of our loader, or DeepSpeed's `RepeatingLoader` over it, which reads pass after pass; or a user's
+        own iterator.
+    places: the positions in the pipelines for which a user's own iterator was given; None for our loader, which can be
+        read at any. An iterator that is given again still belongs to the positions for which it was first given.
     """
 
-    given: Iterator[Any]
-    places: PipelinePlaces
+    given: Any
+    places: PipelinePlaces | None = None
+
+    @property
+    def _at(self) -> Pass:
+        return self.given if isinstance(self.given, Pass) else cast("Pass", self.given.data_iter)
 
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
-        """Reach a boundary, the same way as in a training loop that uses none of our loaders."""
-        boundary()
+        """Reach the boundary at the next batch; with a user's own iterator, by a call of `boundary`.
+
+        Raises StopIteration on all members if the only pass is over.
+        """
+        if self.places is not None:
+            return boundary()
+        try:
+            self._at.reach_boundary()
+        except StopIteration:
+            if isinstance(self.given, Pass):
+                raise
+            self.given.data_iter = iter(self.given.loader)
+            self._at.reach_boundary()
 
     def samples(self, now: PipelinePlaces) -> Iterator[Any]:
-        """Return the iterator, which must have been given for the members' current positions.
+        """Return the current pass, or the user's iterator, which must have been given for the current positions.
 
         Raises DataError on all members, before anything is read, if it was given for other positions.
         """
+        if self.places is None:
+            return self._at
         if now != self.places:
             raise DataError(
                 f"train_batch: the {type(self.given).__name__} that it reads was given for {self.places}, and now "
                 f"it is {now}: an iterator of your own cannot be dealt again; {WAY_OUT}"
             )
-        return self.given
+        return cast("Iterator[Any]", self.given)
 
     def reads(self, given: object) -> bool:
-        """Return whether this source reads `given`.
-
-        An iterator that is given again still belongs to the positions for which it was first given.
-        """
-        return given is self.given
-
-    def refuse_again(self) -> None:
-        """Raise WorldChanged, because a user's own iterator cannot go back."""
-        raise WorldChanged(
-            "train_batch: the world was aborted in this global batch and formed anew, and what was read of the "
-            f"{type(self.given).__name__} cannot be read again; {WAY_OUT}"
-        )
-
-
-Feed = Passes | UserIterator
-"""Source of samples for `train_batch`."""
+        """Return whether this source reads `given`, which may also be our loader inside a `RepeatingLoader`."""
+        is_inside = self.places is None and isinstance(self.given, RepeatingLoader) and given is self.given.loader
+        return given is self.given or is_inside
 
 
 def places_of(engine: EngineCore) -> PipelinePlaces:
@@ -142,12 +113,12 @@ def feed_of(engine: EngineCore, given: Any) -> Feed:
     if isinstance(given, TrainLoader):
         given = RepeatingLoader(given)
     if isinstance(given, Pass) or (isinstance(given, RepeatingLoader) and isinstance(given.loader, TrainLoader)):
-        return Passes(given)
+        return Feed(given)
     if not hasattr(given, "__next__"):
         raise DataError(
             f"set_dataiterator: a {type(given).__name__} is no iterator; give iter(...) of it, or call set_dataloader"
         )
-    return UserIterator(given, places_of(engine))
+    return Feed(given, places_of(engine))
 
 
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
@@ -205,8 +176,11 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
             feed, step = self._read
             if self.global_steps > step:
                 return self._loss_of_step()
-            if feed is self._feed:
-                feed.refuse_again()
+            if feed is self._feed and feed.places is not None:  # our loader has gone back already
+                raise WorldChanged(
+                    "train_batch: the world was aborted in this global batch and formed anew, and what was read of the "
+                    f"{type(feed.given).__name__} cannot be read again; {WAY_OUT}"
+                )
         return self.train_batch()
 
     def _reach_boundary(self) -> Iterator[Any]:

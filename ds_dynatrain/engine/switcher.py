@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as td
@@ -19,19 +20,29 @@ from ds_dynatrain.adapters.groups.device import HOST, compute_device, is_acceler
 from ds_dynatrain.adapters.groups.worlds import installed, stand_in_world
 from ds_dynatrain.adapters.zero.state import Scalars, Untouched, provide
 from ds_dynatrain.data.workers import without_collection
+from ds_dynatrain.engine.changes import Change, OnChange, Place
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.discarded import DiscardableEngine
-from ds_dynatrain.engine.telling import event_of, tell, write_to_monitors
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.plan import estimate, plan_switch
-from ds_dynatrain.report import EventWriter, SwitchEvent, log_gain, log_recompile, logger
+from ds_dynatrain.report import (
+    CertificateSummary,
+    EventWriter,
+    Side,
+    SwitchEvent,
+    log_event,
+    log_gain,
+    log_recompile,
+    logger,
+)
 from ds_dynatrain.report import Outcome as HowItEnded
+from ds_dynatrain.report.monitors import rows
 from ds_dynatrain.reshard import feasible, streams
 from ds_dynatrain.reshard.context import Boards
 from ds_dynatrain.reshard.pending import PendingSwitch, Steps, SwitchEstimate
-from ds_dynatrain.reshard.preparation import Outcome, Preparation, nothing
+from ds_dynatrain.reshard.preparation import SUMS, UNKNOWN, Outcome, Preparation, nothing
 from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.switch import Transaction, connect_ahead
 from ds_dynatrain.reshard.targets import Targets
@@ -42,6 +53,8 @@ ASSUMED_BYTES_PER_SECOND = 1e9
 """Link speed that estimates assume before any switch has been measured."""
 
 OnSwitch = Callable[[SwitchEvent], object]
+Write = Callable[[EventWriter, SwitchEvent], None]
+"""Function that writes an event's line into the report file."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +79,15 @@ class SwitchingEngine(DiscardableEngine):
     """An engine that switches; see the docstring of the module.
 
     switch_listeners: the user's functions, called after each committed switch.
+    change_listeners: the user's functions, called after each change of this member's place.
     """
 
     switch_listeners: list[OnSwitch] = field(default_factory=list)
+    change_listeners: list[OnChange] = field(default_factory=list)
+    _told: Place | None = None
+    """The place that was last reported. At the end of every boundary, and while this member waits for work, its place
+    is compared with this one; code that changes a world reports nothing."""
+    _formed: int = 0
     bytes_per_second: float = ASSUMED_BYTES_PER_SECOND
     _asked: tuple[tuple[str, int], int] = (("", 0), 0)
     _entered: Transaction | None = None
@@ -344,6 +363,33 @@ class SwitchingEngine(DiscardableEngine):
         PROCESS.sync_points.note()
         self.tell_of_change()
 
+    def begin_places(self) -> None:
+        """Record the first place. Called once the engine is made and the script can ask for its place."""
+        self._told, self._formed = self._present(), PROCESS.membership.formed[0]
+
+    def tell_of_change(self) -> None:
+        """Report a change to the listeners, if there is one.
+
+        Does nothing while a new world is being formed, because the place is not final yet.
+        """
+        if self._told is None or PROCESS.membership.is_aborted:
+            return
+        before, self._told = self._told, self._present()
+        formed, (self._formed, words) = self._formed, PROCESS.membership.formed
+        if before == self._told:
+            return
+        event, reason = self.last_switch, words
+        if self._formed == formed:  # no members have come or gone since the last place
+            reason = (event.cause if event is not None else "") or "switch"
+        if event is not None and (event.outcome, event.generation) == ("rolled_back", before.generation):
+            reason = f"rolled back: {event.reason}" if self._formed <= formed else reason
+        change = Change(before, self._told, self.global_steps, reason)
+        for listener in self.change_listeners:
+            listener(change)
+
+    def _present(self) -> Place:
+        return Place(self.layout, self.members, self.rank, 0 if self.idle else self.generation)
+
     def note_step(self) -> None:
         """Warn if something waits for a boundary and the training loop reaches none. Called after an optimizer step."""
         for waiting in self._steps.past_boundary(self._waiting()):
@@ -430,16 +476,22 @@ class SwitchingEngine(DiscardableEngine):
         if not self.idle:
             (self.settle_state if outcome.committed else self.note_safe)()
         pause_ms = 1e3 * (time.perf_counter() - transaction.begin) if outcome.pause_ms is None else outcome.pause_ms
-        event = event_of(self, preparation, outcome, transaction.was, pause_ms, self.bytes_per_second)
-        self.last_switch, self._first_step_is_due = event, True
+        event = self._event(preparation, outcome, transaction.was, pause_ms)
+        self._first_step_is_due = True
         if not (outcome.is_rebuilt and outcome.committed and outcome.pause_ms is not None):  # else done in the pause
             self.host.compilations.begin(is_anew=outcome.is_rebuilt)
         self.tell_of_batch()
-        self._answer(event)
-        tell(self, event)
+        self._note(event)
         if self.rank == 0:
             if self.settings.report.monitor:
-                write_to_monitors(self.deepspeed, event)
+                try:
+                    self.deepspeed.monitor.write_events(rows(event, int(self.deepspeed.global_samples)))
+                except Exception as error:  # a monitor's library may raise any exception; the switch is committed
+                    logger.warning(
+                        "switch %d was not written to DeepSpeed's monitors (%r); check the monitors that the "
+                        "configuration enables",
+                        *(event.generation, error),
+                    )
             PROCESS.membership.tell(self, event)
         if event.outcome == "committed":
             if event.bytes_busiest and not preparation.proposal.late:  # late moves share the links with training
@@ -447,17 +499,59 @@ class SwitchingEngine(DiscardableEngine):
             for listener in self.switch_listeners:
                 listener(event)
 
-    def _answer(self, event: SwitchEvent) -> None:
-        """Record the event in the pending switch that the user holds."""
-        pending = self.pending
-        if pending is not None:
-            pending.event = event
-            self._answered, self.pending = pending, None
+    def _event(
+        self, preparation: Preparation, measured: Outcome, was: tuple[Layout, tuple[int, ...]], pause_ms: float
+    ) -> SwitchEvent:
+        """Return the event of a switch as this member reports it. Bytes are sums over all members, phases are this
+        member's own."""
+        proposal = preparation.proposal
+        found: dict[str, Any] = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
+        unknown: dict[str, Any] = {name: None for name, value in found.items() if value == UNKNOWN}
+        certificate = None
+        if measured.digest:
+            certificate = CertificateSummary(len(self.host.model_map.tensors), measured.kinds, measured.digest)
+        return SwitchEvent(
+            outcome="committed" if measured.committed else "rolled_back",
+            generation=proposal.generation,
+            step=self.global_steps,
+            source=Side(was[0].to_dict(), was[1]),
+            target=Side(proposal.layout.to_dict(), proposal.members),
+            **{**found, **unknown},
+            predicted_move_ms=1e3 * found["bytes_busiest"] / self.bytes_per_second,
+            phases_ms=measured.phases_ms,
+            pause_ms=pause_ms,
+            late_wait_ms=measured.late_wait_ms,
+            cause=proposal.cause,
+            predicted_gain=proposal.predicted_gain,
+            certificate=certificate,
+            reason=measured.reason,
+            warnings=tuple(measured.warnings),
+        )
+
+    def _note(self, event: SwitchEvent, write: Write | None = EventWriter.write) -> None:
+        """Keep the event of a switch that has ended, also in the pending switch that the user holds, and report it."""
+        self.last_switch = event
+        if self.pending is not None:
+            self.pending.event = event
+            self._answered, self.pending = self.pending, None
+        self._tell(event, log_event, write)
+
+    def _tell(self, event: SwitchEvent, log: Callable[[SwitchEvent], None], write: Write | None) -> None:
+        """Report an event to the log and the report file. Takes effect only on rank 0.
+
+        write: None to write no line.
+        """
+        if self.rank != 0:
+            return
+        log(event)
+        path = self.settings.report.jsonl
+        if write is not None and path is not None:
+            write(EventWriter(Path(path)), event)
 
     def give_up(self, reason: str) -> None:
         """Give up the switch that is being prepared, because no member can carry it out any longer."""
         if self.preparation is not None:
-            tell(self, self._drop(self.preparation, reason, "rolled_back"), write=None)
+            self._drop(self.preparation, reason, "rolled_back", write=None)
 
     def cancel(self) -> None:
         """Report a switch as cancelled if it could not begin at any boundary. Called when the job ends."""
@@ -467,16 +561,13 @@ class SwitchingEngine(DiscardableEngine):
         if self.pending is None and preparation.board is not self.control:
             self.close_preparation()  # a change of members, which this script did not request
             return
-        tell(self, self._drop(preparation, "the job ended before a boundary came for it", "cancelled"))
+        self._drop(preparation, "the job ended before a boundary came for it", "cancelled", EventWriter.write)
 
-    def _drop(self, preparation: Preparation, reason: str, how: HowItEnded) -> SwitchEvent:
-        """Give up a preparation, and return the event that reports this, with a pause of 0."""
+    def _drop(self, preparation: Preparation, reason: str, how: HowItEnded, write: Write | None) -> None:
+        """Give up a preparation, and report this with a pause of 0."""
         self.close_preparation()
-        was, outcome = (self.layout, self.members), Outcome(reason=reason)
-        event = replace(event_of(self, preparation, outcome, was, 0.0, self.bytes_per_second), outcome=how)
-        self.last_switch = event
-        self._answer(event)
-        return event
+        event = self._event(preparation, Outcome(reason=reason), (self.layout, self.members), 0.0)
+        self._note(replace(event, outcome=how), write)
 
     def note_first_step(self) -> None:
         """Add the recompilation time to the last switch's event. Called after the first optimizer step since the
@@ -493,7 +584,7 @@ class SwitchingEngine(DiscardableEngine):
         self.last_switch = replace(event, recompile_ms=1e3 * self.host.compilations.seconds)
         if self._answered is not None and self._answered.event is event:
             self._answered.event = self.last_switch
-        tell(self, self.last_switch, log_recompile, EventWriter.write_recompile)
+        self._tell(self.last_switch, log_recompile, EventWriter.write_recompile)
 
     def note_gain(self, event: SwitchEvent, gain: float, slowdown_removed: float | None) -> None:
         """Report the gain of a switch, as a fraction of a step's time, once a later window has measured it.
@@ -506,7 +597,7 @@ class SwitchingEngine(DiscardableEngine):
         if last is not None and last.generation == event.generation:
             self.last_switch = replace(last, measured_gain=gain, slowdown_removed=slowdown_removed)
         event = replace(event, measured_gain=gain, slowdown_removed=slowdown_removed)
-        tell(self, event, log_gain, EventWriter.write_gain)
+        self._tell(event, log_gain, EventWriter.write_gain)
 
 
 def _raise(refusal: SwitchRefused) -> None:
