@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from ds_dynatrain.membership.destinations import Registry
 from ds_dynatrain.membership.liveness import Wait, ended_in_error
 from ds_dynatrain.records import from_record
 from ds_dynatrain.report import logger, telling_if_long
-from ds_dynatrain.reshard.context import Boards, Candidates, Context
+from ds_dynatrain.reshard.context import Boards
 from ds_dynatrain.reshard.membership import Membership
 
 START_SECONDS = 1800.0
@@ -79,25 +79,14 @@ class Entry:
         with telling_if_long(what):
             return self.control.gather(key, range(self.size), what, deadline, self.stop)
 
-    def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
-        """Return the context at the start of the job.
-
-        records: a map from member to the record that its process has posted about itself.
-        """
-        nodes = {member: str(record["node"]) for member, record in records.items()}
-        return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
-
-    def building(self) -> AbstractContextManager[None]:
-        """Return the context manager for building an engine's first world."""
-        return self.membership.building_first(self._generation, self.number)
-
     @property
-    def _generation(self) -> int:
+    def generation(self) -> int:
+        """Number of the generation that is being entered; 0 in a launch of fixed size."""
         return 0 if self.world is None else self.world.generation
 
     def stop(self) -> None:
         """Raise WorldChanged if a failure was published after the generation that is being entered."""
-        self.membership.stop_if_over(self._generation)
+        self.membership.stop_if_over(self.generation)
 
 
 def with_launch(seconds: float, known: Membership | None) -> Entry:

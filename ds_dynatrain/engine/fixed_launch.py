@@ -29,8 +29,7 @@ class FixedLaunch(Membership):
 
     def add(self, engine: EngineCore) -> None:
         """Start this member's heartbeat, which waiting members observe."""
-        beating = parts_of(engine).heartbeat = Heartbeat(engine.control)
-        beating.start()
+        parts_of(engine).heartbeat = Heartbeat(engine.control)
 
     def say_end(self, engine: EngineCore) -> None:
         """Post that the script has ended, including the error that ended it, if there was one."""

@@ -54,7 +54,7 @@ from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.extension import Extension, check, made
 from ds_dynatrain.membership.destinations import rule_of
 from ds_dynatrain.report import show_by_default
-from ds_dynatrain.reshard.context import Context, Job, OnIdle, OwnGroups
+from ds_dynatrain.reshard.context import Candidates, Context, Job, OnIdle, OwnGroups
 from ds_dynatrain.reshard.feasible import dealt
 from ds_dynatrain.reshard.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another
 from ds_dynatrain.reshard.registration import space_of
@@ -314,7 +314,9 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         alike = {"described": said, "machine": mine, "rows": rows, "batch_sizes": asdict(sizes), "seed": seed}
         parts = (settings, own, sizes, seed, features, alike, given.extensions, given.on_idle)
         job = Job(*parts, entry.number)
-        return _make(job, entry, entry.context(records), layout, arguments, incoming, shaper)
+        nodes = {member: str(record["node"]) for member, record in records.items()}
+        context = Context(entry.launch, Candidates(entry.mine, nodes), entry.control, entry.background)
+        return _make(job, entry, context, layout, arguments, incoming, shaper)
     except BaseException:
         entry.membership.could_not_build()
         raise
@@ -416,7 +418,7 @@ def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any
     """
     job, layout, members = given["job"], given["layout"], given["members"]
     seconds = job.settings.timeout_seconds
-    with entry.building():
+    with entry.membership.building_first(entry.generation, entry.number):
         status = entry.membership.new_status()
         of_all = OwnGroups(each.group for each in job.extensions if each.group)
         own = of_all.kinds(layout, members, {}, entry.mine)

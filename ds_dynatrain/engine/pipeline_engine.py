@@ -73,7 +73,8 @@ class Feed:
         Raises StopIteration on all members if the only pass is over.
         """
         if self.places is not None:
-            return boundary()
+            boundary()
+            return
         try:
             self._at.reach_boundary()
         except StopIteration:

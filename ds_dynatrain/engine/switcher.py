@@ -199,7 +199,7 @@ class SwitchingEngine(DiscardableEngine):
 
         gives_way: whether the pending switch is given up in favour of this one.
         """
-        self, refusal = self, None
+        refusal = None
         try:
             if self.awaits_late:
                 raise SwitchRefused(self.in_the_way(), "ask again after the next engine.step()")
@@ -249,7 +249,7 @@ class SwitchingEngine(DiscardableEngine):
         streams stay unchanged. Returns `check` if the layout can be built; otherwise a function that raises the refusal
         with which this member votes on the switch.
         """
-        self, before = self, streams.capture()
+        before = streams.capture()
         try:
             local = self.vps.local(layout, rank)
             empty = provide(local, self.memory_in(layout), set(), {}, Untouched())
@@ -313,7 +313,7 @@ class SwitchingEngine(DiscardableEngine):
 
     def _warn_of_hardware(self, proposal: Proposal) -> None:
         """Warn once, on rank 0, if a switch uses parts that have not been tested on this kind of accelerator."""
-        self, source, target = self, proposal.source_layout, proposal.layout
+        source, target = proposal.source_layout, proposal.layout
         if self._has_warned or self.rank != 0 or not is_accelerated():
             return
         self._has_warned = True

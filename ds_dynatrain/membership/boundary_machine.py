@@ -420,9 +420,16 @@ class BoundaryMachine:
             return self._set_out(own, newest)
         if newest is not None and newest.generation == self._passed_over and own.is_leaving:
             return [EndProcess()]
-        while self.world is not None and boards:
-            stage, actions = self.stage, self._on_the_way(own, self.world, boards)
-            if actions:
+        steps = {
+            ChangeStage.AGREE: self._agree,
+            ChangeStage.PROVE: self._prove,
+            ChangeStage.LEARN: self._learn,
+            ChangeStage.FOLLOW: self._follow,
+            ChangeStage.MEET: self._meet_idle if own.is_idle else self._meet,
+        }
+        while self.world is not None and boards and self.stage in steps:
+            stage = self.stage
+            if actions := steps[stage](own, self.world, boards):
                 return actions
             if self.stage is stage:
                 break
@@ -596,16 +603,6 @@ class BoundaryMachine:
             return [given_up, Fail(ElasticError(f"{why}; start it again, and it begins anew"))]
         self.world, self.stage = newest, ChangeStage.LEARN if newest.change == "planned" else ChangeStage.AGREE
         return [given_up, Open(newest)]
-
-    def _on_the_way(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        steps = {
-            ChangeStage.AGREE: self._agree,
-            ChangeStage.PROVE: self._prove,
-            ChangeStage.LEARN: self._learn,
-            ChangeStage.FOLLOW: self._follow,
-            ChangeStage.MEET: self._meet_idle if own.is_idle else self._meet,
-        }
-        return steps[self.stage](own, world, boards) if self.stage in steps else []
 
     # ---- after a failure ---------------------------------------------------------------------------------------------
 

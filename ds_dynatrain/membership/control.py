@@ -69,7 +69,8 @@ class Control:
     ) -> None:
         self._base = store
         self._prefix = prefix
-        self._store = PrefixStore(prefix, store)
+        self.store: Store = PrefixStore(prefix, store)
+        """The key-value store under this board's prefix, also for building process groups."""
         self._seal = seal
         self.teardowns = Teardowns() if teardowns is None else teardowns
         """Threads of this process that destroy process groups. A board shares them with its clones."""
@@ -79,11 +80,6 @@ class Control:
         """Function that raises an error once members should stop waiting on this board, such as after a death."""
         self.lost: OutcomeUnknown | None = None
         """Error that is set if this member does not know a decision and must not continue training; else None."""
-
-    @property
-    def store(self) -> Store:
-        """The key-value store under this board's prefix, for building process groups."""
-        return self._store
 
     def clone(self) -> Control:
         """Return the same board over a connection of its own.
@@ -97,7 +93,7 @@ class Control:
 
     def post(self, key: str, value: Any) -> None:
         """Write `value` (see `pack`) under `key`."""
-        self._store.set(key, self._packed(key, value))  # type: ignore[arg-type]
+        self.store.set(key, self._packed(key, value))  # type: ignore[arg-type]
 
     def read(self, key: str) -> Any | None:
         """Return the value under `key`; None if it has not been posted yet."""
@@ -106,7 +102,7 @@ class Control:
 
     def value(self, key: str) -> Any:
         """Return the value under `key`, which must have been posted."""
-        return self._unpacked(key, self._store.get(key))
+        return self._unpacked(key, self.store.get(key))
 
     def decide(self, key: str, value: Any) -> Any:
         """Post `value` unless another member was first, and return the value that counts, which is the same on all
@@ -120,7 +116,7 @@ class Control:
         data, begin = self._packed(key, value), time.monotonic()
         while True:
             try:
-                found = self._store.compare_set(key, "", data)  # type: ignore[arg-type]
+                found = self.store.compare_set(key, "", data)  # type: ignore[arg-type]
                 return self._unpacked(key, found)
             except td.DistError:
                 if self.watch is not None or time.monotonic() - begin > self.timeout_seconds:
@@ -142,38 +138,38 @@ class Control:
             self._base = connected(self._base.clone, self.timeout_seconds)
         finally:
             self._base.set_timeout(patience)
-        self._store = PrefixStore(self._prefix, self._base)
+        self.store = PrefixStore(self._prefix, self._base)
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove records that no member will read again. They stay if the store cannot delete."""
         with suppress(RuntimeError):
             for key in keys:
-                self._store.delete_key(key)
+                self.store.delete_key(key)
 
     def count(self, key: str) -> int:
         """Return how many calls for `key` all members have made so far, this one included."""
-        return int(self._store.add(key, 1))
+        return int(self.store.add(key, 1))
 
     def add_to_list(self, key: str, entry: int) -> None:
         """Append a number to a list that any member may write to."""
-        self._store.append(key, f"{entry},")  # type: ignore[attr-defined]  # torch leaves it out of its stubs
+        self.store.append(key, f"{entry},")  # type: ignore[attr-defined]  # torch leaves it out of its stubs
 
     def read_list(self, key: str) -> list[int]:
         """Return the numbers on a list in ascending order. Waits until the list has one."""
-        return sorted(map(int, self._store.get(key).decode().rstrip(",").split(",")))
+        return sorted(map(int, self.store.get(key).decode().rstrip(",").split(",")))
 
     def answers(self, seconds: float) -> bool:
         """Return whether the store answers within `seconds`. A further call takes longer while an earlier one is
         unanswered."""
         try:
-            answered(lambda: self._store.check(["alive"]), seconds)
+            answered(lambda: self.store.check(["alive"]), seconds)
         except td.DistError:
             return False
         return True
 
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool:
         """Return whether the record `key/member` was posted for every member."""
-        return bool(self._store.check([f"{key}/{member}" for member in members]))
+        return bool(self.store.check([f"{key}/{member}" for member in members]))
 
     def gather(
         self,
@@ -229,7 +225,7 @@ class Control:
         while (values := self._found(names)) is None:
             now = time.monotonic()
             if now > end:
-                missing = [member for member, name in keys.items() if not self._store.check([name])]
+                missing = [member for member, name in keys.items() if not self.store.check([name])]
                 if beats and now - begin <= LONGEST_SECONDS:
                     beating = {member: self.read(f"alive/{member}") for member in missing}
                     missing = [member for member in missing if beating[member] == beats[member]]
@@ -248,9 +244,9 @@ class Control:
     def _found(self, keys: list[str]) -> Sequence[bytes] | None:
         """Return the records under these keys if all of them were posted; otherwise None."""
         if len(keys) == 1:
-            found = self._store.compare_set(keys[0], _ABSENT, _ABSENT)
+            found = self.store.compare_set(keys[0], _ABSENT, _ABSENT)
             return None if found == _ABSENT.encode() else [found]
-        return self._store.multi_get(keys) if self._store.check(keys) else None
+        return self.store.multi_get(keys) if self.store.check(keys) else None
 
     def _packed(self, key: str, value: Any) -> bytes:
         data = pack(value)

@@ -21,15 +21,12 @@ LONG_SECONDS = 10.0
 
 
 class Heartbeat:
-    """A daemon thread that posts an increasing number once a second until `stop`."""
+    """A daemon thread that posts an increasing number once a second, from its making until `stop`."""
 
     def __init__(self, control: Control) -> None:
         self._control = control.clone()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dynatrain-heartbeat", daemon=True)
-
-    def start(self) -> None:
-        """Start the posting thread."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -298,7 +298,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_beating_member_is_alive_and_a_silent_one_is_named(boards: Any) -> None:
     heart = Heartbeat(boards(0))
-    heart.start()
     watch = Watch(boards(2, 0.5))
     end = time.monotonic() + 1.2
     while time.monotonic() < end:

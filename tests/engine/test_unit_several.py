@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_dynatrain.engine.losses import SPARE, Rounds
+from ds_dynatrain.engine.elastic_membership import SPARE, Rounds
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.reshard import feasible
 from ds_dynatrain.reshard.targets import NodeMemory
