@@ -442,7 +442,7 @@ class Buddies(Extension):
         for one, each in zip(self._all, found, strict=True):
             one.sent_bytes, one.ship_seconds = each.sent_bytes, each.seconds
             if is_whole:
-                one.kept.is_whole(each.mark)
+                one.kept.whole = each.mark
         if is_whole:
             self._whole_of = self._by_member
         self._tell(found, is_whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -45,7 +46,6 @@ from ds_dynatrain.descriptors import raise_descriptors
 from ds_dynatrain.elastic.environment import WorkerPlace, local_rank, settle_watchdog, worker_place
 from ds_dynatrain.elastic.worker_process import at_exit
 from ds_dynatrain.engine.checkpoints.restore import first_state
-from ds_dynatrain.engine.description import described, differing, differing_members, plain
 from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
 from ds_dynatrain.engine.entry import Early, Entry, begin, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.first import check_axes, check_start, first_layout, take_in
@@ -63,6 +63,9 @@ from ds_dynatrain.support import usage
 
 DEFAULT_PORT = 29500
 """DeepSpeed's default for `distributed_port`."""
+
+FREE = ("dynatrain.report.", "dynatrain.timeout_seconds")
+"""Keys of the configuration that may differ between processes."""
 
 Results = tuple[Any, Any, Any, Any]
 
@@ -488,7 +491,7 @@ def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dic
     """
     mine = {"node": entry.membership.node, "seed": torch.initial_seed(), "machine": machine, "rows": rows}
     if entry.record is not None and (
-        differs := differing_members(entry.record, plain(mine), "in the running job", "here")
+        differs := differing_members(entry.record, json.loads(json.dumps(mine)), "in the running job", "here")
     ):
         raise ConfigError(f"this process cannot join the job: {differs}")
     records = entry.exchange("member", mine)
@@ -498,3 +501,42 @@ def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dic
         if differs:
             raise ConfigError(differs)
     return records
+
+
+# ---- comparison of processes -----------------------------------------------------------------------------------------
+
+
+def described(own: Mapping[str, Any], settings: DynatrainConfig) -> dict[str, str]:
+    """Return a map from path to value for all values of a configuration, for example {"optimizer.params.lr": "0.1"}."""
+    found: dict[str, str] = {}
+    _flatten({**own, "dynatrain": settings.model_dump()}, "", found)
+    return {path: value for path, value in found.items() if not path.startswith(FREE)}
+
+
+def differing_members(one: Mapping[str, Any], two: Mapping[str, Any], of_one: str, of_two: str) -> str:
+    """Return a description of the first difference between two processes; "" if there is none.
+
+    one: the record of a process, as read from JSON. Its "machine" maps names to values that extensions require to be
+        equal, and its "rows" describe the parameters.
+    """
+    model = " (name, shape, type, form, requires_grad): build the same model on every process"
+    first, other = ({f"parameter {place}": row for place, row in enumerate(each["rows"])} for each in (one, two))
+    differs = differing(one["machine"], two["machine"], of_one, of_two, ": make them equal")
+    return differs or differing(first, other, of_one, of_two, model)
+
+
+def differing(first: Mapping[str, Any], other: Mapping[str, Any], of_first: str, of_other: str, way_out: str) -> str:
+    """Return a description of the first value that differs between two maps; "" if none differs."""
+    for name in {**first, **other}:
+        one, two = first.get(name, "not given"), other.get(name, "not given")
+        if one != two:
+            return f"{name} is {one} {of_first} and {two} {of_other}{way_out}"
+    return ""
+
+
+def _flatten(value: Any, path: str, found: dict[str, str]) -> None:
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            _flatten(part, f"{path}.{key}" if path else str(key), found)
+    else:
+        found[path] = json.dumps(value, default=str)

@@ -203,7 +203,7 @@ def step(kept: Kept, number: int, is_whole: bool = True) -> None:
     kept.add(copy(0, mark))
     kept.add(copy(1, mark))
     if is_whole:
-        kept.is_whole(mark)
+        kept.whole = mark
 
 
 def steps(kept: Kept) -> list[int]:
@@ -259,7 +259,7 @@ def test_what_a_load_has_replaced_counts_no_more() -> None:
         mark = replace(MARK, generation=generation, segment=f"{generation}.{segment}", step=segment)
         kept.begin(mark, 0)
         kept.add(copy(0, mark))
-        kept.is_whole(mark)
+        kept.whole = mark
         assert kept.copies()[0].mark == mark
     kept.void_before(MARK.stretch)
     assert kept.since == (MARK.generation, 2), "an older word changes nothing"

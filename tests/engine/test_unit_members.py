@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine.description import described, differing, differing_members
 from ds_dynatrain.engine.elastic_membership import plain_part
+from ds_dynatrain.engine.initialize import described, differing, differing_members
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.membership.destinations import Registry, choose, rule_of
 from ds_dynatrain.records import from_record, to_record

@@ -74,7 +74,8 @@ class Kept:
         self.frozen_of: tuple[Layout, int] | None = None
         self.since: tuple[int, ...] = ()
         self._places = _Place(), _Place()
-        self._whole: Mark | None = None
+        self.whole: Mark | None = None
+        """Mark of the newest copies that are known to be whole on all members; the other slot may be overwritten."""
         self._open: _Place | None = None
         self._lock = threading.Lock()
 
@@ -92,11 +93,6 @@ class Kept:
         return next((copy for copy in self.copies() if (copy.mark, copy.rank) == (mark, rank)), None)
 
     @property
-    def whole(self) -> Mark | None:
-        """Mark of the newest copies that are known to be whole on all members; None if there are none."""
-        return self._whole
-
-    @property
     def nbytes(self) -> int:
         """Number of bytes of host memory that all copies take."""
         return sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
@@ -107,7 +103,7 @@ class Kept:
         """Return memory for this member's own copy and for the copies of `wards` wards, in the slot whose copies are no
         longer needed."""
         with self._lock:
-            place = next(each for each in self._places if each.mark is None or each.mark != self._whole)
+            place = next(each for each in self._places if each.mark is None or each.mark != self.whole)
             place.copies, place.mark = {}, mark
             place.wards += [Room() for _ in range(wards - len(place.wards))]
             del place.wards[wards:]
@@ -120,14 +116,10 @@ class Kept:
             if self._open is not None and self._open.mark == copy.mark:
                 self._open.copies[copy.rank] = copy
 
-    def is_whole(self, mark: Mark) -> None:
-        """Record that all members have all copies with this mark, so that the other slot may be overwritten."""
-        self._whole = mark
-
     def stays(self, mark: Mark) -> None:
         """Record that copies with this mark are whole, if there are any, so that others are overwritten first."""
         if any(copy.mark == mark for copy in self.copies()):
-            self.is_whole(mark)
+            self.whole = mark
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
         """Ignore all copies from before this stretch of training, which began when a state was loaded. This includes
@@ -139,4 +131,4 @@ class Kept:
         with self._lock:
             for place in self._places:
                 place.copies, place.mark = {}, None
-            self._open = self._whole = None
+            self._open = self.whole = None
