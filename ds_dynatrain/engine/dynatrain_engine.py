@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
+import torch.distributed as td
 
 from ds_dynatrain.adapters.deepspeed.host_engine import COMPILE_BACKEND, NOTHING, HostEngine
+from ds_dynatrain.adapters.groups.device import is_accelerated
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import add_groups
 from ds_dynatrain.adapters.model.module_state import buffers_kept, note
 from ds_dynatrain.adapters.model.shaper import Shaper
-from ds_dynatrain.data import BatchArithmetic, Cursor, EvaluationLoader, MicroBatch, TrainLoader
+from ds_dynatrain.data import BatchArithmetic, Cursor, DataSource, EvaluationLoader, MicroBatch, TrainLoader
+from ds_dynatrain.data.stream import SampleStream
 from ds_dynatrain.engine.changes import OnChange
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.checkpoints.sources import ALL, CheckpointPart
@@ -446,8 +449,37 @@ class DynatrainEngine(HostEngine):
         reshuffle: whether each epoch has a different order, seeded by `seed` + epoch; by default the setting of the
         DataLoader or of `dynatrain.data`.
         """
-        how = num_workers, shuffle, evaluation, batch_size, name, seed, reshuffle
-        return self._parts.make_loader(dataset, collate_fn, *how)
+        parts, host, data = self._parts, self._host, getattr(dataset, "dataset", dataset)
+        order = None if evaluation else host.curriculum_order(len(data) if hasattr(data, "__len__") else 0)
+        if order is not None and num_workers is None:
+            num_workers = int(self.data_sampling_config()["num_workers"])
+        source = DataSource.build(
+            dataset,
+            collate_fn=collate_fn if collate_fn is not None else self.collate_fn,
+            num_workers=num_workers,
+            shuffle=bool(shuffle) if evaluation else shuffle,
+            seed=seed,
+            reshuffle=parts.settings.data.reshuffle or None if reshuffle is None else reshuffle,
+            drop_last=True if parts.job.user_config.get("dataloader_drop_last") and not evaluation else None,
+            pin_memory=getattr(dataset, "pin_memory", is_accelerated()),
+            seeds_samples=host.in_leaves and not evaluation,
+        )
+        if isinstance(source.dataset, SampleStream) and (evaluation or order is not None):
+            what = "evaluated" if evaluation else "read by a curriculum"
+            raise DataError(
+                f"engine.loader: a stream cannot be {what}, which takes samples by their index; give a data set with "
+                "__getitem__ and __len__, such as list(stream)"
+            )
+        if evaluation:
+            parts.evaluation_loaders += 1
+            return EvaluationLoader(source, parts, batch_size, f"evaluation {parts.evaluation_loaders}")
+        name = name or f"train{len(parts.train_loaders) or ''}"
+        if name in parts.train_loaders:
+            raise ConfigError(f"engine.loader: there is a loader {name!r} already; give another name")
+        loader = parts.train_loaders[name] = TrainLoader(source, parts, name, order)
+        if name in parts.arrived["loaders"]:
+            loader.load_state_dict(parts.arrived["loaders"].pop(name))
+        return loader
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
         """Return the loader for the `training_data` that was given to `initialize`."""
@@ -515,7 +547,24 @@ class DynatrainEngine(HostEngine):
         call, if the global batch is discarded, or if this member joined late and the others are elsewhere in their
         scripts. Raises DataError if no rank has a sample.
         """
-        return self._parts.mean(value, samples)
+        number, parts = float(value.detach() if isinstance(value, torch.Tensor) else value), self._parts
+        pair = torch.tensor([number * samples if samples else 0.0, float(samples)], dtype=torch.float64)
+        alone = torch.tensor([number, 1.0], dtype=torch.float64)
+
+        def added() -> torch.Tensor:
+            world = parts.world
+            if world is not None and world.data.size() > 1:
+                td.all_reduce(pair, group=world.data)
+            return pair
+
+        total, count = parts.together("a mean", added, lambda: alone)
+        if not count:
+            raise DataError(
+                f"engine.mean: every rank of data={self.layout.data} gave samples=0; give the number of "
+                "samples that the value is the mean of"
+            )
+        found = (total / count).to(torch.float32)
+        return found.to(value.device) if isinstance(value, torch.Tensor) else found
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

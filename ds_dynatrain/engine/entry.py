@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as td
@@ -299,11 +299,8 @@ class Early:
     alone: LaunchWorld
     launch: LaunchWorld
     entry: Entry | None
+    joins: bool
     is_taken: bool = False
-    joins: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.joins = self.entry is None
 
     def install(self) -> None:
         """Make `torch.distributed`, DeepSpeed and the environment variables refer to this member's group."""
@@ -357,7 +354,7 @@ def begin(place: WorkerPlace) -> Early:
         launch = LaunchWorld.formed(store, "node", at.local_rank, at.local_size, START_SECONDS, GroupStatus())
     else:
         launch = entry.launch
-    early = Early(elastic, alone, launch, entry)
+    early = Early(elastic, alone, launch, entry, joins=entry is None)
     early.install()
     return early
 

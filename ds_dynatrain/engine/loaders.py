@@ -1,22 +1,19 @@
-"""Loaders of an engine, which follow the world: how they are made, the engine's answers to them, and means over
-batches."""
+"""Answers of an engine to its loaders, which follow the world."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.deepspeed.curriculum import CurriculumOrder
-from ds_dynatrain.adapters.groups.device import is_accelerated
-from ds_dynatrain.data import BatchArithmetic, DataSource, EvaluationLoader, Leaf, MicroBatch, Slot, TrainLoader
-from ds_dynatrain.data.stream import SampleStream
+from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Leaf, MicroBatch, Slot, TrainLoader
 from ds_dynatrain.engine.switcher import SwitchingEngine
-from ds_dynatrain.errors import ConfigError, DataError
+from ds_dynatrain.errors import DataError
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.core import OpenBatch
 from ds_dynatrain.reshard.process import PROCESS
@@ -27,9 +24,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class LoadingEngine(SwitchingEngine):
-    """An engine that is the host of its loaders (see `data.loader.Host`), and computes means over their batches."""
+    """An engine that is the host of its loaders (see `data.loader.Host`)."""
 
-    _evaluation_loaders: int = 0
+    evaluation_loaders: int = 0
+    """How many evaluation loaders were made."""
     _opened: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Map from the name of each train loader to its last global batch: (segment, number of micro-batches trained
     before it)."""
@@ -153,78 +151,10 @@ class LoadingEngine(SwitchingEngine):
 
     # ---- what a user asks --------------------------------------------------------------------------------------------
 
-    def make_loader(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        num_workers: int | None,
-        shuffle: bool | None,
-        evaluation: bool,
-        batch_size: int | None,
-        name: str | None,
-        seed: int | None,
-        reshuffle: bool | None,
-    ) -> TrainLoader | EvaluationLoader:
-        """Make a loader; see `DynatrainEngine.loader`."""
-        deepspeed, known, data = self.deepspeed, self.train_loaders, getattr(dataset, "dataset", dataset)
-        order = None if evaluation else self.host.curriculum_order(len(data) if hasattr(data, "__len__") else 0)
-        if order is not None and num_workers is None:
-            num_workers = int(deepspeed.data_sampling_config()["num_workers"])
-        drop_last = True if self.job.user_config.get("dataloader_drop_last") and not evaluation else None
-        source = DataSource.build(
-            dataset,
-            collate_fn=collate_fn if collate_fn is not None else deepspeed.collate_fn,
-            num_workers=num_workers,
-            shuffle=bool(shuffle) if evaluation else shuffle,
-            seed=seed,
-            reshuffle=self.settings.data.reshuffle or None if reshuffle is None else reshuffle,
-            drop_last=drop_last,
-            pin_memory=getattr(dataset, "pin_memory", is_accelerated()),
-            seeds_samples=self.host.in_leaves and not evaluation,
-        )
-        if isinstance(source.dataset, SampleStream) and (evaluation or order is not None):
-            what = "evaluated" if evaluation else "read by a curriculum"
-            raise DataError(
-                f"engine.loader: a stream cannot be {what}, which takes samples by their index; give a data set with "
-                "__getitem__ and __len__, such as list(stream)"
-            )
-        if evaluation:
-            self._evaluation_loaders += 1
-            return EvaluationLoader(source, self, batch_size, f"evaluation {self._evaluation_loaders}")
-        name = name or f"train{len(known) or ''}"
-        if name in known:
-            raise ConfigError(f"engine.loader: there is a loader {name!r} already; give another name")
-        loader = TrainLoader(source, self, name, order)
-        known[name] = loader
-        if name in self.arrived["loaders"]:
-            loader.load_state_dict(self.arrived["loaders"].pop(name))
-        return loader
-
     @property
     def of_curricula(self) -> list[TrainLoader]:
         """Train loaders whose order follows a curriculum."""
         return [loader for loader in self.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
-
-    def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
-        """Return a weighted mean over the data axis; see `DynatrainEngine.mean`."""
-        plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
-        pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
-        alone = torch.tensor([plain, 1.0], dtype=torch.float64)
-
-        def added() -> torch.Tensor:
-            world = self.world
-            if world is not None and world.data.size() > 1:
-                td.all_reduce(pair, group=world.data)
-            return pair
-
-        pair = self.together("a mean", added, lambda: alone)
-        if not pair[1]:
-            raise DataError(
-                f"engine.mean: every rank of data={self.layout.data} gave samples=0; give the number of "
-                "samples that the value is the mean of"
-            )
-        found = (pair[0] / pair[1]).to(torch.float32)
-        return found.to(value.device) if isinstance(value, torch.Tensor) else found
 
     def together(self, name: str, call: Callable[[], T], alone: Callable[[], T]) -> T:
         """Run a collective of the working members, or return the result of `alone` if not all of them take part.

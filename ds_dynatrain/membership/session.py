@@ -10,9 +10,9 @@ The model is `_DistWrapper` of torch's distributed checkpoint (`torch/distribute
 | `reduce` | posts a value that can be joined with others | the joined and judged value |
 | `vote` | does its part, and reports | one decision: commit if no member failed, otherwise no commit on any |
 
-Values go up a `Tree`: a member that leads others joins their values with its own, and the first member posts one answer
-for all. None of these calls is a collective, and every wait ends. A member that fails inside `vote` writes a record
-against the commit; waiting members watch this record and leave with its reason.
+Values go up a tree (see `heard_by`): a member that leads others joins their values with its own, and the first member
+posts one answer for all. None of these calls is a collective, and every wait ends. A member that fails inside `vote`
+writes a record against the commit; waiting members watch this record and leave with its reason.
 """
 
 from __future__ import annotations
@@ -47,25 +47,20 @@ WIDTH = 64
 """Number of members from which a leader reads, itself included. This many reports take milliseconds to read."""
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A tree of members: the first of every `width` members leads them, the first of every `width` leaders leads those,
-    and so on.
+def heard_by(member: int, members: tuple[int, ...], width: int = WIDTH) -> list[tuple[int, ...]]:
+    """Return the members whose values `member` reads, for each level from the bottom up; empty if the member leads
+    none.
+
+    They form a tree: the first of every `width` members leads them, the first of every `width` leaders leads those, and
+    so on.
 
     members: the members in any order that is the same on all of them; the first one is the root.
     """
-
-    members: tuple[int, ...]
-    width: int = WIDTH
-
-    def heard_by(self, member: int) -> list[tuple[int, ...]]:
-        """Return the members whose values `member` reads, for each level from the bottom up; empty if the member leads
-        none."""
-        index, step, levels = self.members.index(member), 1, list[tuple[int, ...]]()
-        while step < len(self.members) and index % (step * self.width) == 0:
-            levels.append(self.members[index + step : index + step * self.width : step])
-            step *= self.width
-        return levels
+    index, step, levels = members.index(member), 1, list[tuple[int, ...]]()
+    while step < len(members) and index % (step * width) == 0:
+        levels.append(members[index + step : index + step * width : step])
+        step *= width
+    return levels
 
 
 @dataclass(frozen=True)
@@ -219,7 +214,7 @@ class Session:
         The answer stays, because other members may not have read it yet; see `forget_answer`.
         """
         place, member = f"{self.key}/{step}", self.board.member
-        levels = len(Tree(self.members).heard_by(member))
+        levels = len(heard_by(member, self.members))
         self.board.remove(f"{place}/{level}/{member}" for level in range(levels + 1))
 
     def forget_answer(self, step: str) -> None:
@@ -342,7 +337,7 @@ class Session:
         On the first member the result is the joined value of all members.
         """
         board, member = self.board, self.board.member
-        levels = Tree(self.members).heard_by(member)
+        levels = heard_by(member, self.members)
         board.post(f"{place}/0/{member}", None if levels else mine)  # a leader only reports that it has come
         mine = unpack(pack(mine)) if levels else mine  # as others would read it
         for level, others in enumerate(levels):
