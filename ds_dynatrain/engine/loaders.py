@@ -32,8 +32,6 @@ class LoadingEngine(SwitchingEngine):
     """Map from the name of each train loader to its last global batch: (segment, number of micro-batches trained
     before it)."""
 
-    # ---- what loaders ask --------------------------------------------------------------------------------------------
-
     @property
     def data_rank(self) -> int:
         """This member's index on the data axis; -1 on an idle member."""
@@ -148,8 +146,6 @@ class LoadingEngine(SwitchingEngine):
             yield
         finally:
             self.host.loss_is_divided = False
-
-    # ---- what a user asks --------------------------------------------------------------------------------------------
 
     @property
     def of_curricula(self) -> list[TrainLoader]:
