@@ -148,7 +148,7 @@ class CountedStore:
 def board(store: Any, counts: Counts, member: int) -> Control:
     """One member's, with its operations counted."""
     made = Control(store, "bench", member, 60.0)
-    made._store = CountedStore(made._store, counts)  # type: ignore[assignment]
+    made.store = CountedStore(made.store, counts)  # type: ignore[assignment]
     return made
 
 

@@ -557,13 +557,13 @@ class DynatrainEngine(HostEngine):
                 td.all_reduce(pair, group=world.data)
             return pair
 
-        total, count = parts.together("a mean", added, lambda: alone)
-        if not count:
+        pair = parts.together("a mean", added, lambda: alone)
+        if not pair[1]:
             raise DataError(
                 f"engine.mean: every rank of data={self.layout.data} gave samples=0; give the number of "
                 "samples that the value is the mean of"
             )
-        found = (total / count).to(torch.float32)
+        found = (pair[0] / pair[1]).to(torch.float32)
         return found.to(value.device) if isinstance(value, torch.Tensor) else found
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
