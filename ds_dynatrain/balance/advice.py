@@ -19,7 +19,6 @@ from ds_dynatrain.balance.decision import (
     BalanceDecision,
     BetterLayout,
     DecisionHistory,
-    Offer,
     Slowdown,
     decide,
 )
@@ -200,7 +199,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     error = _error(profile, at.deal(profile, at.present), at.present, best.layout)
     at_work = at.at_work(best.layout)
     target = at_work * (present - (now.seconds - best.time.seconds))
-    decision = decide(at.rules, at.history, Offer(present, target, error, moved.seconds, rivals[-1].lost_seconds))
+    decision = decide(at.rules, at.history, present, target, error, moved.seconds, rivals[-1].lost_seconds)
     if decision.answer in (Answer.SMALL, Answer.NOISE):
         rivals = rivals[: len(at.history.rivals)]
     slowdown, release = _slowdown(profile, at, now.seconds), _release(at, present)
@@ -232,7 +231,7 @@ def _release(at: Situation, seconds: float) -> BalanceDecision | None:
         return None
     stays = at.present.world_size / (at.present.world_size + at.vacant)
     lost = (at.step - at.history.since) * (1 - stays) * seconds
-    return decide(at.rules, at.history, Offer(seconds, stays * seconds, 0.0, at.pause_seconds, lost))
+    return decide(at.rules, at.history, seconds, stays * seconds, 0.0, at.pause_seconds, lost)
 
 
 def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...] = ()) -> FittingLayout:

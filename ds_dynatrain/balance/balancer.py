@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ds_dynatrain.balance.adapters.timing import StageTimes, Timer
+from ds_dynatrain.adapters.model.stage_module import PipelineShaper
+from ds_dynatrain.balance.adapters.timing import StageTimes, Timer, children_of
 from ds_dynatrain.balance.advice import Advice, MoveCost, Situation, advise
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.course import ENOUGH_STEPS, Course, WantedMove
 from ds_dynatrain.balance.decision import Pause
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import BESIDE, Profile
-from ds_dynatrain.balance.timed_model import metered_model, timed_model
+from ds_dynatrain.balance.timed_model import TimedModel, TimedStages
 from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, TimingWindow, waiting
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.switcher import Reason
@@ -59,7 +60,8 @@ class Balancer:
 
     def __init__(self, engine: EngineParts, settings: BalanceConfig) -> None:
         self._engine, self._settings = engine, settings
-        self._model = timed_model(engine)
+        has_stages = isinstance(engine.host.shaper, PipelineShaper)
+        self._model = TimedStages(engine) if has_stages else TimedModel(engine)
         self._course = Course()
         """The course, which is the same on all working members, so all of them request a switch at the same step."""
         self._asked: tuple[WantedMove, PendingSwitch, Layout] | None = None
@@ -125,7 +127,10 @@ class Balancer:
         """
         if self._timer is not None or self.profile is not None:
             raise ConfigError("engine.meter: the first window has begun; call it before training begins")
-        self._model = metered_model(self._engine, names)
+        if isinstance(self._engine.host.shaper, PipelineShaper):
+            raise ConfigError("engine.meter: the layers of a PipelineModule are timed as they are; leave the call out")
+        children_of(self._engine.host.module, names)
+        self._model = TimedModel(self._engine, names)
 
     def advise(self) -> Advice:
         """Return the best layout of the current members, and whether a move would pay.
@@ -373,7 +378,9 @@ class Balancer:
             slow = slow.after(engine.members, window.speeds, step, settings.slow_ratio)
         course = self._course.at(step, averaged.since, slow)
         if settings.acts and averaged.doubted is not None:
-            course = course.in_doubt()
+            course = course.unjudged(
+                "this window differs from those before it: the next one is to say whether costs have changed"
+            )
         elif settings.acts:
             profile = self._profile(averaged)
             decide = partial(self._advise, profile, measured.seconds)

@@ -20,7 +20,7 @@ import numpy as np
 from ds_dynatrain.balance.deal import Deal, gathered_bytes, peak_bytes, shares_of, taken_bytes
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
 from ds_dynatrain.balance.profile import Floats, Profile
-from ds_dynatrain.balance.step_time import FREE, LinkCosts, StepTime, column_seconds, step_time
+from ds_dynatrain.balance.step_time import FREE, LinkCosts, StepTime, column_seconds, pace_of, step_time
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.space.zero import group_size
@@ -47,10 +47,6 @@ class Members:
     links: LinkCosts = FREE
     are_placed: bool = False
 
-    def first(self, count: int) -> Members:
-        """Return the first `count` members alone."""
-        return replace(self, speeds=self.speeds[:count])
-
     def working(self, count: int) -> tuple[int, ...]:
         """Return the members, by rank, that work if `count` members work.
 
@@ -61,7 +57,7 @@ class Members:
     def at_ranks(self, layout: Layout) -> tuple[list[float], LinkCosts]:
         """Return the speeds at the ranks of a layout, and the links between them."""
         working = self.working(layout.world_size)
-        return [self.speeds[member] for member in working], self.links.between_members(working)
+        return [self.speeds[member] for member in working], replace(self.links, members=working)
 
     @cached_property
     def are_alike(self) -> bool:
@@ -75,8 +71,7 @@ class Members:
 
     def pace(self, layout: Layout) -> Floats:
         """Return [stages, data]: the speed of the slowest member in each stage at each data index."""
-        speeds = np.array([self.speeds[member] for member in self.working(layout.world_size)])
-        return np.asarray(speeds.reshape(layout.pipe, layout.data, -1).min(axis=2))
+        return pace_of(layout, [self.speeds[member] for member in self.working(layout.world_size)])
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ class Search:
         except LayoutError:
             return None
         if self.pipeline:
-            return deal if layout.zero_stage < 2 and (layout.expert == 1 or deal.is_even) else None
+            return deal if layout.zero_stage < 2 and (layout.expert == 1 or len({*deal.shares}) == 1) else None
         return deal if layout.pipe == 1 else None
 
 
@@ -187,7 +182,8 @@ def choose(
     search = search or Search()
 
     def best(count: int) -> tuple[FittingLayout, ...]:
-        return _Choosing(profile, present, members.first(count), search, refused, switch_seconds).best()
+        among = replace(members, speeds=members.speeds[:count])
+        return _Choosing(profile, present, among, search, refused, switch_seconds).best()
 
     found = best(len(members.speeds))
     if search.at_most_slower is None:
@@ -246,10 +242,9 @@ class _Choosing:
 
     def best(self) -> tuple[FittingLayout, ...]:
         found: list[FittingLayout] = []
-        sizes = sorted((self._least_seconds(*size), number, size) for number, size in enumerate(self._sizes()))
-        for least, _, size in sizes:
-            is_full = len(found) == self.search.count
-            if is_full and _rounded(least) > _rounded(found[-1].seconds):
+        sizes = [(self._least_seconds(*size), size) for size in self._sizes()]
+        for least, size in sorted(sizes, key=lambda each: each[0]):
+            if len(found) == self.search.count and _rounded(least) > _rounded(found[-1].seconds):
                 break
             for layout, deal in self._candidates(*size):
                 if len(found) == self.search.count and self._is_beyond(found[-1].seconds, layout, deal):
@@ -314,18 +309,13 @@ class _Choosing:
         """Yield the layouts that can be trained, without boundaries, each with its deal (division of the samples)."""
         for zero_stage in self.search.zero_stages or STAGES:
             layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
-            for shared in dict.fromkeys(self._shared(layout)):
-                if (deal := self.search.deal(self.profile, shared)) is not None:
-                    yield shared, deal
-
-    def _shared(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with different shares: equal ones, its own, and those that suit the members' speeds."""
-        even = layout.replace(shares=None)
-        yield from (even, layout)
-        if layout.data > 1 and not self.members.are_alike:
-            deal = self.search.deal(self.profile, even)
-            if deal is not None and (fair := self._fair(layout, deal)) != deal.shares:
-                yield layout.replace(shares=fair)
+            even = layout.replace(shares=None)
+            shared = {each: self.search.deal(self.profile, each) for each in dict.fromkeys((even, layout))}
+            if data > 1 and not self.members.are_alike and (deal := shared[even]) is not None:
+                if (fair := self._fair(layout, deal)) != deal.shares:  # those that suit the members' speeds
+                    layout = layout.replace(shares=fair)
+                    shared.setdefault(layout, self.search.deal(self.profile, layout))
+            yield from ((each, deal) for each, deal in shared.items() if deal is not None)
 
     def _fair(self, layout: Layout, deal: Deal) -> tuple[int, ...]:
         """Return shares with which all data indices finish at about the same time, if their stages have equal loads.

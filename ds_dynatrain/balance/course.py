@@ -23,7 +23,7 @@ from ds_dynatrain.balance.decision import (
     drift_of,
     judge,
 )
-from ds_dynatrain.balance.profile import Bools, Profile
+from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.balance.window import LAST_STEPS, Measured
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
@@ -32,15 +32,6 @@ ENOUGH_STEPS = 4
 """Number of measured steps required before a move, and again after it to judge it."""
 EXPLAINS = 0.5
 """Smallest change of the layers' seconds that may explain a change of a step's seconds, as a fraction of the latter."""
-
-
-def can_judge(move: PastMove, measured: Measured) -> bool:
-    """Return whether enough steps have been measured after a move to judge the move.
-
-    If steps look slower, which may be noise, more steps are needed, up to the number of steps that are remembered.
-    """
-    looks_slower = move.before_seconds < measured.seconds <= move.slower_from(measured.error)
-    return measured.count >= (LAST_STEPS if looks_slower else ENOUGH_STEPS)
 
 
 @dataclass(frozen=True)
@@ -62,18 +53,6 @@ class Costs:
         errors = np.hypot(profile.seconds("forward_error"), profile.seconds("backward_error"))
         seconds, spread = (tuple((each / profile.micro_batch_size).tolist()) for each in (profile.passes, errors))
         return cls(seconds, spread, tuple(slow.since))
-
-    def drift(self, now: Costs, places: Bools, least: float) -> Drift:
-        """Return whether and in which direction the costs of some layers have changed; MIXED if a member became slow.
-
-        places: [layers], whether to compare each layer.
-        least: the fraction of the whole that a change must exceed.
-        """
-        if set(now.slow) - set(self.slow):
-            return Drift.MIXED
-        before, after = (np.array(each.seconds)[places] for each in (self, now))
-        error = np.hypot(np.array(self.errors)[places], np.array(now.errors)[places])
-        return drift_of(before, after, error, least) if len(before) else Drift.SAME
 
 
 @dataclass(frozen=True)
@@ -147,13 +126,8 @@ class Course:
         begun = max(known.since, since, *slow.since.values(), 0 if slow == self.slow else known.step)
         return replace(self, history=replace(known, since=begun, step=max(known.step, begun)), slow=slow)
 
-    def in_doubt(self) -> Course:
-        """Return the course after a window that differs from the earlier ones. The next window decides."""
-        return self._unjudged(
-            "this window differs from those before it: the next one is to say whether costs have changed"
-        )
-
-    def _unjudged(self, why: str) -> Course:
+    def unjudged(self, why: str) -> Course:
+        """Return the course after a window that judges and decides nothing."""
         return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, releases=False, why=why)
 
     def after(
@@ -171,13 +145,14 @@ class Course:
         present: the current layout, with its boundaries.
         advise: function that returns the fastest layout, or raises LayoutError if nothing fits.
         """
-        course, costs = self._unjudged(""), Costs.of(profile, self.slow)
-        open_move = self.history.open
-        if open_move is not None and can_judge(open_move, measured):
-            least = max(rules.least_gain, EXPLAINS * abs(1 - measured.seconds / open_move.before_seconds))
-            course = course._judged(open_move, measured, costs, self._drift(least, present, costs))
-            if course.wanted is not None:
-                return course
+        course, costs = self.unjudged(""), Costs.of(profile, self.slow)
+        if (move := self.history.open) is not None:
+            looks_slower = move.before_seconds < measured.seconds <= move.slower_from(measured.error)
+            if measured.count >= (LAST_STEPS if looks_slower else ENOUGH_STEPS):  # what looks slower may be noise
+                least = max(rules.least_gain, EXPLAINS * abs(1 - measured.seconds / move.before_seconds))
+                course = course._judged(move, measured, costs, self._drift(least, present, costs))
+                if course.wanted is not None:
+                    return course
         try:
             advice = advise(course)
         except LayoutError as error:
@@ -202,18 +177,19 @@ class Course:
         return replace(course, wanted=wanted, why=advice.decision.why)
 
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
-        """Return the drift of the layers that have stayed on their stage since the move.
+        """Return the drift of the layers that have stayed on their stage since the move; MIXED if a member became slow.
 
         Layers that moved are left out: if they became slower, the move may be the reason.
 
         least: the fraction of the whole that a change must exceed.
         """
-        layers = len(now.seconds)
-        if self.left is None or self.costs is None or len(self.costs.seconds) != layers:
+        layers, then = len(now.seconds), self.costs
+        if self.left is None or then is None or len(then.seconds) != layers or set(now.slow) - set(then.slow):
             return Drift.MIXED
         cuts = (layout.boundaries or (0, layers) for layout in (self.left, present))
-        before, after = (np.searchsorted(cut[1:], np.arange(layers), side="right") for cut in cuts)
-        return self.costs.drift(now, before == after, least)
+        stayed = np.equal(*(np.searchsorted(cut[1:], np.arange(layers), side="right") for cut in cuts))
+        before, after = (np.array([each.seconds, each.errors])[:, stayed] for each in (then, now))
+        return drift_of(before[0], after[0], np.hypot(before[1], after[1]), least)
 
     def _judged(self, move: PastMove, measured: Measured, costs: Costs, drift: Drift) -> Course:
         verdict, history = judge(self.history, move, measured.seconds, measured.error, drift)

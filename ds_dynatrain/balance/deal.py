@@ -90,11 +90,6 @@ class Deal:
         """Samples in a micro-batch at the data index with the largest share."""
         return max(self.shares) / self.micro_batches
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all data indices have the same number of samples."""
-        return min(self.shares) == max(self.shares)
-
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Number of micro-batches at each data index, if all micro-batches have one size."""

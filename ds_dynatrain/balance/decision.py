@@ -38,7 +38,7 @@ LEAST_FACTOR = 0.1
 
 
 class Answer(Enum):
-    """The possible answers to an offered move. The answer is the first of these, in order, that applies."""
+    """The possible answers to whether a move is made. The answer is the first of these, in order, that applies."""
 
     OPEN = "the last move is not judged yet"
     SMALL = "too little to gain"
@@ -78,29 +78,6 @@ that used to wait compute side by side, because these stages share caches and me
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A predicted move.
-
-    present_seconds: seconds of a step before the move.
-    target_seconds: seconds of a step after the move.
-    error_seconds: the standard error of the difference between the two.
-    cost_seconds: the cost of the move.
-    lost_seconds: the time that the present layout has lost so far; see `BetterLayout`.
-    """
-
-    present_seconds: float
-    target_seconds: float
-    error_seconds: float
-    cost_seconds: float
-    lost_seconds: float
-
-    @property
-    def gain(self) -> float:
-        """Predicted saving, as a fraction of the current step."""
-        return 1 - self.target_seconds / self.present_seconds if self.present_seconds else 0.0
-
-
-@dataclass(frozen=True)
 class PastMove:
     """A move that was made.
 
@@ -127,7 +104,7 @@ class PastMove:
 
 @dataclass(frozen=True)
 class BalanceDecision:
-    """The answer to an offered move.
+    """The answer to whether a move is made.
 
     why: the numbers behind the answer, as text.
     """
@@ -219,23 +196,37 @@ def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drif
     return Drift.LONGER if total > 0 else Drift.SHORTER
 
 
-def decide(rules: BalanceConfig, history: DecisionHistory, offer: Offer) -> BalanceDecision:
-    """Decide whether to make the offered move."""
-    saved = (offer.present_seconds - offer.target_seconds) * history.factor
-    gain, lost = offer.gain * history.factor, offer.lost_seconds * history.factor
-    asked = rules.safety * offer.cost_seconds
+def decide(
+    rules: BalanceConfig,
+    history: DecisionHistory,
+    present_seconds: float,
+    target_seconds: float,
+    error_seconds: float,
+    cost_seconds: float,
+    lost_seconds: float,
+) -> BalanceDecision:
+    """Decide whether to make a move.
+
+    present_seconds: seconds of a step before the move.
+    target_seconds: predicted seconds of a step after the move.
+    error_seconds: the standard error of the difference between the two.
+    cost_seconds: the cost of the move.
+    lost_seconds: the time that the present layout has lost so far; see `BetterLayout`.
+    """
+    saved, lost = (present_seconds - target_seconds) * history.factor, lost_seconds * history.factor
+    gain, asked = saved / present_seconds if present_seconds else 0.0, rules.safety * cost_seconds
     table = (
         (Answer.OPEN, history.open is not None, "its window has not been measured"),
         (Answer.SMALL, not gain > 0 or gain < rules.least_gain, f"{gain:.3f} of a step, least_gain {rules.least_gain}"),
         (
             Answer.NOISE,
-            saved <= ERRORS * offer.error_seconds,
-            f"{saved:.4g} s a step, {ERRORS:g} standard errors are {ERRORS * offer.error_seconds:.4g} s",
+            saved <= ERRORS * error_seconds,
+            f"{saved:.4g} s a step, {ERRORS:g} standard errors are {ERRORS * error_seconds:.4g} s",
         ),
         (
             Answer.DEAR,
             lost < asked,
-            f"{lost:.4g} s, safety {rules.safety:g} × cost {offer.cost_seconds:.4g} s = {asked:.4g} s",
+            f"{lost:.4g} s, safety {rules.safety:g} × cost {cost_seconds:.4g} s = {asked:.4g} s",
         ),
     )
     for answer, holds, numbers in table:

@@ -44,11 +44,6 @@ class PredictionOptions:
     present: str | None
     link: Link
 
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether the model counts as a PipelineModule: not with --stages 1, and not with ZeRO stage 2 or 3."""
-        return self.stages != 1 and self.zero_stage < 2
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -85,7 +80,7 @@ def advise(file: Path, question: PredictionOptions) -> Prediction:
         pipes=None if question.stages is None else (question.stages,),
         zero_stages=(question.zero_stage,),
         micro_batches=question.micro_batches,
-        pipeline=question.is_pipeline,
+        pipeline=question.stages != 1 and question.zero_stage < 2,  # other models have no stages
     )
     choices = choose(profile, start, members, search)
     present = _present(profile, start, members, search) if question.stages or question.present else None

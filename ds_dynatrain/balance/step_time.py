@@ -16,7 +16,6 @@ stages continue at the same moment. A late stage therefore delays its neighbours
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -84,15 +83,6 @@ class LinkCosts:
         nodes = {(self.members[rank] if self.members else rank) // self.per_node for rank in ranks}
         return self.inside if len(nodes) == 1 else self.between
 
-    def between_members(self, members: tuple[int, ...]) -> LinkCosts:
-        """Return the same links, with `members` at the ranks."""
-        return dataclasses.replace(self, members=members)
-
-
-def step_count(stages: int, micro_batches: int) -> int:
-    """Return the number of steps in a pipeline's schedule: 2 for each micro-batch, and 2 for each further stage."""
-    return 2 * (micro_batches + stages - 1)
-
 
 @dataclass(frozen=True, eq=False)
 class StageWork:
@@ -100,15 +90,13 @@ class StageWork:
 
     forward: [stages], seconds of a forward pass.
     backward: [stages], seconds of a backward pass.
-    send: [stages - 1], seconds to send the activations from stage s to s + 1.
-    send_back: [stages - 1], seconds to send the gradient back.
+    send: [stages - 1], seconds to send the activations from stage s to s + 1, and to send the gradient back.
     returns: [stages - 1], whether there is such a gradient. There is none if all earlier layers are frozen.
     """
 
     forward: Floats
     backward: Floats
     send: Floats
-    send_back: Floats
     returns: Bools
 
 
@@ -122,15 +110,15 @@ def simulate(work: StageWork, micro_batches: int) -> tuple[Floats, Floats]:
     otherwise the next one. Both stages exchange the same two messages in the same order, so a step is one exchange and
     one pass.
     """
-    stages, total = len(work.forward), step_count(len(work.forward), micro_batches)
-    step, stage = np.arange(-1, total)[:, None], np.arange(stages)[None, :]
+    stages = len(work.forward)
+    step, stage = np.arange(-1, 2 * (micro_batches + stages - 1))[:, None], np.arange(stages)[None, :]
     forward = (step - stage) % 2 == 0
     micro_batch = np.where(forward, step - stage, step - 2 * stages + stage + 1) // 2
     valid = (micro_batch >= 0) & (micro_batch < micro_batches)
     passes = np.where(valid, np.where(forward, work.forward, work.backward), 0.0)[1:]
     taken = (valid & forward)[1:, 1:]  # activations come to the later one of two stages
     returned = valid[1:, :-1] & ~forward[1:, :-1] & work.returns  # a gradient comes to the earlier one
-    meetings, lasting = taken | returned, taken * work.send + returned * work.send_back
+    meetings, lasting = taken | returned, taken * work.send + returned * work.send
     clock = np.zeros(stages)
     for meets, lasts, takes in zip(meetings, lasting, passes, strict=True):
         together = np.maximum(clock[:-1], clock[1:]) + lasts
@@ -196,7 +184,7 @@ def step_time(
 
     Raises LayoutError if the boundaries do not belong to this layout.
     """
-    return _Model(profile, layout, deal, _pace(layout, speeds), links).predict()
+    return _Model(profile, layout, deal, pace_of(layout, speeds), links).predict()
 
 
 def column_seconds(
@@ -206,7 +194,7 @@ def column_seconds(
 
     Raises LayoutError if the boundaries do not belong to this layout.
     """
-    ends, busy = _Model(profile, layout, deal, _pace(layout, speeds), links)._passes()
+    ends, busy = _Model(profile, layout, deal, pace_of(layout, speeds), links)._passes()
     return ends.max(axis=0), busy.max(axis=0) / np.array(deal.counts)
 
 
@@ -278,7 +266,7 @@ class _Model:
         lasts = np.array([link.send(nbytes) for link, nbytes in zip(sends, handed, strict=True)])
         lasts += profile.message_seconds
         returns = np.logical_or.accumulate(profile.trained)[last]
-        return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
+        return StageWork(forward * scale / pace, backward * scale / pace, lasts, returns)
 
     def _gathered(self, values: Floats) -> Floats:
         """Return [stages]: seconds to gather these bytes, [layers], among the data ranks of each stage in a ring."""
@@ -319,8 +307,11 @@ class _Model:
         return np.asarray(seconds[:, None] / share / self.pace)
 
 
-def _pace(layout: Layout, speeds: Sequence[float] | None) -> Floats:
-    """Return [stages, data]: the speed of the slowest rank in each stage at each data index."""
+def pace_of(layout: Layout, speeds: Sequence[float] | None) -> Floats:
+    """Return [stages, data]: the speed of the slowest rank in each stage at each data index.
+
+    speeds: the speed of each rank; None if every rank has speed 1.
+    """
     if speeds is None:
         return np.ones((layout.pipe, layout.data))
     given = np.array(speeds, dtype=np.float64)

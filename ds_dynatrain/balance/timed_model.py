@@ -16,7 +16,6 @@ from ds_dynatrain.balance.adapters.stage_timer import StageTimer
 from ds_dynatrain.balance.adapters.timing import ModuleTimer, StageTimes, Timer, children_of
 from ds_dynatrain.balance.profile import Floats, LayerCost
 from ds_dynatrain.balance.window import rows_of
-from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.space.kind import WEIGHT
@@ -70,7 +69,20 @@ class TimedModel:
 
     def layers(self) -> list[LayerCost]:
         """Return all layers of the model without measurements, based on the currently registered parameters."""
-        return [_known(self._engine, name, held) for name, held in zip(self._names(), self._tensors(), strict=True)]
+        vps, found = self._engine.vps, list[LayerCost]()
+        kinds = [vps.kind(kind) for kind in vps.present_kinds()]
+        for name, tensors in zip(self._names(), self._tensors(), strict=True):
+            trained = [tensor for tensor in tensors if tensor.trainable]
+            sizes = {WEIGHT: 0}
+            for kind in kinds:
+                held = tensors if kind.name == WEIGHT else [each for each in trained if kind.is_of(each.group)]
+                if held:
+                    sizes[kind.name] = kind.itemsize * sum(tensor.numel for tensor in held)
+            costs = LayerCost(
+                name=name, forward_seconds=0.0, backward_seconds=0.0, kind_bytes=sizes, trained=bool(trained)
+            )
+            found.append(costs)
+        return found
 
     def _names(self) -> Sequence[str]:
         return (*self._modules, REST) if self._modules else (WHOLE,)
@@ -116,34 +128,3 @@ class TimedStages(TimedModel):
         for tensor in self._engine.vps.tensors:
             by_prefix[layer_of(tensor.name)].append(tensor)
         return [by_prefix[prefix] for prefix in self._template.prefixes()]
-
-
-def timed_model(engine: EngineCore) -> TimedModel:
-    """Return the timed layers of an engine's model: the layers of a PipelineModule, or the whole model as one layer."""
-    return TimedStages(engine) if isinstance(engine.host.shaper, PipelineShaper) else TimedModel(engine)
-
-
-def metered_model(engine: EngineCore, names: Sequence[str]) -> TimedModel:
-    """Return the timed layers of a model without stages, with these modules timed separately.
-
-    Raises ConfigError if the modules cannot be timed, or if the model is a PipelineModule.
-    """
-    if isinstance(engine.host.shaper, PipelineShaper):
-        raise ConfigError("engine.meter: the layers of a PipelineModule are timed as they are; leave the call out")
-    children_of(engine.host.module, names)
-    return TimedModel(engine, names)
-
-
-def _known(engine: EngineCore, name: str, tensors: Sequence[LogicalTensor]) -> LayerCost:
-    kinds = [engine.vps.kind(kind) for kind in engine.vps.present_kinds()]
-    sizes = {
-        kind.name: sum(
-            tensor.numel * kind.itemsize
-            for tensor in tensors
-            if kind.name == WEIGHT or (tensor.trainable and kind.is_of(tensor.group))
-        )
-        for kind in kinds
-    }
-    known = {kind: size for kind, size in sizes.items() if size or kind == WEIGHT}
-    is_trained = any(tensor.trainable for tensor in tensors)
-    return LayerCost(name=name, forward_seconds=0.0, backward_seconds=0.0, kind_bytes=known, trained=is_trained)

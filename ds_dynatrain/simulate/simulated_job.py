@@ -148,7 +148,7 @@ class SimulatedJob:
         speeds: the speed of each rank; None if no rank is slow.
         members: the member at each rank; () for the first members of the cluster.
         """
-        links = self.links.between_members(members)
+        links = replace(self.links, members=members)
         return step_time(self.profile, layout, deal or Deal.of(self.profile, layout), speeds, links)
 
     def best(self, ready: Iterable[int], speeds: Mapping[int, float]) -> SimulatedWorld | None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ds_dynatrain.balance.deal import in_flight
-from ds_dynatrain.balance.step_time import step_count
 
 
 class Command(NamedTuple):
@@ -20,7 +19,7 @@ class Command(NamedTuple):
 def commands(stages: int, micro_batches: int, stage: int) -> Iterator[list[Command]]:
     """What a stage does, step by step, as `TrainSchedule.steps` says it."""
     first, last, buffers = stage == 0, stage == stages - 1, buffer_count(stages, micro_batches, stage)
-    total = step_count(stages, micro_batches)
+    total = 2 * (micro_batches + stages - 1)
     for step in range(total):
         (micro_batch, forward), (before, _) = _at(step, stage, stages), _at(step - 1, stage, stages)
         now, was = 0 <= micro_batch < micro_batches, 0 <= before < micro_batches

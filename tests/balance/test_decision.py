@@ -17,7 +17,6 @@ from ds_dynatrain.balance.decision import (
     DecisionHistory,
     Drift,
     MoveVerdict,
-    Offer,
     PastMove,
     decide,
     drift_of,
@@ -31,38 +30,39 @@ from tests.sets import one_in
 
 RULES = Rules()
 FRESH = DecisionHistory()
-GOOD = Offer(10.0, 8.0, 0.1, 20.0, 40.0)  # 0.2 of a step; 40 s are lost, as much as it costs there and back
+GOOD = dict(present_seconds=10.0, target_seconds=8.0, error_seconds=0.1, cost_seconds=20.0, lost_seconds=40.0)
+# 0.2 of a step; 40 s are lost, as much as it costs there and back
 
 
 @pytest.mark.parametrize(
     ("answer", "offer", "history", "rules"),
     [
         (Answer.ACT, GOOD, FRESH, RULES),
-        (Answer.SMALL, dataclasses.replace(GOOD, target_seconds=9.71), FRESH, RULES),
-        (Answer.ACT, dataclasses.replace(GOOD, target_seconds=9.69), FRESH, RULES),
-        (Answer.SMALL, dataclasses.replace(GOOD, target_seconds=10.0), FRESH, Rules(least_gain=0)),
-        (Answer.SMALL, dataclasses.replace(GOOD, target_seconds=12.0), FRESH, Rules(least_gain=0)),
-        (Answer.SMALL, Offer(0.0, 0.0, 0.0, 0.0, 0.0), FRESH, RULES),
-        (Answer.NOISE, dataclasses.replace(GOOD, error_seconds=0.67), FRESH, RULES),
-        (Answer.ACT, dataclasses.replace(GOOD, error_seconds=0.66), FRESH, RULES),
-        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=20.1), FRESH, RULES),
-        (Answer.DEAR, dataclasses.replace(GOOD, lost_seconds=39.0), FRESH, RULES),
-        (Answer.ACT, dataclasses.replace(GOOD, lost_seconds=20.0), FRESH, Rules(safety=1)),
-        (Answer.ACT, dataclasses.replace(GOOD, lost_seconds=0.0), FRESH, Rules(safety=0)),
+        (Answer.SMALL, dict(GOOD, target_seconds=9.71), FRESH, RULES),
+        (Answer.ACT, dict(GOOD, target_seconds=9.69), FRESH, RULES),
+        (Answer.SMALL, dict(GOOD, target_seconds=10.0), FRESH, Rules(least_gain=0)),
+        (Answer.SMALL, dict(GOOD, target_seconds=12.0), FRESH, Rules(least_gain=0)),
+        (Answer.SMALL, dict.fromkeys(GOOD, 0.0), FRESH, RULES),
+        (Answer.NOISE, dict(GOOD, error_seconds=0.67), FRESH, RULES),
+        (Answer.ACT, dict(GOOD, error_seconds=0.66), FRESH, RULES),
+        (Answer.DEAR, dict(GOOD, cost_seconds=20.1), FRESH, RULES),
+        (Answer.DEAR, dict(GOOD, lost_seconds=39.0), FRESH, RULES),
+        (Answer.ACT, dict(GOOD, lost_seconds=20.0), FRESH, Rules(safety=1)),
+        (Answer.ACT, dict(GOOD, lost_seconds=0.0), FRESH, Rules(safety=0)),
         (Answer.OPEN, GOOD, dataclasses.replace(FRESH, open=PastMove(0.1, 9.0, 0.1)), RULES),
         (Answer.SMALL, GOOD, dataclasses.replace(FRESH, factor=0.1), RULES),
         (Answer.DEAR, GOOD, dataclasses.replace(FRESH, factor=0.4), RULES),
-        (Answer.ACT, dataclasses.replace(GOOD, lost_seconds=100.0), dataclasses.replace(FRESH, factor=0.4), RULES),
+        (Answer.ACT, dict(GOOD, lost_seconds=100.0), dataclasses.replace(FRESH, factor=0.4), RULES),
     ],
 )
-def test_the_table(answer: Answer, offer: Offer, history: DecisionHistory, rules: Rules) -> None:
-    found = decide(rules, history, offer)
+def test_the_table(answer: Answer, offer: dict[str, float], history: DecisionHistory, rules: Rules) -> None:
+    found = decide(rules, history, **offer)
     assert found.answer is answer and found.acts is (answer is Answer.ACT)
     assert found.why.startswith(f"{answer.value}: ")
 
 
 def test_why_says_the_arithmetic() -> None:
-    assert decide(RULES, FRESH, dataclasses.replace(GOOD, cost_seconds=200)).why == (
+    assert decide(RULES, FRESH, **dict(GOOD, cost_seconds=200)).why == (
         "too little time is lost so far: 40 s, safety 2 × cost 200 s = 400 s"
     )
 
@@ -178,13 +178,13 @@ class Run:
             (took, error), (target, target_error) = (self.slowest(problem, each, len(windows)) for each in (cut, best))
             rivals = history.rivals_at(step, BetterLayout(stages_at(best)), partial(self.saved, problem, cut))
             lost = rivals[-1].lost_seconds
-            offer = Offer(took, target, float(np.hypot(error, target_error)), self.cost_seconds, lost)
-            decision = decide(self.rules, history, offer)
+            noise = float(np.hypot(error, target_error))
+            decision = decide(self.rules, history, took, target, noise, self.cost_seconds, lost)
             if decision.answer in (Answer.SMALL, Answer.NOISE):
                 rivals = rivals[: len(history.rivals)]
             history = dataclasses.replace(history, step=step, rivals=rivals)
             if decision.acts:
-                move = PastMove(offer.gain, *self.slowest(now, cut, 1))
+                move = PastMove(1 - target / took, *self.slowest(now, cut, 1))
                 history = dataclasses.replace(history.begun_anew(step, stages_at(cut)), open=move)
                 former, cut = cut, best
                 self.moves.append((step, cut))

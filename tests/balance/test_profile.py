@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_dynatrain.balance.profile import LayerCost, Profile
@@ -39,6 +39,7 @@ layers = st.builds(
     st.integers(1, 9),
     st.lists(st.floats(0.01, 10), min_size=1, max_size=4),
 )
+@settings(deadline=None)
 def test_every_digit_comes_back(found: list[LayerCost], batch: int, micro: int, speeds: list[float]) -> None:
     one = Profile(layers=tuple(found), train_batch_size=batch, micro_batch_size=micro, speeds=tuple(speeds))
     assert Profile.from_json(one.to_json()) == one
