@@ -170,7 +170,13 @@ class Connection:
         wire, tag = self._next(seconds)
         answer = decode(wire[HEADER.size :])
         if not self._channel.is_next(wire, tag):
-            raise CoordinatorUnproved(f"{address}: {_unproved(answer)}")
+            raise CoordinatorUnproved(
+                f"{address}: {answer.reason}; what answers there has not proved that it knows this process's token "
+                "either"
+                if isinstance(answer, Refused)
+                else f"{address}: what answers there does not know this process's token, so it is not this job's "
+                "coordinator; name the job's token file in DYNATRAIN_TOKEN_FILE, or give this job's own address"
+            )
         _raise_refusal(answer)
         if not isinstance(answer, Welcome):
             raise MessageError(f"{address}: {answer.kind} came where a coordinator says welcome")
@@ -250,16 +256,6 @@ def _raise_refusal(message: Message) -> None:
         raise PeerRefused(message.reason)
     if isinstance(message, Finished):
         raise JobFinished("the job has finished")
-
-
-def _unproved(answer: Message) -> str:
-    """Return a description of what is wrong with an answer whose tag does not match."""
-    if isinstance(answer, Refused):
-        return f"{answer.reason}; what answers there has not proved that it knows this process's token either"
-    return (
-        "what answers there does not know this process's token, so it is not this job's coordinator; name the job's "
-        "token file in DYNATRAIN_TOKEN_FILE, or give this job's own address"
-    )
 
 
 def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> Connection:

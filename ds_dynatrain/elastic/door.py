@@ -118,7 +118,8 @@ class Door:
         self._token = token
         self._refusal = refusal
         self._attend = attend
-        self._most = min(MOST_STRANGERS, _files() // 4)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = MOST_STRANGERS if files == resource.RLIM_INFINITY else min(MOST_STRANGERS, files // 4)
         self._tasks: set[asyncio.Task[None]] = set()
         self._fair_seconds = self._most / STRANGERS_A_SECOND
         self._unproved: dict[asyncio.Task[None], float] = {}
@@ -235,9 +236,3 @@ async def _next(reader: asyncio.StreamReader, limit: int) -> tuple[bytes, bytes]
     header = await reader.readexactly(HEADER.size)
     body = await reader.readexactly(body_length(header, limit))
     return header + body, await reader.readexactly(TAG_BYTES)
-
-
-def _files() -> int:
-    """Return the soft limit of files that this process may open."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

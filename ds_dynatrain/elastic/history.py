@@ -353,12 +353,8 @@ class JobHistory:
         self._note(Point(now, said.step, len(world.members), steps, samples, stepping, stepping + still))
         if new.generation >= world.generation:
             self.goodput.over()
-        self._entered(new.generation, still, lost_steps)
-
-    def _entered(self, generation: int, still: float, lost_steps: int) -> None:
-        """Record the cost of entering a generation, even if the next one has already been published."""
-        for place, one in enumerate(self.changes):
-            if one.generation == generation and one.still_seconds is None:
+        for place, one in enumerate(self.changes):  # the next generation may already have been published
+            if one.generation == new.generation and one.still_seconds is None:
                 cost = {"still_seconds": still, "lost_steps": lost_steps}
                 self.changes[place] = one.model_copy(update=cost)
 

@@ -31,8 +31,8 @@ from ds_dynatrain.elastic.messages import (
     Changed,
     Finished,
     Leave,
+    Message,
     Probe,
-    Probed,
     Protected,
     Refused,
     Report,
@@ -105,7 +105,7 @@ class Member:
         self._connection: Connection | None = None
         self._nonce = secrets.token_hex(8)
         self._termination = Termination()
-        self._reach = Reach(self._tell_reached)
+        self._reach = Reach(self._send)
         self._reach_address = ""
         self._report = Report()
         self._has_just_entered = False
@@ -229,11 +229,9 @@ class Member:
 
     def switched(self, said: Switched) -> None:
         """Report a switch for people who watch the job; called on the member of rank 0."""
-        with self._reporting:
+        with self._reporting, suppress(OSError):  # it is sent again after the next connect
             self._switched.append(said)
-            with suppress(OSError):  # it is sent again after the next connect
-                if self._connection is not None:
-                    self._connection.send(said)
+            self._send(said)
 
     def waits_for(self, whom: str) -> None:
         """Record which members this member waits for. The status shows them from the next heartbeat on.
@@ -285,11 +283,11 @@ class Member:
             self._thread.join()
         self._termination.stop()
         self._reach.close()
-        if self._connection is not None:
+        if has_ended:
             with suppress(OSError):
-                if has_ended:
-                    newest = 0 if self.newest is None else self.newest.generation
-                    self._connection.send(Bye(newest=newest, has_left=self.has_left))
+                newest = 0 if self.newest is None else self.newest.generation
+                self._send(Bye(newest=newest, has_left=self.has_left))
+        if self._connection is not None:
             self._connection.close()
 
     def _is_decided(self, after: int) -> bool:
@@ -314,27 +312,27 @@ class Member:
 
     def _send_report(self) -> None:
         with self._reporting:
-            if self._connection is not None:
-                self._connection.send(self._report)
+            self._send(self._report)
+
+    def _send(self, *messages: Message) -> None:
+        if self._connection is not None:
+            for message in messages:
+                self._connection.send(message)
 
     def _announce(self) -> None:
         place = self.place
         with self._reporting:
-            if self._connection is not None:
-                said = Announce(
-                    node=place.node,
-                    local_rank=place.local_rank,
-                    local_size=place.local_size,
-                    pid=os.getpid(),
-                    nonce=self._nonce,
-                    restarts=place.restarts,
-                    world=self.newest,
-                    reach=self._reach_address,
-                )
-                self._connection.send(said)
-                self._connection.send(self._report)
-                for switched in self._switched:
-                    self._connection.send(switched)
+            said = Announce(
+                node=place.node,
+                local_rank=place.local_rank,
+                local_size=place.local_size,
+                pid=os.getpid(),
+                nonce=self._nonce,
+                restarts=place.restarts,
+                world=self.newest,
+                reach=self._reach_address,
+            )
+            self._send(said, self._report, *self._switched)
 
     # -- the member's thread -----------------------------------------------------------------------------------------
 
@@ -421,10 +419,6 @@ class Member:
             self._has_breach = self._has_breach and not is_aborted
         with self._changed:
             self._changed.notify_all()
-
-    def _tell_reached(self, said: Probed) -> None:
-        if self._connection is not None:
-            self._connection.send(said)
 
     def _see_termination(self) -> None:
         if self._termination.read():

@@ -22,7 +22,7 @@ their numbers.
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -407,14 +407,11 @@ def decode(body: bytes) -> Message:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "message"
-        raise MessageError(f"{where}: {first['msg']}, got {_short(first['input'])}") from None
+        value = first["input"]  # it may come from a hostile peer
+        said = repr(value[:200] if isinstance(value, str | bytes) else type(value).__name__)
+        raise MessageError(f"{where}: {first['msg']}, got {clipped(said, LONGEST_NODE)}") from None
 
 
 def clipped(text: str, limit: int) -> str:
     """Return a text, shortened to `limit` characters if it is longer."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _short(value: Any) -> str:
-    """Return a short, printable form of a value for the log. The value may come from a hostile peer."""
-    return clipped(repr(value[:200] if isinstance(value, str | bytes) else type(value).__name__), LONGEST_NODE)

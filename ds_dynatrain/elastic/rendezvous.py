@@ -76,12 +76,14 @@ class NodeRendezvous(RendezvousHandler):
                     f"start ds-dynatrain coordinator --announce {self._endpoint.file}"
                 )
             return None
-        store_port = self._parameters.get_as_int("store_port", 0) or 0
-        job = self._parameters.run_id
-        reading = Reading.of(self._parameters.get("http"), self._parameters.get("http_token_file"), self._token)
+        given = self._parameters
+        store_port = given.get_as_int("store_port", 0) or 0
+        times = {name: float(given.get(name)) for name in TIMES if given.get(name) is not None}
+        settings = Settings(given.min_nodes, given.max_nodes, **times)
+        reading = Reading.of(given.get("http"), given.get("http_token_file"), self._token)
         try:
             host = CoordinatorHost(
-                self._endpoint, self._settings(), self._token, job, store_port, reading, self._token_file
+                self._endpoint, settings, self._token, given.run_id, store_port, reading, self._token_file
             )
         except OSError as error:
             is_elsewhere = error.errno in FOREIGN_ADDRESS or isinstance(error, socket.gaierror)
@@ -93,10 +95,6 @@ class NodeRendezvous(RendezvousHandler):
             return None
         host.start()
         return host
-
-    def _settings(self) -> Settings:
-        times = {name: float(self._parameters.get(name)) for name in TIMES if self._parameters.get(name) is not None}
-        return Settings(self._parameters.min_nodes, self._parameters.max_nodes, **times)
 
     # -- what the agent asks -----------------------------------------------------------------------------------------
 
@@ -128,7 +126,10 @@ class NodeRendezvous(RendezvousHandler):
             raise RendezvousClosedError(str(error)) from error
         except (TimeoutError, PeerRefused, MessageError) as error:
             raise RendezvousConnectionError(f"{self._endpoint}: {error}") from error
-        self._compare(connection.welcome.min_nodes, connection.welcome.max_nodes)
+        mine, counted = ((each.min_nodes, each.max_nodes) for each in (self._parameters, connection.welcome))
+        if mine != counted:
+            words = "--nnodes=%d:%d here, and the coordinator's %d:%d count; give all nodes the same"
+            logger.warning(words, *mine, *counted)
         self._line = AgentLine(connection, node, self._endpoint, self._token, job)
         self._line.start()
         hand_over(WorkerPlace(node, 0, 1, self._endpoint, job, os.getpid()), token_file=self._token_file)
@@ -167,13 +168,6 @@ class NodeRendezvous(RendezvousHandler):
         if self._line is not None:
             self._line.close(failed)
             self._line = None
-
-    def _compare(self, least: int, most: int) -> None:
-        mine = (self._parameters.min_nodes, self._parameters.max_nodes)
-        if mine != (least, most):
-            logger.warning(
-                "--nnodes=%d:%d here, and the coordinator's %d:%d count; give all nodes the same", *mine, least, most
-            )
 
 
 class AgentLine:

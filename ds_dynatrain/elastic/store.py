@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -72,22 +72,18 @@ def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
     Used for calls without a usable time-out: torch's time-out covers only the time until a connection is accepted, and
     the kernel accepts a connection even for a process that hangs.
     """
-    found: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
+    found = futures.Future[Answer]()
 
     def run() -> None:
         try:
-            found.put((ask(), None))
+            found.set_result(ask())
         except BaseException as error:  # raised again in the thread that waits
-            found.put((None, error))
+            found.set_exception(error)
 
     threading.Thread(target=run, name="dynatrain-ask", daemon=True).start()
-    try:
-        answer, error = found.get(timeout=seconds)
-    except queue.Empty:
-        raise td.DistNetworkError(f"the store has not answered for {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return cast(Answer, answer)
+    if not futures.wait([found], seconds).done:
+        raise td.DistNetworkError(f"the store has not answered for {seconds:g} s")
+    return found.result()
 
 
 def _limit(store: Any, sockets: Mapping[int, int]) -> None:

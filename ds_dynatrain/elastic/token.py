@@ -41,16 +41,20 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 def read_token(path: str | Path) -> str:
     """Return the token in a file, stripped of white space.
 
-    Raises ConfigError if the file cannot be read, if others can read it, or if the token is too short.
+    A group may have rights to another user's file, because this may be the way in which this user reads the file, as in
+    a Kubernetes pod. Raises ConfigError if the file cannot be read, if others can read it, or if the token is too
+    short.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
-            others = _others_who_read(os.fstat(file.fileno()))
-            text = file.read().strip()
+            held, text = os.fstat(file.fileno()), file.read().strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"token file {str(path)!r} cannot be read: {error}; name a file that this user can read"
         ) from error
+    others = "every user of this machine" if held.st_mode & stat.S_IRWXO else ""
+    if held.st_mode & stat.S_IRWXG and held.st_uid == os.geteuid():
+        others = others or "its group"
     if others:
         raise ConfigError(
             f"token file {str(path)!r}: {others} can read or change it; chmod 600 {shlex.quote(str(path))}"
@@ -88,17 +92,6 @@ def _make(path: Path) -> None:
         pass
     finally:
         new.unlink()
-
-
-def _others_who_read(file: os.stat_result) -> str:
-    """Return a description of who else has rights to a file; empty if nobody has.
-
-    A group may have rights to another user's file, because this may be the way in which this user reads the file, as in
-    a Kubernetes pod.
-    """
-    if file.st_mode & stat.S_IRWXO:
-        return "every user of this machine"
-    return "its group" if file.st_mode & stat.S_IRWXG and file.st_uid == os.geteuid() else ""
 
 
 def checked_token(token: str, where: str) -> str:
