@@ -8,7 +8,6 @@ length of -1 says that there is no copy. Whatever fails on one member, all other
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,12 +67,7 @@ class Round:
         self._transport = transport
         self._under_way = list[Handle]()
         self._deadline = time.monotonic() + SECONDS
-        self._over = threading.Event()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the round's thread has finished its work."""
-        return self._over.is_set()
+        self.is_over = False
 
     def run(self) -> None:
         """Carry out the round. This is the body of the round's thread."""
@@ -86,7 +80,7 @@ class Round:
             del self._transport, self._taken, self._under_way  # these hold the group
             self.seconds = time.perf_counter() - begin
             self.is_whole = not self.error
-            self._over.set()
+            self.is_over = True
 
     def _note(self, error: str) -> None:
         """Record the first error of the round."""

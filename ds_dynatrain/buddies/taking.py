@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import rest_carry, shared_carry
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.encoding import announced, decode, encode
-from ds_dynatrain.space import BufferId, VirtualParameterSpace
+from ds_dynatrain.space import BufferId
 
 ALIGN = 64
 """Alignment in bytes: each tensor starts at a multiple of this number."""
@@ -88,22 +88,12 @@ class UndigestedCopy:
 
     frozen: see `Kept`.
     memory: the bytes of all its tensors, a flat uint8 tensor.
+    copy: function that returns the copy with its digests.
     """
 
-    vps: VirtualParameterSpace
-    mark: Mark
-    rank: int
     frozen: Buffers
-    buffers: Buffers
-    said: dict[str, Any]
-    tensors: list[torch.Tensor]
     memory: torch.Tensor
-
-    def copy(self) -> Copy:
-        """Return the copy with its digests."""
-        digests = digests_of(self.vps, self.mark.layout, self.rank, self.buffers)
-        said_digest = digest_of_said(self.said, self.tensors)
-        return Copy(self.mark, self.rank, self.buffers, self.said, self.tensors, digests, said_digest)
+    copy: Callable[[], Copy]
 
 
 def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
@@ -142,4 +132,10 @@ def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: b
         there.copy_(here.detach())
     buffers, others = dict(zip(held, views, strict=False)), views[len(held) :]
     frozen = frozen_elsewhere(engine.vps, engine.layout, state)
-    return UndigestedCopy(engine.vps, mark or mark_of(engine), engine.rank, frozen, buffers, said, others, memory)
+    vps, rank, when = engine.vps, engine.rank, mark or mark_of(engine)
+
+    def copy() -> Copy:
+        digests = digests_of(vps, when.layout, rank, buffers)
+        return Copy(when, rank, buffers, said, others, digests, digest_of_said(said, others))
+
+    return UndigestedCopy(frozen, memory, copy)

@@ -114,7 +114,9 @@ class Links:
         width = min(map(len, groups))
         rows = [list(row) for row in zip(*(group[:width] for group in groups), strict=True)]
         flows = {"memory": [(r, r) for r in self.nodes], "node": _rings(groups), "network": _rings(rows)}
-        links, lines = dict[str, LinkClass](), [f"Measured by `ds-dynatrain probe`: {self._where()}."]
+        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "host memory"
+        where = f"{len(self.nodes)} members on {len(groups)} nodes, {kind}, torch {torch.__version__}"
+        links, lines = dict[str, LinkClass](), [f"Measured by `ds-dynatrain probe`: {where}."]
         for name, pairs in flows.items():
             if pairs:
                 links[name] = self._link(pairs, width, self.far if name == "network" else self.near)
@@ -156,19 +158,11 @@ class Links:
     def _state(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> Buffers:
         """Return buffers for the state of a rank, touched."""
         found: dict[tuple[str, BufferId], torch.Tensor] = {}
-        for kind in vps.kinds:
-            pieces = vps.holding(layout, rank, kind.name)
-            dtype = torch.float32 if kind.itemsize == 4 else torch.bfloat16
-            for number, name in enumerate(pieces.buffers):
-                ends = (pieces.offset + pieces.stop - pieces.start)[pieces.buffer == number]
-                if len(ends):
-                    found[kind.name, name] = allocate(int(ends.max()), dtype)
-                    prefault(found[kind.name, name])
+        for (kind, buffer), numel in vps.local(layout, rank).sizes().items():
+            held = allocate(numel, torch.float32 if vps.kind(kind).itemsize == 4 else torch.bfloat16)
+            prefault(held)
+            found[kind, buffer] = held
         return found
-
-    def _where(self) -> str:
-        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "host memory"
-        return f"{len(self.nodes)} members on {len({*self.nodes.values()})} nodes, {kind}, torch {torch.__version__}"
 
     def _link(self, flows: Flows, width: int, way: Transport) -> LinkClass:
         """Measure one class of links: the first of `flows` alone, and all of them together.

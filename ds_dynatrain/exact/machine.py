@@ -46,8 +46,13 @@ def examine_exact(has_deepspeed: bool) -> ExactMachine:
         from ds_dynatrain.exact.trial import try_kernels
 
         trial, values = try_kernels(), machine()
+    kernels = Check("kernels", "the same bits wherever operands lie", True)
+    if trial.moving:
+        note = f"{', '.join(trial.moving)}: other bits where operands lie elsewhere, as in another world or ZeRO stage"
+        note += "; export MKL_CBWR=COMPATIBLE before Python starts" if "products" in trial.moving else ""
+        kernels = Check("kernels", "bits follow the place of operands", False, note)
     note = "of a few kernels: on another machine of the job this line has to be the same"
-    checks = *_device(), *_settings(values), *_sums(), _kernels(trial.moving), Check("bits", trial.bits, None, note)
+    checks = *_device(), *_settings(values), *_sums(), kernels, Check("bits", trial.bits, None, note)
     return ExactMachine(checks, values, trial.bits)
 
 
@@ -107,12 +112,3 @@ def _sums() -> Iterator[Check]:
     wrong = [name for name, is_equal in are_equal.items() if not is_equal]
     note = f"{', '.join(wrong)}: the C module and numpy differ, install the package again" if wrong else ""
     yield Check("sums", "compiled, and equal to numpy's" if not wrong else "differ", not wrong, note)
-
-
-def _kernels(moving: tuple[str, ...]) -> Check:
-    if not moving:
-        return Check("kernels", "the same bits wherever operands lie", True)
-    note = f"{', '.join(moving)}: other bits where operands lie elsewhere, as in another world or ZeRO stage"
-    if "products" in moving:
-        note += "; export MKL_CBWR=COMPATIBLE before Python starts"
-    return Check("kernels", "bits follow the place of operands", False, note)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.exact.bits.sums import level_of, levels_of, pairwise_sum, rest_of
+from ds_dynatrain.exact.bits.sums import level_of, pairwise_sum, rest_of
 
 numbers = st.floats(-1e6, 1e6, width=32)
 
@@ -39,7 +39,7 @@ def test_each_level_has_one_partial_sum_at_a_time(leaves: int) -> None:
         assert level_of(leaf) not in held
         held[level_of(leaf)] = count
     assert tuple(sorted(held)) == rest_of(leaves)
-    assert max(held) < levels_of(leaves) <= math.log2(leaves) + 1
+    assert max(held) < leaves.bit_length() <= math.log2(leaves) + 1
 
 
 @settings(deadline=None)
@@ -47,7 +47,7 @@ def test_each_level_has_one_partial_sum_at_a_time(leaves: int) -> None:
 def test_any_number_of_ranks_pushes_the_same(leaves: int, data: int, draw: st.DataObject) -> None:
     """Leaves come to an owner by micro-steps, in fp32."""
     rows = np.array(draw.draw(st.lists(numbers, min_size=leaves, max_size=leaves)), dtype=np.float32)
-    partial = np.zeros(levels_of(leaves), dtype=np.float32)
+    partial = np.zeros(leaves.bit_length(), dtype=np.float32)
     for step in range(-(-leaves // data)):
         for number in range(step * data, min((step + 1) * data, leaves)):
             total = rows[number]

@@ -5,7 +5,6 @@ A *leaf* is a micro-batch of fixed size, which holds the same samples in every w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from ds_dynatrain.data import MicroBatch
 from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
 from ds_dynatrain.exact.adapters.exact_sums import LeafSums
 from ds_dynatrain.exact.adapters.graph import GraphNodes
-from ds_dynatrain.exact.adapters.lines import Lines, lines_of
+from ds_dynatrain.exact.adapters.lines import lines_of
 from ds_dynatrain.exact.adapters.refusals import refuse_inexact_optimizer
 from ds_dynatrain.exact.bits.rows import usage
 from ds_dynatrain.exact.bits.steps import ExactSteps
@@ -42,12 +41,9 @@ class LeafHost(Host):
     def optimizer_made(self) -> None:
         """Make the new optimizer add gradients leaf by leaf (a leaf is a micro-batch of fixed size)."""
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
-        self.sums = LeafSums(self.optimizer, self._lines(order), lambda: self.micro_step)
+        self.sums = LeafSums(self.optimizer, lines_of(self.optimizer, order), lambda: self.micro_step)
         self._take_nodes_away()
         self._nodes = GraphNodes(self.module) if int(self.engine.zero_optimization_stage()) < 3 else None
-
-    def _lines(self, order: Mapping[int, int]) -> Lines:
-        return lines_of(self.optimizer, order)
 
     def detach(self) -> None:
         """Detach the optimizer, and remove its gradient sums and the autograd nodes."""

@@ -105,16 +105,14 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
             raise row.error(f"exact: activation_checkpoint_interval={module.activation_checkpoint_interval}")
         first = int(module._local_start)  # it may be an integer of numpy, with which seeds would differ
         layers = [partial(self._run_layer, first + at, layer) for at, layer in enumerate(module.forward_funcs)]
+        dealt = self.batch.deal(self.batch.train_batch_size).rank(self.data_rank)
+        leaves = Leaves(cast("tuple[Leaf, ...]", dealt), self.batch.data)
         self._host.uses.renew()
-        with replaced(self, "_leaves", self._dealt()), replaced(module, "forward_funcs", layers):
+        with replaced(self, "_leaves", leaves), replaced(module, "forward_funcs", layers):
             loss = super()._train_samples(samples)
         if self.is_last_stage():
             self._steps.note_losses(cast("list[torch.Tensor]", self.fwd_outputs))
         return loss
-
-    def _dealt(self) -> Leaves:
-        dealt = self.batch.deal(self.batch.train_batch_size).rank(self.data_rank)
-        return Leaves(cast("tuple[Leaf, ...]", dealt), self.batch.data)
 
     def _run_layer(self, number: int, layer: Callable[[Any], Any], inputs: Any) -> Any:
         leaves = self._leaves
@@ -142,27 +140,22 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
             super()._exec_forward_pass(buffer_id)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        if self._leaves is None:
-            super()._exec_backward_pass(buffer_id)
-            return
-        found = self._leaves.begin(is_backward=True)
+        leaves = cast("Leaves", self._leaves)
+        found = leaves.begin(is_backward=True)
         if self.is_last_stage():
             DeepSpeedEngine.backward(self, self.loss * found.weight, scale_wrt_gas=False)
         else:
             super()._exec_backward_pass(buffer_id)
-        self._host.micro_step = self._leaves.step_of(found)
+        self._host.micro_step = leaves.step_of(found)
         if self._host.sums is not None:
             self._host.sums.end_leaf()
 
     def _exec_reduce_tied_grads(self) -> None:
-        if self._leaves is None:
-            super()._exec_reduce_tied_grads()
+        """Do nothing, because `StageLines` adds the gradients of layers that share a parameter."""
 
     def _exec_reduce_grads(self) -> None:
-        if self._leaves is None:
-            super()._exec_reduce_grads()
-            return
-        self._host.micro_step = self._leaves.step_of(self._leaves.passes[-1])
+        leaves = cast("Leaves", self._leaves)
+        self._host.micro_step = leaves.step_of(leaves.passes[-1])
         if self._host.sums is not None:
             self._host.sums.close()
 

@@ -28,7 +28,7 @@ from torch import nn
 from ds_dynatrain.exact.adapters.lines import Chunk, Lines
 from ds_dynatrain.exact.bits.rows import usage
 from ds_dynatrain.exact.bits.squares import Grid, largest, square_sums
-from ds_dynatrain.exact.bits.sums import level_of, levels_of, rest_of
+from ds_dynatrain.exact.bits.sums import level_of, rest_of
 from ds_dynatrain.space.leaves import MicroStep
 
 
@@ -100,14 +100,20 @@ class LeafSums:
         self._begin()
         self._done += 1
 
+    @torch.no_grad()
     def close(self) -> None:
-        """End a global batch, and give the sums to DeepSpeed.
+        """End a global batch, and give the sums over all leaves to DeepSpeed. Zeros in a sum are never negative.
 
         This rank may have trained none of the batch's samples.
         """
         self._done = 0
+        newest, *older = rest_of(self._present().leaves)
         for line in range(len(self._lines.lengths)):
-            self._lines.take(line, self._close(line, self._present().leaves))
+            levels = self._sums_of(line)
+            total = levels[newest]
+            for level in older:
+                total = torch.add(levels[level], total, out=levels[level])
+            self._lines.take(line, total.add_(0.0))
 
     def _present(self) -> MicroStep:
         step = self._now()
@@ -138,7 +144,12 @@ class LeafSums:
 
     def _filled(self, chunk: Chunk) -> torch.Tensor:
         """Fill the send buffer with this rank's gradients of a chunk, in the weights' type, and return the buffer."""
-        self._make_room()
+        if not len(self._send):
+            chunks = self._lines.chunks
+            (dtype,) = {piece.parameter.dtype for each in chunks for piece in each.pieces}
+            self._send = torch.empty(max(each.numel for each in chunks), dtype=dtype, device="cpu")
+            into = max(max(each.splits) * len(each.splits) for each in chunks)
+            self._receive = torch.empty(into, dtype=dtype, device="cpu")
         send = self._send[: chunk.numel]
         if sum(piece.numel for piece in chunk.pieces) < chunk.numel:
             send.zero_()  # for the gaps between pieces
@@ -158,34 +169,12 @@ class LeafSums:
         if not level:
             levels[0][place].copy_(row)
 
-    @torch.no_grad()
-    def _close(self, line: int, leaves: int) -> torch.Tensor:
-        """Return the sum over all leaves of this rank's part of a line. Zeros in the sum are never negative.
-
-        A leaf is a micro-batch of fixed size. A line is an array of gradients that are reduced together.
-        """
-        levels = self._sums_of(line)
-        newest, *older = rest_of(leaves)
-        total = levels[newest]
-        for level in older:
-            total = torch.add(levels[level], total, out=levels[level])
-        return total.add_(0.0)
-
     def _sums_of(self, line: int) -> list[torch.Tensor]:
         """Return a line's partial sums, one for each level (see `exact.bits.sums`), and allocate missing ones."""
         held = self._levels.setdefault(line, [])
-        while len(held) < levels_of(self._present().leaves):
+        while len(held) < self._present().leaves.bit_length():
             held.append(torch.zeros(self._lines.lengths[line], dtype=torch.float32, device="cpu"))
         return held
-
-    def _make_room(self) -> None:
-        """Allocate the send and receive buffers at the first call."""
-        if not len(self._send):
-            chunks = self._lines.chunks
-            (dtype,) = {piece.parameter.dtype for chunk in chunks for piece in chunk.pieces}
-            self._send = torch.empty(max(chunk.numel for chunk in chunks), dtype=dtype, device="cpu")
-            into = max(max(chunk.splits) * len(chunk.splits) for chunk in chunks)
-            self._receive = torch.empty(into, dtype=dtype, device="cpu")
 
 
 def global_norm(zero: Any, lines: Lines) -> torch.Tensor:

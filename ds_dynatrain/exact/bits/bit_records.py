@@ -70,7 +70,7 @@ class ExactStep:
     step: the number of completed steps, including this one.
     norm: the norm of the gradients before clipping; None if it was not computed.
     losses: the loss of each leaf (micro-batch of fixed size); None if the engine was not given one.
-    state: a map from state kind to the digests of all tensors, `DIGEST_BYTES` each; {} if they were not computed.
+    state: a map from state kind to the digests of all tensors, one after another; {} if they were not computed.
     """
 
     step: int
@@ -82,11 +82,6 @@ class ExactStep:
     def digest(self) -> str:
         """A digest of all fields, in hexadecimal digits."""
         return hashlib.blake2b(_line(self._record()).encode(), digest_size=16).hexdigest()
-
-    def tensor_digest(self, kind: str, tensor: int) -> str:
-        """Return the digest of one tensor in one state kind, in hexadecimal digits."""
-        part = self.state[kind][DIGEST_BYTES * tensor : DIGEST_BYTES * (tensor + 1)]
-        return f"{int.from_bytes(part, 'little'):016x}"
 
     def to_json(self) -> str:
         """Return the record as one line, without a line break."""

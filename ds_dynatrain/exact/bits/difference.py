@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.exact.bits.bit_records import ExactRun, ExactStep, read_exact
 
@@ -106,10 +108,10 @@ def _differences(run: ExactRun, one: ExactStep, other: ExactStep) -> Iterator[Di
     for kind in sorted(run.job.kinds, key=lambda name: (name not in _FIRST_KINDS, name == "master", name)):
         if one.state[kind] == other.state[kind]:
             continue
-        for number, (name, _) in enumerate(run.job.tensors):
-            mine, theirs = (step.tensor_digest(kind, number) for step in (one, other))
+        digests = (np.frombuffer(step.state[kind], "<u8").tolist() for step in (one, other))
+        for (name, _), mine, theirs in zip(run.job.tensors, *digests, strict=True):
             if mine != theirs:
-                yield Difference(kind, repr(name), mine, theirs)
+                yield Difference(kind, repr(name), f"{mine:016x}", f"{theirs:016x}")
 
 
 def _differ(one: float | None, other: float | None) -> bool:

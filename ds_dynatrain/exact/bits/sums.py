@@ -22,11 +22,6 @@ def level_of(leaf: int) -> int:
     return ((leaf + 1) & -(leaf + 1)).bit_length() - 1
 
 
-def levels_of(leaves: int) -> int:
-    """Return the number of levels, each with one partial sum, that a sum of this many leaves needs."""
-    return leaves.bit_length()
-
-
 def rest_of(leaves: int) -> tuple[int, ...]:
     """Return the levels that hold a partial sum after this many leaves (micro-batches of fixed size), newest first."""
     return tuple(level for level in range(leaves.bit_length()) if leaves >> level & 1)
@@ -34,7 +29,7 @@ def rest_of(leaves: int) -> tuple[int, ...]:
 
 def pairwise_sum(leaves: Sequence[float]) -> float:
     """Return the sum of numbers, added in pairs, then pairs of pairs; 0.0 for no numbers, and never -0.0."""
-    partial = [0.0] * levels_of(len(leaves))
+    partial = [0.0] * len(leaves).bit_length()
     for number, leaf in enumerate(leaves):
         total = leaf
         for level in range(level_of(number)):
