@@ -17,13 +17,10 @@ from math import gcd
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ds_dynatrain.space.interval import expand
+from ds_dynatrain.space.interval import Ints, expand
 from ds_dynatrain.transfer.weighing import BLOCK_BYTES, BLOCK_UNITS, SLICES, WORD_BYTES, UInt64s, factors, tables
-
-Int64s = npt.NDArray[np.int64]
 
 MANY_RUNS = 4096
 """Number of runs from which a table is kept on the device; a smaller table is faster to send than to update there."""
@@ -43,10 +40,10 @@ class DeviceRuns(NamedTuple):
     tensor: number of the tensor.
     """
 
-    address: Int64s
-    begin: Int64s
-    length: Int64s
-    tensor: Int64s
+    address: Ints
+    begin: Ints
+    length: Ints
+    tensor: Ints
 
 
 class Programs(NamedTuple):
@@ -58,10 +55,10 @@ class Programs(NamedTuple):
     number: the number of blocks that it reads.
     """
 
-    run: Int64s
-    slice: Int64s
-    first: Int64s
-    number: Int64s
+    run: Ints
+    slice: Ints
+    first: Ints
+    number: Ints
 
 
 def programs(runs: DeviceRuns) -> Programs:
@@ -100,11 +97,11 @@ class DeviceTable:
     columns: torch.Tensor
     source: torch.Tensor
     programs: torch.Tensor
-    ends: tuple[Int64s, Int64s]
+    ends: tuple[Ints, Ints]
     width: int
 
     @staticmethod
-    def of(runs: DeviceRuns, source: Int64s, device: torch.device) -> DeviceTable:
+    def of(runs: DeviceRuns, source: Ints, device: torch.device) -> DeviceTable:
         """Build the table for `runs`, whose addresses are relative to the buffers.
 
         source: the buffer of each run. A large table is placed on the device.
@@ -177,11 +174,11 @@ def by_arithmetic(data: torch.Tensor, begin: int) -> int:
     return total & _MASK
 
 
-def _slice_of(byte: Int64s) -> Int64s:
+def _slice_of(byte: Ints) -> Ints:
     """Return the slice of its block in which a byte of a tensor lies."""
     return byte % BLOCK_BYTES // (BLOCK_BYTES // SLICES)
 
 
-def _width(*columns: Int64s) -> int:
+def _width(*columns: Ints) -> int:
     """Return the largest of 4, 2 and 1 that divides all numbers."""
     return gcd(WORD_BYTES, *(int(np.bitwise_or.reduce(column)) for column in columns))

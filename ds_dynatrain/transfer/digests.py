@@ -25,18 +25,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import BufferId, Pieces
+from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.space.tensor import split_by_tensor
 from ds_dynatrain.transfer import device_digest
 from ds_dynatrain.transfer.device_digest import DeviceTable, by_arithmetic, has_kernel
 from ds_dynatrain.transfer.series import series
-from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, Bytes, HostRuns, UInt64s, is_compiled, summer
-
-Int64s = npt.NDArray[np.int64]
+from ds_dynatrain.transfer.transport import bytes_of
+from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, HostRuns, UInt64s, is_compiled, summer
 
 SPARSEST = 8
 """Without compiled code: largest ratio of step to length at which runs are summed together in one spread-out array."""
@@ -52,36 +51,21 @@ def digest(values: torch.Tensor, start: int = 0) -> int:
     start: the index of the first element in the tensor. Digests of disjoint parts of a tensor add up modulo 2^64 to the
     digest of the whole.
     """
-    check_flat(values)
     if values.device.type != "cpu":
         return digest_on_device(values, start)
-    data = bytes_of(values)
+    data = bytes_of(values).numpy()
     return summer().sum(data, HostRuns(0, 0, 1, len(data), start * values.element_size(), 0)) & _MASK
 
 
 def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
     """Return the same digest as `digest`, computed on the device of the values."""
-    check_flat(values)
+    size, data = values.element_size(), bytes_of(values)
     if values.numel() == 0:
         return 0
-    size, data = values.element_size(), values.detach().view(torch.uint8)
     if not has_kernel(values.device):
         return by_arithmetic(data, start * size)
     run = device_digest.DeviceRuns(*(np.array([value]) for value in (0, start * size, data.numel(), 0)))
     return int(DeviceTable.of(run, np.array([0]), values.device).digests([data], 1)[0])
-
-
-def check_flat(values: torch.Tensor) -> None:
-    """Raise TransferError unless `values` is 1-D and contiguous, as digests require."""
-    if values.dim() != 1 or not values.is_contiguous():
-        shape, stride = tuple(values.shape), values.stride()
-        raise TransferError(f"digests are of 1-D contiguous values, got shape {shape}, strides {stride}: flatten first")
-
-
-def bytes_of(values: torch.Tensor) -> Bytes:
-    """Return the memory of values on the CPU as a flat array of bytes."""
-    flat: Bytes = values.detach().view(torch.uint8).numpy()
-    return flat
 
 
 class Form(NamedTuple):
@@ -107,7 +91,7 @@ class Rows:
     table: one column per series: the numbers of its tensor and its buffer, and the fields of `HostRuns`.
     """
 
-    table: Int64s
+    table: Ints
 
     @property
     def nbytes(self) -> int:
@@ -115,17 +99,16 @@ class Rows:
         return self.table.nbytes
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
-        """Return the digest of each of `tensors` tensors, computed from the buffers `data` without the kernel."""
+        """Return the digest of each of `tensors` tensors, computed without the kernel from the bytes of buffers."""
         sums, found = [0] * tensors, summer()
-        on_host = [bytes_of(values) if values.device.type == "cpu" else None for values in data]
+        on_host = [values.numpy() if values.device.type == "cpu" else None for values in data]
         for begin in range(0, self.table.shape[1], AT_ONCE):
             for tensor, source, *numbers in zip(*self.table[:, begin : begin + AT_ONCE].tolist(), strict=True):
                 runs, there = HostRuns(*numbers), on_host[source]
                 if there is not None:
                     added = found.sum(there, runs)
                 else:
-                    held = data[source].detach().view(torch.uint8)[runs.first : runs.first + runs.length]
-                    added = by_arithmetic(held, runs.begin)
+                    added = by_arithmetic(data[source][runs.first : runs.first + runs.length], runs.begin)
                 sums[tensor] = (sums[tensor] + added) & _MASK
         return np.array(sums, dtype=np.uint64)
 
@@ -150,7 +133,7 @@ class ReadyDigest:
     nbytes: int
 
     @staticmethod
-    def of(pieces: Pieces, forms: Sequence[Form], bases: Int64s) -> ReadyDigest:
+    def of(pieces: Pieces, forms: Sequence[Form], bases: Ints) -> ReadyDigest:
         """Prepare the digests of pieces. forms: the form of each buffer of `pieces`. bases: as in `digest_pieces`."""
         reach, columns = _reach(pieces, bases), _cut_at_tensors(pieces, bases)
         parts, nbytes, buffers_on = list[Rows | DeviceTable](), 0, dict[torch.device, list[int]]()
@@ -168,7 +151,7 @@ class ReadyDigest:
         data, sums = [], np.zeros(self.tensors, dtype=np.uint64)
         for name, form, reach in zip(self.buffers, self.forms, self.reach, strict=True):
             values = _named(buffers, name)
-            check_flat(values)
+            data.append(bytes_of(values))
             if (found := Form(values.element_size(), values.device)) != form:
                 raise TransferError(
                     f"buffer {tuple(name)} has elements of {found.itemsize} bytes on {found.device}, and the digest "
@@ -178,13 +161,12 @@ class ReadyDigest:
                 raise TransferError(
                     f"a piece that ends at element {reach} leaves buffer {tuple(name)} of {values.numel()} elements"
                 )
-            data.append(values)
         for part in self.parts:
             sums += part.digests(data, self.tensors)
         return sums
 
 
-def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], bases: Int64s) -> UInt64s:
+def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], bases: Ints) -> UInt64s:
     """Return the digests of many tensors of one state kind, computed from the pieces that one rank holds.
 
     The result has one uint64 per tensor.
@@ -205,7 +187,7 @@ def _named(buffers: Mapping[BufferId, torch.Tensor], name: BufferId) -> torch.Te
     return buffers[name]
 
 
-def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
+def _reach(pieces: Pieces, bases: Ints) -> tuple[int, ...]:
     """Return how many elements each buffer must have to contain the pieces.
 
     Raises TransferError for a piece outside the range of coordinates, or with a negative offset.
@@ -223,19 +205,19 @@ def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
     return tuple(reach.tolist())
 
 
-def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Int64s:
+def _cut_at_tensors(pieces: Pieces, bases: Ints) -> Ints:
     """Cut pieces at tensor boundaries; return (tensor, flat index, length, buffer, offset) of each part."""
     tensor, part = split_by_tensor(bases, pieces)
     return np.stack([tensor, part.start - bases[tensor], part.stop - part.start, part.buffer, part.offset])
 
 
-def _table(columns: Int64s, sizes: Int64s, device: torch.device) -> DeviceTable:
+def _table(columns: Ints, sizes: Ints, device: torch.device) -> DeviceTable:
     tensor, begin, count, source, at = columns
     size = sizes[source]
     return DeviceTable.of(device_digest.DeviceRuns(at * size, begin * size, count * size, tensor), source, device)
 
 
-def _rows(columns: Int64s, sizes: Int64s, device: torch.device) -> Rows:
+def _rows(columns: Ints, sizes: Ints, device: torch.device) -> Rows:
     """Combine runs at equal steps into series; without compiled code, only runs that lie close together.
 
     columns: the result of `_cut_at_tensors`.

@@ -42,27 +42,19 @@ def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return whole[start : start + size].view(dtype)
 
 
-def prefault(
-    tensor: torch.Tensor,
-    *,
-    slice_bytes: int = SLICE_BYTES,
-    pause_seconds: float = 0.0,
-    stop: threading.Event | None = None,
-) -> bool:
+def prefault(tensor: torch.Tensor, stop: threading.Event | None = None) -> bool:
     """Write to every page of a 1-D contiguous CPU tensor, slice by slice; return False if `stop` ended it early.
 
     This overwrites elements with zero, so call it before the tensor holds values. The interpreter lock is released
-    during each slice; between slices the thread waits `pause_seconds`.
+    during each slice.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise TransferError(f"only contiguous CPU tensors can be touched, got one on {tensor.device}")
     pages = tensor.detach().view(torch.uint8).numpy()
-    for begin in range(0, pages.size, slice_bytes):
+    for begin in range(0, pages.size, SLICE_BYTES):
         if stop is not None and stop.is_set():
             return False
-        part = pages[begin : begin + slice_bytes]
+        part = pages[begin : begin + SLICE_BYTES]
         part[::PAGE_BYTES] = 0
         part[-1] = 0
-        if pause_seconds:
-            (stop or threading.Event()).wait(pause_seconds)
     return True

@@ -251,8 +251,7 @@ def _touching(parts: list[Regions], start: Ints, stop: Ints) -> tuple[Ints, Ints
 
 def regions_of(staged: torch.Tensor) -> Regions:
     """Return regions whose only buffer is `staged`, so that matrices can be copied to or from it."""
-    nothing = np.empty(0, dtype=np.int64)
-    return Regions((staged,), nothing, nothing, nothing, nothing, nothing)
+    return Regions((staged,), *(np.empty(0, np.int64),) * 5)
 
 
 def _placed(found: Sequence[Matrix]) -> Iterator[tuple[Matrix, Matrix]]:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from ds_dynatrain.space.interval import Ints
+
 Bytes = npt.NDArray[np.uint8]
 
 

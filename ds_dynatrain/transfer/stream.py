@@ -181,13 +181,6 @@ class Staging:
 
 
 @dataclass
-class _UnderWay:
-    handle: Handle
-    parcel: Parcel
-    staged: torch.Tensor | None
-
-
-@dataclass
 class Stream:
     """The messages that this member sends to another one (if `is_send`) or receives from it, in one exchange.
 
@@ -205,7 +198,7 @@ class Stream:
     staging: Staging
     _next: int = 0
     _slots: int = SLOTS
-    _under_way: deque[_UnderWay] = field(default_factory=deque)
+    _under_way: deque[tuple[Handle, Parcel, torch.Tensor | None]] = field(default_factory=deque)
 
     @property
     def is_done(self) -> bool:
@@ -215,7 +208,7 @@ class Stream:
     def advance(self) -> None:
         """Start messages in order until one needs a slot and none is free."""
         while self._next < len(self.parcels):
-            parcel = self.parcels[self._next]
+            parcel, staged = self.parcels[self._next], None
             if parcel.is_packed or not self.regions.is_on_host:
                 if not self._slots:
                     return
@@ -224,25 +217,21 @@ class Stream:
                 if self.is_send:
                     self.regions.pack(parcel.matrices, staged)
                     self.regions.wait()  # the host is about to read and send it
-                self._start(parcel, staged, staged)
-            else:
-                self._start(parcel, self.regions.view(parcel.matrices[0]), None)
+            data = self.regions.view(parcel.matrices[0]) if staged is None else staged
+            start = self.transport.send if self.is_send else self.transport.receive
+            self._under_way.append((start(data, self.member, self.tag), parcel, staged))
             self._next += 1
 
     def finish(self, deadline: float) -> None:
         """Wait for the oldest started message, and unpack it if it was received. Do nothing if none is started."""
         if not self._under_way:
             return
-        oldest = self._under_way.popleft()
-        oldest.handle.wait(deadline)
-        if oldest.staged is None:
+        handle, parcel, staged = self._under_way.popleft()
+        handle.wait(deadline)
+        if staged is None:
             return
         if not self.is_send:
-            self.regions.unpack(oldest.parcel.matrices, oldest.staged)
+            self.regions.unpack(parcel.matrices, staged)
             self.regions.wait()  # the slot will be reused
-        self.staging.give(oldest.staged)
+        self.staging.give(staged)
         self._slots += 1
-
-    def _start(self, parcel: Parcel, data: torch.Tensor, staged: torch.Tensor | None) -> None:
-        start = self.transport.send if self.is_send else self.transport.receive
-        self._under_way.append(_UnderWay(start(data, self.member, self.tag), parcel, staged))

@@ -167,12 +167,15 @@ def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor as bytes (uint8), which every back-end can send.
+    """Return a view of a tensor as bytes (uint8), which every back-end can send and which digests are of.
 
     Raises TransferError unless the tensor is 1-D and contiguous.
     """
     if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise TransferError(f"only 1-D contiguous tensors travel, got shape {tuple(tensor.shape)}: flatten first")
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        raise TransferError(
+            f"1-D contiguous tensors alone can be sent or digested, got {shape}, {stride}: flatten first"
+        )
     return tensor.detach().view(torch.uint8)
 
 

@@ -6,7 +6,7 @@ compiled code is two to five times as fast (`tools/bench_digest.py`).
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -102,13 +102,10 @@ class InNumpy:
     def _run(self, data: Bytes, begin: int) -> int:
         """Return the weighted sum of bytes that start at byte `begin` of the logical tensor."""
         end, aligned = begin + data.size, (data.ctypes.data - begin) % UNIT_BYTES == 0
-        first = begin // BLOCK_BYTES
-        if end <= (first + 1) * BLOCK_BYTES:
-            return self._weigh(data, begin, aligned) * _factor(first) if end > begin else 0
         total = 0
-        for block, factor in enumerate(factors(first, (end - 1) // BLOCK_BYTES - first + 1).tolist(), start=first):
+        for block in range(begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1):
             from_byte, to_byte = max(begin, block * BLOCK_BYTES), min(end, (block + 1) * BLOCK_BYTES)
-            total += self._weigh(data[from_byte - begin : to_byte - begin], from_byte, aligned) * factor
+            total += self._weigh(data[from_byte - begin : to_byte - begin], from_byte, aligned) * _factor(block)
         return total
 
     def _weigh(self, part: Bytes, begin: int, aligned: bool) -> int:
@@ -152,7 +149,7 @@ def factors(first: int, count: int) -> UInt64s:
     return odd(np.arange(first, first + count, dtype=np.uint64), FACTOR_SEED)
 
 
-@lru_cache(maxsize=4096)
+@cache
 def _factor(block: int) -> int:
     return int(factors(block, 1)[0])
 

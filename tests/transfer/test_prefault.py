@@ -54,9 +54,7 @@ def test_a_stop_ends_it_early() -> None:
 
 def test_works_from_a_thread_and_fills_with_zeros() -> None:
     values = allocate(16 * MEGABYTE, torch.uint8)
-    thread = threading.Thread(
-        target=prefault, args=(values,), kwargs={"slice_bytes": MEGABYTE, "pause_seconds": 0.0001}
-    )
+    thread = threading.Thread(target=prefault, args=(values,))
     thread.start()
     thread.join()
     assert not values.any()

@@ -161,8 +161,16 @@ def test_without_a_kernel_a_device_sums_row_by_row() -> None:
     rows = digests._rows(digests._cut_at_tensors(pieces, bases), np.array([4]), torch.device("meta"))
     assert rows.table.shape == (8, len(start)) and (rows.table[4] == 1).all()
     on_host = digests._rows(digests._cut_at_tensors(pieces, bases), np.array([4]), CPU)
-    there: Any = SimpleNamespace(device=SimpleNamespace(type="lab"), detach=lambda: held[NAMES[0]])
-    assert rows.digests([there], 1).tolist() == on_host.digests([held[NAMES[0]]], 1).tolist()
+    data = held[NAMES[0]].view(torch.uint8)
+
+    class There:
+        device = SimpleNamespace(type="lab")
+
+        def __getitem__(self, part: slice) -> torch.Tensor:
+            return data[part]
+
+    there: Any = There()
+    assert rows.digests([there], 1).tolist() == on_host.digests([data], 1).tolist()
 
 
 def test_what_is_weighed_at_once_by_numpy_is_not_spread_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
