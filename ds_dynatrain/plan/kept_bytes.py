@@ -107,7 +107,12 @@ def kept_bytes(sides: Sides) -> KeptBytes:
             np.add.at(wanted, slot, factor * (stop - start))
             for rank, other, count in _meetings(sides, kind, start, stop, slot):
                 parts.append((rank, other, factor * count))
-    rank, slot, nbytes = _summed(parts, shape)
+    rank, slot, nbytes = join(parts)
+    table = coo_array((nbytes, (rank, slot)), shape=shape).tocsr()
+    table.eliminate_zeros()
+    table.sort_indices()  # by row and column, each pair once
+    table = table.tocoo()
+    rank, slot, nbytes = table.row.astype(np.int64), table.col.astype(np.int64), table.data
     single = (rank < ranks) & (slot < slots)
     shared = coo_array((nbytes[~single], (rank[~single], slot[~single])), shape=shape).tocsr()
     rank, slot, nbytes = rank[single], slot[single], nbytes[single]
@@ -205,13 +210,3 @@ def _divided(classes: Classes, zone: Ints) -> Classes:
     key = classes.of * (1 + int(zone.max(initial=0))) + zone
     _, first, of = np.unique(key, return_index=True, return_inverse=True)
     return Classes(of, first)
-
-
-def _summed(parts: list[tuple[Ints, Ints, Ints]], shape: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
-    """Return the entries of a sparse table, sorted by row and column, from entries that may be named repeatedly."""
-    row, column, value = join(parts)
-    table = coo_array((value, (row, column)), shape=shape).tocsr()
-    table.eliminate_zeros()
-    table.sort_indices()
-    table = table.tocoo()
-    return table.row.astype(np.int64), table.col.astype(np.int64), table.data

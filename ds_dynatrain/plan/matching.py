@@ -82,18 +82,17 @@ def match(kept: KeptBytes, ranks: Bools, slots: Bools) -> Matching:
         chosen = program.nearest(price)
     of_rank, _, of_slot, of_class, _ = program.by_sort(price)
     rank_of = program.in_order() if chosen is None else program.dealt(chosen)
-    return Matching(rank_of, _raised(kept, Prices(of_rank, of_slot + of_class[kept.slots.of]), ranks))
-
-
-def _raised(kept: KeptBytes, prices: Prices, ranks: Bools) -> Prices:
-    """Return the prices with those of slots raised where rounding has made them too low for the given ranks."""
-    table, rank, slot = coo_array(kept.by_class), np.maximum(prices.rank, 0), np.maximum(prices.slot, 0)
-    pairs = ranks[kept.rank]
+    table, rank, slot = (
+        coo_array(kept.by_class),
+        np.maximum(of_rank, 0),
+        np.maximum(of_slot + of_class[kept.slots.of], 0),
+    )
+    pairs = ranks[kept.rank]  # raise prices of slots that rounding has made too low
     np.maximum.at(slot, kept.slot[pairs], (kept.nbytes - rank[kept.rank])[pairs])
     cheapest, needed = np.full(table.shape[0], np.iinfo(np.int64).max // 2), np.zeros(table.shape[1], np.int64)
     np.minimum.at(cheapest, kept.ranks.of[ranks], rank[ranks])
     np.maximum.at(needed, table.col, table.data - cheapest[table.row])
-    return Prices(rank, np.maximum(slot, needed[kept.slots.of]))
+    return Matching(rank_of, Prices(rank, np.maximum(slot, needed[kept.slots.of])))
 
 
 @dataclass(frozen=True, eq=False)

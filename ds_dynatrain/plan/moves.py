@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,23 +12,6 @@ from ds_dynatrain.plan.sides import Sides
 from ds_dynatrain.space import BufferId, Kind, interval
 from ds_dynatrain.space.interval import Ints, chains
 from ds_dynatrain.space.strips import Strips, reach
-
-COLUMNS = (
-    "kind",
-    "start",
-    "length",
-    "number",
-    "step",
-    "source",
-    "target",
-    "source_kind",
-    "source_buffer",
-    "source_offset",
-    "source_step",
-    "target_buffer",
-    "target_offset",
-    "target_step",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +92,9 @@ class Moves:
         length = (moves.start + moves.length)[last] - moves.start[first]
         found = moves.select(first)
         return replace(found, length=np.where(found.number == 1, length, found.length))
+
+
+COLUMNS = tuple(each.name for each in fields(Moves) if each.type == "Ints")
 
 
 # ---- runs on the line of a switch ------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class _Count:
                 self._check_held(kind, rank, missing.numel - int((high - low).sum()))
                 lacking.append(missing)
             else:
-                self._check_held(kind, rank, self._add_direct(read, (rank, start, stop), nbytes))
+                self._check_held(kind, rank, self._add_direct(read, rank, start, stop, nbytes))
         if has_relays:
             self._add_relayed(kind, read, interval.union(*join(lacking)), nbytes)
 
@@ -192,21 +192,12 @@ class _Count:
             row, low, high, is_near = map(np.concatenate, zip(*found, strict=True))
             giver, rank, size = relay[row], taker[row], (high - low) * nbytes
             is_direct = is_near | (giver == rank)
-            self._add_direct(read, (rank[is_direct], low[is_direct], high[is_direct]), nbytes)
+            self._add_direct(read, rank[is_direct], low[is_direct], high[is_direct], nbytes)
             self._add(self._receiver[giver[~is_direct]], rank[~is_direct], size[~is_direct])
 
-    def _add_direct(self, read: Sharding, rows: Rows, nbytes: int) -> int:
+    def _add_direct(self, read: Sharding, rank: Ints, start: Ints, stop: Ints, nbytes: int) -> int:
         """Add what ranks receive from source ranks, `nbytes` for each element; return how many elements none holds."""
-        rank, start, stop = rows
-        if read.has_copies:
-            found = [(*NO_ROWS, NO_ROWS[0])]
-            for each in read.copies(*interval.union(start, stop)):
-                row, _, low, high = interval.intersect(start, stop, each.start, each.stop)
-                part, low, high, sender = self._sides.shares(each._replace(start=low, stop=high), rank[row])
-                found.append((row[part], low, high, sender))
-            row, low, high, sender = join(found)
-        else:
-            row, low, high, sender = read.owners(start, stop)
+        row, low, high, sender = self._sides.dealt(read, start, stop, rank)
         self._add(self._sender[sender], rank[row], (high - low) * nbytes)
         return int((stop - start).sum() - (high - low).sum())
 

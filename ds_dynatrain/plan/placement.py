@@ -63,20 +63,12 @@ def place_slots(
         return np.zeros_like(found), 1 - np.isin(np.arange(len(sizes)), found)
     zone = np.arange(len(sizes))
     if unit == 1:
-        _join_nodes(zone, found.reshape(-1, group))
+        nodes_of = [np.unique(row) for row in found.reshape(-1, group)]
+        users = np.bincount(np.concatenate(nodes_of), minlength=len(zone))
+        for nodes in nodes_of:
+            if (users[nodes] == 1).all():  # no other group lies on any of them
+                zone[nodes] = nodes[0]
     return zone[found], zone
-
-
-def _join_nodes(zone: Ints, node_of_slot: Ints) -> None:
-    """Put the nodes of each group into one zone, if no other group lies on any of them.
-
-    zone: the zone of each node. node_of_slot: the node of each slot, with a row for each group.
-    """
-    nodes_of = [np.unique(row) for row in node_of_slot]
-    users = np.bincount(np.concatenate(nodes_of), minlength=len(zone))
-    for nodes in nodes_of:
-        if (users[nodes] == 1).all():
-            zone[nodes] = nodes[0]
 
 
 def _sizes(layout: Layout, capacity: Ints, most: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ AS_LAID_OUT: Mapping[str, str] = {}
 ANYWHERE: Mapping[int, str] = {}
 Rows = tuple[Ints, Ints, Ints]
 """Runs of coordinates as arrays: (start, stop, rank)."""
-NO_ROWS: Rows = (interval.ints([]), interval.ints([]), interval.ints([]))
+NO_ROWS: Rows = (interval.ints([]),) * 3
 TURNS = 16
 """How often each member that holds copies has its turn, on average, if a receiver needs all of them."""
 SMALLEST_SHARE = 1 << 16
@@ -107,18 +107,22 @@ class Sides:
             kinds.append(replace(kind, sources=tuple(filter(names.__contains__, kind.sources)), derived_from=origin))
         source_rank = dict(zip(self.vps.members, range(len(self.vps.members)), strict=True))
         ranks = [source_rank.get(member, ABSENT) for member in self.members]
-        object.__setattr__(self, "kinds", tuple(kinds))
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "code", {kind.name: number for number, kind in enumerate(self.vps.kinds)})
-        object.__setattr__(self, "source_rank", source_rank)
-        object.__setattr__(self, "target_rank", dict(zip(self.members, range(len(self.members)), strict=True)))
-        object.__setattr__(self, "source_ranks", np.array(ranks, dtype=np.int64))
         number = {name: index for index, name in enumerate(sorted({*self.nodes.values()}))}
         of_member = {member: number[name] for member, name in self.nodes.items()}
         at_source = [of_member.get(member, NOWHERE) for member in self.vps.members]
-        object.__setattr__(self, "source_nodes", interval.ints(at_source))
         at_target = [of_member.get(member, ELSEWHERE - rank) for rank, member in enumerate(self.members)]
-        object.__setattr__(self, "target_nodes", interval.ints(at_target))
+        values = {
+            "kinds": tuple(kinds),
+            "names": names,
+            "code": {kind.name: number for number, kind in enumerate(self.vps.kinds)},
+            "source_rank": source_rank,
+            "target_rank": dict(zip(self.members, range(len(self.members)), strict=True)),
+            "source_ranks": interval.ints(ranks),
+            "source_nodes": interval.ints(at_source),
+            "target_nodes": interval.ints(at_target),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def source(self, kind: str) -> Sharding:
         """Return the sharding of a kind at the source."""
@@ -163,11 +167,7 @@ class Sides:
         Raises SwitchRefused if no member of the source holds some of the elements.
         """
         cut = self.source(self.read_from(kind))
-        if cut.has_copies:
-            shares = [self.shares(each, np.full_like(each.start, rank)) for each in cut.copies(*wanted)]
-            _, low, high, sender = interval.join([(*NO_ROWS, NO_ROWS[0]), *shares])
-        else:
-            _, low, high, sender = cut.owners(wanted.start, wanted.stop)
+        _, low, high, sender = self.dealt(cut, *wanted, np.full_like(wanted.start, rank))
         lost = wanted.numel - int((high - low).sum())
         if lost:
             raise SwitchRefused(
@@ -270,31 +270,31 @@ class Sides:
 
     # ---- senders of what several members hold ------------------------------------------------------------------------
 
-    def shares(self, copies: Copies, rank: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Divide runs that target ranks need among the ranks that hold copies: return (row, start, stop, source rank).
+    def dealt(self, cut: Sharding, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Divide runs that target ranks need among their senders: return (row, start, stop, source rank).
 
+        cut: the sharding that senders read. Elements that no source rank holds are left out.
         rank: the target rank that needs each run.
         """
-        row, low, high, share = interval.cut_every(
-            copies.start, copies.stop, width_of_shares(copies, len(copies.start))
-        )
-        turn = share + self._turn(copies, rank)[row]
-        order, node = np.argsort(self.source_nodes[copies.ranks], kind="stable"), self.target_nodes[rank][row]
-        nodes = self.source_nodes[copies.ranks][order]
-        first, last = (np.searchsorted(nodes, node, side=side) for side in ("left", "right"))
-        near = copies.ranks[order][np.minimum(first + turn % np.maximum(last - first, 1), len(order) - 1)]
-        return row, low, high, np.where(first < last, near, copies.ranks[turn % len(copies.ranks)])
-
-    def able(self, copies: Copies, rank: int) -> Ints:
-        """Return the source ranks that send copies to a target rank in turn, beginning with the first sender."""
-        near = copies.ranks[self.source_nodes[copies.ranks] == self.target_nodes[rank]]
-        able = near if len(near) else copies.ranks
-        return np.roll(able, -int(self._turn(copies, rank)))
+        if not cut.has_copies:
+            return cut.owners(start, stop)
+        found = [(*NO_ROWS, NO_ROWS[0])]
+        for each in cut.copies(*interval.union(start, stop)):
+            row, _, low, high = interval.intersect(start, stop, each.start, each.stop)
+            part, low, high, share = interval.cut_every(low, high, np.full_like(low, width_of_shares(each)))
+            row = row[part]
+            turn, node = share + self._turn(each, rank)[row], self.target_nodes[rank][row]
+            order = np.argsort(self.source_nodes[each.ranks], kind="stable")
+            nodes = self.source_nodes[each.ranks][order]
+            first, last = (np.searchsorted(nodes, node, side=side) for side in ("left", "right"))
+            near = each.ranks[order][np.minimum(first + turn % np.maximum(last - first, 1), len(order) - 1)]
+            found.append((row, low, high, np.where(first < last, near, each.ranks[turn % len(each.ranks)])))
+        return interval.join(found)
 
     def _own_share(self, copies: Copies, sender: int, rank: Ints) -> Rows:
         """Return the runs that a source rank sends to each of the given target ranks if these need them.
 
-        The result is (start, stop, target rank), as `shares` has it.
+        The result is (start, stop, target rank), as `dealt` has it.
         """
         if not len(copies.start):
             return NO_ROWS
@@ -305,7 +305,7 @@ class Sides:
         near = copies.ranks[node == mine]
         count = np.where(is_near, len(near), len(copies.ranks))
         place = np.where(is_near, *(int(np.flatnonzero(able == sender)[0]) for able in (near, copies.ranks)))
-        width = int(width_of_shares(copies, 1)[0])
+        width = width_of_shares(copies)
         first, last = (int(edge) // width for edge in (copies.start[0], copies.stop[-1] - 1))
         share = first + (place - self._turn(copies, rank) - first) % count  # the first one that is this sender's
         row, nth = interval.expand(np.maximum((last - share) // count + 1, 0))
@@ -313,17 +313,16 @@ class Sides:
         part, _, start, stop = interval.intersect(begin, begin + width, copies.start, copies.stop)
         return start, stop, rank[row[part]]
 
-    def _turn(self, copies: Copies, rank: Ints | int) -> Ints:
+    def _turn(self, copies: Copies, rank: Ints) -> Ints:
         """Return the index of each target rank's first sender; a shard group is evenly spaced among senders."""
         groups = self.layout.expert if copies.experts else self.layout.tensor
-        index = np.asarray(rank) % self.layout.ranks_per_stage // groups
+        index = rank % self.layout.ranks_per_stage // groups
         return index * len(copies.ranks) // (self.layout.ranks_per_stage // groups)
 
 
-def width_of_shares(copies: Copies, rows: int) -> Ints:
-    """Return the length of the runs that are dealt out in turn to those who hold copies, for each of some rows."""
-    share = copies.each // TURNS if copies.each >= TURNS * SMALLEST_SHARE else max(1, copies.each)
-    return np.full(rows, share, dtype=np.int64)
+def width_of_shares(copies: Copies) -> int:
+    """Return the length of the runs that are dealt out in turn to those who hold copies."""
+    return copies.each // TURNS if copies.each >= TURNS * SMALLEST_SHARE else max(1, copies.each)
 
 
 def _runs(cut: Sharding, rank: int) -> Runs:
@@ -334,7 +333,6 @@ def _runs(cut: Sharding, rank: int) -> Runs:
 
 def _divide(want: Runs, held: Runs, name: str, into: list[tuple[str, Runs]]) -> Runs:
     """Add the wanted elements that are held to `into`, under the name of a kind, and return those that are left."""
-    _, _, *common = interval.intersect(*want, *held)
-    into.append((name, Runs(*common)))
-    _, *left = interval.subtract(*want, *held)
-    return Runs(*left)
+    row, _, low, high = interval.intersect(*want, *held)
+    into.append((name, Runs(low, high)))
+    return Runs(*interval.outside(*want, row, low, high)[1:])

@@ -134,11 +134,6 @@ class Topology:
             )
         return nodes[at]
 
-    def classes(self, source: Ints, target: Ints) -> Ints:
-        """Return the class of the link from each source member to its target member."""
-        apart = self.node_index(source) != self.node_index(target)
-        return np.where(apart, NETWORK, np.where(source == target, MEMORY, NODE))
-
     def seconds(self, source: Ints, target: Ints, nbytes: Ints, messages: Ints | None = None) -> LinkSeconds:
         """Return how long the given traffic takes, per link class.
 
@@ -147,7 +142,9 @@ class Topology:
         """
         if not len(source):
             return LinkSeconds(0.0, 0.0, 0.0, 0.0)
-        where, counts = self.classes(source, target), np.ones_like(nbytes) if messages is None else messages
+        apart = self.node_index(source) != self.node_index(target)
+        where = np.where(apart, NETWORK, np.where(source == target, MEMORY, NODE))
+        counts = np.ones_like(nbytes) if messages is None else messages
         nodes, floors, expected = self._places[1], list[float](), np.zeros(len(self._places[0]))
         for code, name in enumerate(CLASSES):
             link: LinkClass = getattr(self, name)

@@ -8,7 +8,7 @@ the record when they are called to work (`registration.catch_up`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -36,6 +36,8 @@ from ds_dynatrain.transfer import digest
 
 def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
     """Apply the change that `DynatrainEngine.update_param_groups` requests; return whether anything has changed.
+
+    Raises SwitchRefused, or SwitchFailed if the change failed; it is then applied on no member.
 
     place: name of the point in training at which the script makes the request; the same on all members.
     is_open: a description of what prevents the change on this member; "" if nothing does.
@@ -66,25 +68,25 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
         refusal = refusal or refused
     request = {"groups": None if asked is None else asked.to_json()}
     said = None if refusal is None else (refusal.reason, refusal.way_out)
-    session.agree(request, SwitchRefused, _differ, said)
+    session.agree(
+        request,
+        SwitchRefused,
+        lambda one, other, _: f"members {one} and {other} register different parameters or groups",
+        said,
+    )
     if asked is None:
         return False
-    _carry_out(engine, key, asked, wanted.begun)
-    return True
-
-
-def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> None:
-    """Apply the change on all members, or raise SwitchFailed and apply it on none."""
     before = Before.of(engine)
     side = engine.layout, engine.members, before.world
     goal = Goal(*side, key, f"{key}/record", what="update_param_groups", is_patient=False)
-    opener = partial(FromGroups, engine, goal, asked, begun, before)
+    opener = partial(FromGroups, engine, goal, asked, wanted.begun, before)
     try:
         decision = Restoration(engine, goal, opener, "new parameter groups", before).vote()
     finally:
         require_as(engine.host.model_map)
     if not decision.commit:
         raise SwitchFailed(f"update_param_groups: {decision.reason}; the engine goes on as before it")
+    return True
 
 
 def _asked(engine: EngineCore, wanted: RegroupRequest) -> Regrouping | None:
@@ -99,10 +101,6 @@ def _asked(engine: EngineCore, wanted: RegroupRequest) -> Regrouping | None:
         host.shaper.refuse_to_train(set(asked.requires_grad).difference(each.name for each, was in flags if was))
         lists_per_group(host.engine.lr_scheduler, len(host.basic_optimizer.param_groups))
     return asked
-
-
-def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
-    return f"members {one} and {other} register different parameters or groups"
 
 
 def _has_begun(engine: EngineCore) -> bool:
@@ -208,11 +206,7 @@ class FromGroups(StateSource):
                 continue
             here = weights if kind == WEIGHT else pieces_by_tensor(old, layout, rank, kind)
             there = pieces_by_tensor(vps, layout, rank, kind)
-            for number, tensor in enumerate(vps.tensors):
-                before = old.line.index(tensor.name)
-                anew = tensor.trainable and not old.tensors[before].trainable and kind != WEIGHT
-                if not (tensor.trainable or kind == WEIGHT) or not vps.has(kind, tensor.group):
-                    continue
+            for number, before, anew in self._tensors(kind):
                 if (anew and kind != MASTER) or before not in weights:  # held by other stages or experts
                     continue
                 source, rows = (WEIGHT, weights) if anew else (kind, here)
@@ -222,6 +216,14 @@ class FromGroups(StateSource):
                 for start, numel, name, _ in masters.get(number, ()) if anew else ():
                     values = value.narrow(0, start - first, numel).to(buffers[kind, name].dtype)
                     self._masters[[number]] += np.uint64(digest(values, start))
+
+    def _tensors(self, kind: str) -> Iterator[tuple[int, int, bool]]:
+        """Yield (new number, old number, whether its values are new ones) of each tensor that has a state kind."""
+        vps, old = self._engine.vps, self._old
+        for number, tensor in enumerate(vps.tensors):
+            if (tensor.trainable or kind == WEIGHT) and vps.kind(kind).is_of(tensor.group):
+                before = old.line.index(tensor.name)
+                yield number, before, kind != WEIGHT and not old.tensors[before].trainable
 
     def _value(self, kind: str, number: int, rows: Sequence[Place]) -> tuple[int, torch.Tensor]:
         """Return (first index, elements) of a tensor, with zeros for elements that no rank of its ZeRO group holds.
@@ -269,13 +271,10 @@ class FromGroups(StateSource):
         after = agreed(session, "after", new, layout, rank, mine, "after")
         masters = session.reduce("masters", self._masters, np.add)
         for kind in kinds:
-            for number, tensor in enumerate(new.tensors):
-                if not (tensor.trainable or kind == WEIGHT) or not new.has(kind, tensor.group):
-                    continue
-                was = old.line.index(tensor.name)
+            for number, was, anew in self._tensors(kind):
                 wanted = int(before[kind][was]) if kind in before else 0
-                if kind != WEIGHT and not old.tensors[was].trainable:
+                if anew:
                     wanted = 0 if kind != MASTER else int(masters[number])
                 if int(after[kind][number]) != wanted:
-                    raise CertificateError(f"{kind} of {tensor.name!r} is not what it was, or is to be")
+                    raise CertificateError(f"{kind} of {new.tensors[number].name!r} is not what it was, or is to be")
         return state_digest(after)

@@ -45,7 +45,7 @@ from ds_dynatrain.space.kind import (
     row_of,
     standard_kinds,
 )
-from ds_dynatrain.space.layout import ExpertMap, Layout, experts_in_order
+from ds_dynatrain.space.layout import ExpertMap, Layout
 from ds_dynatrain.space.sharding import ABSENT, Sharding
 from ds_dynatrain.space.tensor import (
     FROZEN,
@@ -94,7 +94,6 @@ __all__ = [
     "Sharding",
     "VirtualParameterSpace",
     "ZeroRules",
-    "experts_in_order",
     "is_partitioned",
     "of_kind",
     "row_major",

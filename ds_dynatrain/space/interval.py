@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 AnyRows = TypeVar("AnyRows", bound=tuple[Ints, ...])
-_LOW, _HIGH = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 class Runs(NamedTuple):
@@ -76,11 +75,8 @@ def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
     A part is given as (row, start, stop); row is the index of the arbitrary run.
     """
-    gap_start = np.concatenate([ints([_LOW]), other_stop])
-    gap_stop = np.concatenate([other_start, ints([_HIGH])])
-    keep = gap_start < gap_stop
-    row, _, low, high = intersect(start, stop, gap_start[keep], gap_stop[keep])
-    return row, low, high
+    row, _, low, high = intersect(start, stop, other_start, other_stop)
+    return outside(start, stop, row, low, high)
 
 
 def outside(start: Ints, stop: Ints, row: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:

@@ -73,6 +73,10 @@ class Layout:
                 f"expert={self.expert} does not divide data x sequence x tensor = {self.data} x {self.sequence} x "
                 f"{self.tensor} = {width} (remainder {width % self.expert}); give a divisor of {width}"
             )
+        for name, example in (("boundaries", "(0, 3, 7)"), ("shares", "(3, 5)"), ("order", "(4, 6, 0, 4), or None")):
+            numbers = getattr(self, name)
+            if numbers is not None and not (isinstance(numbers, tuple) and all(map(_is_whole, numbers))):
+                raise LayoutError(f"{name}={numbers!r} is no tuple of whole numbers; give one such as {example}")
         if self.boundaries is not None:
             _check_boundaries(self.boundaries, self.pipe)
         if self.shares is not None:
@@ -198,8 +202,6 @@ def _is_whole(value: object) -> bool:
 
 def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
     """Raise LayoutError unless the boundaries cut the layers into `pipe` stages of at least one layer each."""
-    if not isinstance(boundaries, tuple) or not all(map(_is_whole, boundaries)):
-        raise LayoutError(f"boundaries={boundaries!r} is no tuple of whole numbers; give one such as (0, 3, 7)")
     if len(boundaries) != pipe + 1:
         raise LayoutError(
             f"boundaries={boundaries} cut {max(0, len(boundaries) - 1)} stages and pipe is {pipe}: give the first "
@@ -217,8 +219,6 @@ def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
 
 def _check_shares(shares: tuple[int, ...], data: int) -> None:
     """Raise LayoutError unless each index of the data axis has a share of at least one sample."""
-    if not isinstance(shares, tuple) or not all(map(_is_whole, shares)):
-        raise LayoutError(f"shares={shares!r} is no tuple of whole numbers; give one such as (3, 5)")
     if len(shares) != data:
         raise LayoutError(f"shares={shares} are for {len(shares)} data indices and data is {data}; give {data} shares")
     if min(shares) < 1:
@@ -228,19 +228,13 @@ def _check_shares(shares: tuple[int, ...], data: int) -> None:
 
 def _check_order(order: tuple[int, ...]) -> None:
     """Raise LayoutError unless the runs are a permutation of the numbers from 0."""
-    if not isinstance(order, tuple) or not all(map(_is_whole, order)) or len(order) % 2:
+    if len(order) % 2:
         raise LayoutError(f"order={order!r} is no tuple of runs; give one such as (4, 6, 0, 4), or None")
     reached = 0
     for start, stop in sorted(zip(order[::2], order[1::2], strict=True)):
         if start != reached or stop <= start:
             raise LayoutError(f"order={order} does not have each tensor once: see the run {start} to {stop}; give None")
         reached = stop
-
-
-def experts_in_order(count: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the experts of each of `size` indices of the expert axis, in a layer of `count` experts without a map."""
-    each = count // size
-    return tuple(tuple(range(index * each, (index + 1) * each)) for index in range(size))
 
 
 def _check_experts(experts: ExpertMap, size: int) -> None:

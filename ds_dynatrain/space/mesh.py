@@ -12,9 +12,9 @@ when it is asked for, from the *forms* of tensors: tensors of one form have the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -60,9 +60,6 @@ class Mesh:
     partition: Partition
     tiling: Tiling | None = None
     _lines: dict[object, CoordinateLine] = field(init=False, repr=False, default_factory=dict)
-    _shards: dict[tuple[int, int, int], Shard] = field(init=False, repr=False, default_factory=dict)
-    _strips: dict[tuple[int, int, int], Strips] = field(init=False, repr=False, default_factory=dict)
-    _maps: dict[tuple[int, bool], Strips] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise LayoutError if a cut does not fit the layout or a tensor."""
@@ -92,8 +89,8 @@ class Mesh:
         """Return the number of shard groups of each stage."""
         return self.layout.expert if experts else self.layout.tensor
 
-    def groups_of(self, rank: Ints, experts: bool) -> tuple[Ints, Ints]:
-        """Return the number of each rank's shard group, and the rank's index in it."""
+    def groups_of(self, rank: Ints | int, experts: bool) -> tuple[Ints, Ints]:
+        """Return the number of each rank's shard group, and the rank's index in it; of one rank, as numbers."""
         stage, place = np.divmod(rank, self.layout.ranks_per_stage)
         index, first = np.divmod(place, self.per_stage(experts))
         return self._before(experts) + stage * self.per_stage(experts) + first, index
@@ -203,19 +200,32 @@ class Mesh:
         return self.forms[tensor], 0 if cuts.expert is None else expert, 0 if cuts.tensor is None else index
 
     def _shard(self, tensor: int, expert: int, index: int) -> Shard:
-        key = self._key(tensor, expert, index)
-        if key not in self._shards:
-            self._shards[key] = self.partition[tensor].shard(self.line.tensors[tensor].shape, expert, index)
-        return self._shards[key]
+        return self._shard_at(*self._key(tensor, expert, index))
 
-    def _strips_of(self, tensor: int, expert: int, index: int) -> Strips:
-        """Return the strips of a tensor's shard, relative to the tensor's first coordinate and local address."""
-        key = self._key(tensor, expert, index)
-        if key not in self._strips:
-            split = None if self.tiling is None else self.tiling.tiles[key[0]]
-            shard = self._shard(tensor, expert, index)
-            self._strips[key] = strips_of(shard, self.line.tensors[tensor].shape, split)
-        return self._strips[key]
+    @cached_property
+    def _shard_at(self) -> Callable[[int, int, int], Shard]:
+        """Function that returns the shard of a key (see `_key`), cached."""
+
+        @cache
+        def shard(form: int, expert: int, index: int) -> Shard:
+            tensor = self._firsts[form]
+            return self.partition[tensor].shard(self.line.tensors[tensor].shape, expert, index)
+
+        return shard
+
+    @cached_property
+    def _strips_at(self) -> Callable[[int, int, int], Strips]:
+        """Function that returns the strips of the shard of a key (see `_key`), cached.
+
+        They are relative to the tensor's first coordinate and local address.
+        """
+
+        @cache
+        def strips(form: int, expert: int, index: int) -> Strips:
+            split = None if self.tiling is None else self.tiling.tiles[form]
+            return strips_of(self._shard_at(form, expert, index), self.line.tensors[self._firsts[form]].shape, split)
+
+        return strips
 
     # ---- shard groups ------------------------------------------------------------------------------------------------
 
@@ -235,14 +245,13 @@ class Mesh:
             self._lines[key] = CoordinateLine(tuple(tensors))
         return self._lines[key]
 
-    def index_map(self, group: ShardGroup, is_primary: bool = False) -> Strips:
-        """Return where the coordinates that a shard group holds lie on its local line.
+    @cached_property
+    def index_map(self) -> Callable[[ShardGroup, bool], Strips]:
+        """Function that returns where the coordinates that a shard group holds lie on its local line, cached.
 
-        is_primary: whether to leave out those that an earlier group holds, too.
+        Its second argument says whether to leave out those that an earlier group holds, too.
         """
-        if (group.number, is_primary) not in self._maps:
-            self._maps[group.number, is_primary] = self._index_map(group, is_primary)
-        return self._maps[group.number, is_primary]
+        return cache(self._index_map)
 
     def _index_map(self, group: ShardGroup, is_primary: bool) -> Strips:
         line, parts, (pipe, *indexes) = self.local_line(group.place), list[Strips](), group.place
@@ -251,7 +260,8 @@ class Mesh:
         for form, first in enumerate(self._firsts):
             numbers = np.flatnonzero(is_here & (self._form == form))
             if len(numbers) and not (is_primary and self._first_alike[form][at] != at):
-                parts.append(self._strips_of(first, *indexes).repeat(self.line.bases[numbers], line.bases[numbers]))
+                strips = self._strips_at(*self._key(first, *indexes))
+                parts.append(strips.repeat(self.line.bases[numbers], line.bases[numbers]))
         return Strips.join(parts)
 
     def meeting(self, start: Ints, stop: Ints, is_primary: bool) -> Iterator[ShardGroup]:
@@ -279,6 +289,6 @@ class Mesh:
         low, high = np.zeros_like(firsts), np.zeros_like(firsts)
         for index, first in enumerate(firsts.tolist()):
             if first == index or (first >= 0 and not is_primary):
-                strips = self._strips_of(tensor, *self._indexes(index))
+                strips = self._strips_at(*self._key(tensor, *self._indexes(index)))
                 low[index], high[index] = strips.start[0], strips.stop[-1]
         return low, high

@@ -8,7 +8,7 @@ the index of a run in the query, and each part of a result names the row that it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import NamedTuple, cast
@@ -140,10 +140,9 @@ class EvenSharding:
         """Whether all ranks of a shard group hold the same elements."""
         return self.replicated
 
-    def copies(self, start: Ints, stop: Ints) -> Iterator[Copies]:
-        """Yield the parts of runs that all ranks hold."""
-        _, _, low, high = interval.intersect(start, stop, *self.region())
-        yield self.copies_of(0)[0]._replace(start=low, stop=high)
+    def copies(self, start: Ints, stop: Ints) -> Iterable[Copies]:
+        """Return the runs that all ranks hold."""
+        return self.copies_of(0)
 
     def copies_of(self, rank: int) -> list[Copies]:
         """Return the runs that a rank holds; every other rank holds the same."""
@@ -339,22 +338,19 @@ class GroupedSharding:
         """Whether all ranks of a shard group hold the same elements; it is so in all groups, or in none."""
         return self.cutter(self.mesh.shard_groups[0]).has_copies
 
-    def copies(self, start: Ints, stop: Ints) -> Iterator[Copies]:
-        """Yield the parts of runs that all ranks of a shard group hold, for each group. An element that several groups
-        hold belongs to the first of them.
+    def copies(self, start: Ints, stop: Ints) -> Iterable[Copies]:
+        """Return the runs that all ranks of a shard group hold, for each group that may hold some of the given runs. An
+        element that several groups hold belongs to the first of them.
         """
-        for group in self.mesh.meeting(start, stop, is_primary=True):
-            _, _, low, high = interval.intersect(start, stop, *self._region(group, True))
-            if len(low):
-                yield Copies(group.ranks, group.experts, self._each[group.experts], low, high)
+        return map(self._copies, self.mesh.meeting(start, stop, is_primary=True))
 
     def copies_of(self, rank: int) -> list[Copies]:
         """Return, for each shard group of a rank, the runs that no earlier group holds."""
-        found = []
-        for experts in self.mesh.regions:
-            group = self.mesh.shard_groups[int(self.mesh.groups_of(interval.ints([rank]), experts)[0][0])]
-            found.append(Copies(group.ranks, experts, self._each[experts], *self._region(group, True)))
-        return found
+        numbers = [int(self.mesh.groups_of(rank, experts)[0]) for experts in self.mesh.regions]
+        return [self._copies(self.mesh.shard_groups[number]) for number in numbers]
+
+    def _copies(self, group: ShardGroup) -> Copies:
+        return Copies(group.ranks, group.experts, self._each[group.experts], *self._region(group, True))
 
     @cached_property
     def _each(self) -> dict[bool, int]:
@@ -364,10 +360,9 @@ class GroupedSharding:
 
     def held(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
         """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop); none for ABSENT."""
-        nothing = np.empty(0, np.int64)
-        parts = [(nothing, nothing, nothing)]
+        parts = [(np.empty(0, np.int64),) * 3]
         for group, rows, low, high, index in self._by_group(start, stop, holder):
-            hulls = self.mesh.index_map(group).hulls(low, high)
+            hulls = self.mesh.index_map(group, False).hulls(low, high)
             part, first, last = self.cutter(group).held(hulls.first, hulls.last, index[hulls.row])
             kept, begin, end = hulls.back(part, first, last)
             parts.append((rows[hulls.row[part[kept]]], begin, end))
@@ -387,10 +382,9 @@ class GroupedSharding:
 
         rank: one per row; each rank must hold its row. The result is sorted by row.
         """
-        nothing = np.empty(0, np.int64)
-        parts = [(nothing, nothing, nothing, nothing, nothing, nothing)]
+        parts = [(np.empty(0, np.int64),) * 6]
         for group, rows, low, high, index in self._by_group(start, stop, rank):
-            cut, hulls = self.cutter(group), self.mesh.index_map(group).hulls(low, high)
+            cut, hulls = self.cutter(group), self.mesh.index_map(group, False).hulls(low, high)
             part, first, last, buffer, offset, _ = cut.place(hulls.first, hulls.last, index[hulls.row])
             kept, begin, end = hulls.back(part, first, last)
             part, strip = part[kept], hulls.strip[part[kept]]
@@ -429,10 +423,10 @@ class GroupedSharding:
         """Return the pieces that a rank holds, or owns."""
         parts = [Pieces.empty(self.buffers)]
         for experts in self.mesh.regions:
-            number, index = self.mesh.groups_of(interval.ints([rank]), experts)
-            group = self.mesh.shard_groups[int(number[0])]
+            number, index = map(int, self.mesh.groups_of(rank, experts))
+            group = self.mesh.shard_groups[number]
             cut, strips = self.cutter(group), self.mesh.index_map(group, is_owned)
-            local = cut.owned(int(index[0])) if is_owned else cut.holding(int(index[0]))
+            local = cut.owned(index) if is_owned else cut.holding(index)
             row, strip, start, stop = strips.at_addresses(local.start, local.stop)
             offset = local.offset[row] + strips.address_of(strip, start) - local.start[row]
             parts.append(Pieces(start, stop, local.buffer[row], offset, self.buffers))
@@ -440,8 +434,7 @@ class GroupedSharding:
 
     def _ranks(self, start: Ints, stop: Ints, is_owned: bool) -> Owned:
         """Split runs by the rank that owns each element, or by every rank that holds it."""
-        nothing = np.empty(0, np.int64)
-        parts = [(nothing, nothing, nothing, nothing)]
+        parts = [(np.empty(0, np.int64),) * 4]
         for group in self.mesh.meeting(start, stop, is_owned):
             cut, hulls = self.cutter(group), self.mesh.index_map(group, is_owned).hulls(start, stop)
             part, first, last, index = (cut.owners if is_owned else cut.holders)(hulls.first, hulls.last)

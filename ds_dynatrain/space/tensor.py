@@ -183,8 +183,7 @@ class Pieces:
     @classmethod
     def empty(cls, buffers: tuple[BufferId, ...] = ()) -> Pieces:
         """Return pieces without a run."""
-        nothing = np.empty(0, np.int64)
-        return cls(nothing, nothing, nothing, nothing, buffers)
+        return cls(*(np.empty(0, np.int64),) * 4, buffers)
 
     def __len__(self) -> int:
         """Return the number of runs."""
@@ -192,9 +191,7 @@ class Pieces:
 
     def __iter__(self) -> Iterator[Piece]:
         """Yield the runs one by one."""
-        for start, stop, buffer, offset in zip(
-            self.start.tolist(), self.stop.tolist(), self.buffer.tolist(), self.offset.tolist(), strict=True
-        ):
+        for start, stop, buffer, offset in zip(*np.stack(self.columns).tolist(), strict=True):
             yield Piece(start, stop, self.buffers[buffer], offset)
 
     @property
@@ -224,8 +221,7 @@ class Pieces:
 
     def subtract(self, start: Ints, stop: Ints) -> Pieces:
         """Return the parts outside the sorted, disjoint runs [start[i], stop[i])."""
-        row, low, high = interval.subtract(self.start, self.stop, start, stop)
-        return self.take(row, low, high)
+        return self.take(*interval.subtract(self.start, self.stop, start, stop))
 
     def tidy(self) -> Pieces:
         """Return the same elements sorted by start, in the fewest runs."""

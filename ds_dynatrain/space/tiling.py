@@ -133,16 +133,14 @@ class Tiling:
         forms: one value per tensor; tensors with equal values have the same shape and are cut alike in both layouts.
         shards: function that returns all shards of a tensor in both layouts.
         """
-        firsts = dict[Hashable, int]()
-        for number, form in enumerate(forms):
-            firsts.setdefault(form, number)
-        found = [tiles(line.tensors[first].shape, shards(first)) for first in firsts.values()]
+        known = dict[Hashable, int]()
+        numbers = tuple(known.setdefault(form, len(known)) for form in forms)
+        firsts = np.unique(numbers, return_index=True)[1].tolist()
+        found = [tiles(line.tensors[first].shape, shards(first)) for first in firsts]
         if found.count(None) == len(found):
             return None
-        number_of = dict(zip(firsts, range(len(firsts)), strict=True))
-        numbers = tuple(number_of[form] for form in forms)
         parts, of_form = list[Strips](), np.array(numbers)
-        for number, (each, first) in enumerate(zip(found, firsts.values(), strict=True)):
+        for number, (each, first) in enumerate(zip(found, firsts, strict=True)):
             bases = line.bases[np.flatnonzero(of_form == number)]
             whole = Shard.whole(line.tensors[first].shape)
             parts.append(strips_of(whole, line.tensors[first].shape, each).repeat(bases, bases))

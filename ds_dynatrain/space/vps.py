@@ -148,7 +148,7 @@ class VirtualParameterSpace:
                 line_of = mesh.local_line
                 cut = cache(lambda line, experts: zero.sharding(line, self.rules, layout, held, experts))
                 self._shardings[key] = GroupedSharding(
-                    mesh, lambda group: cut(line_of(group.place), group.experts), self.buffers(layout)
+                    mesh, cache(lambda group: cut(line_of(group.place), group.experts)), self.buffers(layout)
                 )
         return self._shardings[key]
 
@@ -181,10 +181,6 @@ class VirtualParameterSpace:
         if self.tiling is not None:
             return self.tiling.strips
         return Strips.of(ints([0]), len(self.line), ints([0]))
-
-    def has(self, kind: str, group: int) -> bool:
-        """Return whether the trainable tensors of an optimizer group have a state kind."""
-        return self.kind(kind).is_of(group)
 
     def buffers(self, layout: Layout) -> tuple[BufferId, ...]:
         """Return all buffers that a rank may have under a layout; `Pieces` number buffers in this order. Cached."""

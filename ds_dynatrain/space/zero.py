@@ -173,7 +173,7 @@ def flat_order(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: in
     if layout.order is not None:
         tensors = tensors[np.argsort(places_of(layout.order, line.trainable_count)[tensors])]
     elif layout.zero_stage in rules.round_robin_stages:
-        ranks = group_size(layout, bool(len(tensors)) and bool(line.experts[tensors[0]]))
+        ranks = group_size(layout, bool(line.experts[tensors[:1]].any()))
         tensors = tensors[np.argsort(np.arange(len(tensors)) % ranks, kind="stable")]
     step = rules.weight_alignment if layout.zero_stage in rules.aligned_stages else 1
     numels = line.numels[tensors]
@@ -204,7 +204,7 @@ def partition_size(line: CoordinateLine, rules: ZeroRules, layout: Layout, group
     tensors, _, numel = flat_order(line, rules, layout, group)
     if layout.zero_stage == 0:
         return numel
-    ranks = group_size(layout, bool(len(tensors)) and bool(line.experts[tensors[0]]))
+    ranks = group_size(layout, bool(line.experts[tensors[:1]].any()))
     step = rules.alignment_factor * ranks
     return -(-numel // step) * step // ranks
 

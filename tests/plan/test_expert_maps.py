@@ -20,7 +20,6 @@ from ds_dynatrain.space import (
     Partition,
     VirtualParameterSpace,
     ZeroRules,
-    experts_in_order,
     standard_kinds,
     uneven,
 )
@@ -47,7 +46,9 @@ KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
 
 def rows(layout: Layout, layer: int) -> Dealt:
     """The experts of each index, by the map or in order."""
-    return Dealt(experts_in_order(EXPERTS[layer], layout.expert) if layout.experts is None else layout.experts[layer])
+    each = EXPERTS[layer] // layout.expert
+    in_order = tuple(tuple(range(index * each, (index + 1) * each)) for index in range(layout.expert))
+    return Dealt(in_order if layout.experts is None else layout.experts[layer])
 
 
 def partition(layout: Layout) -> Partition:
