@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import compress, count
 from operator import is_
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +96,11 @@ class DigestSide:
                 used = np.bincount(pieces.buffer, minlength=len(pieces.buffers))
                 self._names[kind] = tuple(compress(pieces.buffers, used))
             names = self._names[kind]
-            twin = kind == WEIGHT and MASTER in kinds and _are_masters(buffers, names)
+            may_be = kind == WEIGHT and MASTER in kinds
+            masters = [name for name in names if may_be and (MASTER, name) in buffers]
+            twin = bool(masters)
+            for name in masters:
+                twin &= buffers[MASTER, name].data_ptr() == buffers[WEIGHT, name].data_ptr()
             stay, others = list[BufferId](), list[BufferId]()
             for name in names:
                 if not twin or (MASTER, name) not in buffers:
@@ -222,19 +226,8 @@ def only(pieces: Pieces, names: Names) -> Pieces:
     return Pieces(pieces.start[rows], pieces.stop[rows], code[rows], pieces.offset[rows], names)
 
 
-def _are_masters(buffers: Buffers, names: Names) -> bool:
-    """Return whether the weights in the named buffers share the memory of all masters there, if there are any."""
-    has_masters = False
-    for name in names:
-        master = buffers.get((MASTER, name))
-        if master is not None:
-            has_masters = True
-            if master.data_ptr() != buffers[WEIGHT, name].data_ptr():
-                return False
-    return has_masters
-
-
 SIDES = ("source", "target")
+PARTS: tuple[Literal["whole", "copies", "places"], ...] = ("whole", "copies", "places")
 Doubts = dict[str, list[int]]
 """State kind -> numbers of tensors whose copies differ."""
 _PLACES = np.uint64(1 << 32)
@@ -259,14 +252,10 @@ class Shares(TypedDict):
 def joined(one: Shares, other: Shares) -> Shares:
     """Add the shares of two groups of members."""
     total = Shares(kinds=first_and_other(one["kinds"], other["kinds"]), whole={}, copies={}, places={})
-    for sums, mine, theirs in (
-        (total["whole"], one["whole"], other["whole"]),
-        (total["copies"], one["copies"], other["copies"]),
-        (total["places"], one["places"], other["places"]),
-    ):
-        sums.update({**mine, **theirs})
-        for kind in mine.keys() & theirs.keys():
-            sums[kind] = mine[kind] + theirs[kind]
+    for part in PARTS:
+        total[part] = {**one[part], **other[part]}
+        for kind in one[part].keys() & other[part].keys():
+            total[part][kind] = one[part][kind] + other[part][kind]
     return total
 
 
@@ -281,11 +270,10 @@ def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def folded(side: Shares) -> Shares:
     """Return the shares with each vector folded to one number; see `fold`."""
-    whole, copies, places = (
-        SideDigests({kind: fold(digests) for kind, digests in sums.items()})
-        for sums in (side["whole"], side["copies"], side["places"])
-    )
-    return Shares(kinds=side["kinds"], whole=whole, copies=copies, places=places)
+    found = side.copy()
+    for part in PARTS:
+        found[part] = {kind: fold(digests) for kind, digests in side[part].items()}
+    return found
 
 
 def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:

@@ -244,23 +244,23 @@ class Preparation:
     memory: Mapping[str, Memory]
     make: Callable[[Layout, int], Made | None]
     budget_bytes: int
-    way: str = "auto"
-    on_device: frozenset[str] = frozenset()
-    is_lean: bool = False
-    check: Callable[[], None] = nothing
+    way: str
+    on_device: frozenset[str]
+    is_lean: bool
+    check: Callable[[], None]
+    present: World | None
+    own: Callable[[], Mapping[str, tuple[int, ...]]]
+    own_count: int
+    number: int
+    has_sequence: bool
+    nodes: Mapping[int, str]
     building: Callable[[], AbstractContextManager[None]] = nullcontext
     stop: Callable[[], None] = nothing
     committed: Callable[[], None] = nothing
     status: GroupStatus | None = None
-    present: World | None = None
-    own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
-    own_count: int = 0
     made: Made | None = None
     world: World | None = None
     connections: Connections | None = None
-    number: int = 1
-    has_sequence: bool = False
-    nodes: Mapping[int, str] = field(default_factory=dict)
     buffers: Buffers = field(default_factory=dict)
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
@@ -430,7 +430,10 @@ class Preparation:
             self.ways.agree_on_batching(self._part(kinds), stay, self.budget_bytes, self._session, self.world)
         self.cost(kinds)
         if self.source_rank == 0:
-            self.best[kinds] = self._best(kinds)
+            # members that were not asked to take a rank can only lower the bound; rank 0's member would keep its rank
+            first = proposal.source_members[0]
+            candidates = [member for member in proposal.union if member != first or member in proposal.members]
+            self.best[kinds] = assign_slots(self.vps, proposal.layout, candidates, kinds=kinds)
 
     def _stop_if_abandoned(self) -> None:
         if self._stop.is_set():
@@ -515,16 +518,6 @@ class Preparation:
             peak = peak_bytes(self.plan(kinds), self.control.member, min(self.budget_bytes, sent + received))
             self.costs[kinds] = Cost(sent, max(sent, received), peak)
         return self.costs[kinds]
-
-    def _best(self, kinds: tuple[str, ...]) -> Assignment:
-        """Return the assignment of members to ranks that moves the fewest bytes.
-
-        Members that were not asked to take a rank count as candidates, which can only lower the bound. Rank 0's member
-        would keep its rank, so it counts only if it does.
-        """
-        proposal, first = self.proposal, self.proposal.source_members[0]
-        candidates = [member for member in proposal.union if member != first or member in proposal.members]
-        return assign_slots(self.vps, proposal.layout, candidates, kinds=kinds)
 
     def lacks(self, old_world: World | None) -> bool:
         """Return whether the next world needs communicators on this member that the old world does not have."""

@@ -37,13 +37,14 @@ class Process:
     engines: the open engines, in the order in which they were made.
     sync_points: the sync points of the script.
     membership: the membership that all engines share.
+    is_joining: whether an engine is being created, which then has the process to itself.
     early: the `engine.entry.Early` that `init_distributed` has made for `initialize` (its file imports this one).
     """
 
     def __init__(self) -> None:
         self.early: Any = None
         self._membership: Membership | None = None
-        self._is_joining = False
+        self.is_joining = False
         self._forget()
 
     def _forget(self) -> None:
@@ -84,11 +85,6 @@ class Process:
         return [engine for engine in (reference() for reference in self._engines) if engine is not None]
 
     @property
-    def is_joining(self) -> bool:
-        """Whether an engine is being created. Meanwhile that engine has the process to itself."""
-        return self._is_joining
-
-    @property
     def is_shared(self) -> bool:
         """Whether the process has several open engines."""
         return len(self._engines) > 1
@@ -114,11 +110,11 @@ class Process:
             put_plain()
         if self.engines:
             self.engines[0].launch.install()
-        self._is_joining = True
+        self.is_joining = True
         try:
             yield
         finally:
-            self._is_joining = False
+            self.is_joining = False
             self._settle()
             if self.is_shared:
                 self._activate_between()
@@ -134,7 +130,7 @@ class Process:
         if not self._engines:
             self._forget()
         self._settle()
-        if self.is_shared and self._now is None and not self._is_joining:
+        if self.is_shared and self._now is None and not self.is_joining:
             self._activate_between()
 
     def _settle(self) -> None:
@@ -142,7 +138,7 @@ class Process:
 
         Does nothing in the middle of a call, since an engine may end at any point at which the garbage collector runs.
         """
-        if self._is_joining or self._now is not None:
+        if self.is_joining or self._now is not None:
             return
         engines = self.engines
         if len(engines) == 1 and engines[0].own is not None:
@@ -165,7 +161,7 @@ class Process:
     def turn(self, engine: EngineCore) -> Iterator[None]:
         """Context manager for a call of an engine. Within it, process-wide state belongs to that engine."""
         self._end_broken_backward()
-        if not self.is_shared or self._is_joining or self._now is engine or engine.own is None:
+        if not self.is_shared or self.is_joining or self._now is engine or engine.own is None:
             yield
             return
         before, outside = self._now, PutAsideState.now()

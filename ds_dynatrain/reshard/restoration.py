@@ -277,10 +277,6 @@ class Restoration:
         else:
             self.swap.off(self.old)
         self.swap.over(self.vps, goal.layout, goal.world, self.rank, self.buffers, scalars_of(self.shared))
-        self._take()
-
-    def _take(self) -> None:
-        """Load the extra state into the engine: the shared part, this rank's part, and random streams."""
         if self.rest is None:
             take(self.engine, self.shared, LoadReason.NEW_OPTIMIZER)
             return

@@ -124,13 +124,8 @@ def _seed_all(seed: Callable[[str], int]) -> None:
 
 def _place_seed(job_seed: int, name: str, place: dict[str, int], generation: int) -> int:
     apart = (place["tensor"],) if is_of_tensor_index(name) and place["tensor"] else ()
-    return seed_of(job_seed, name, _index(place), generation, *apart)
-
-
-def _index(place: dict[str, int]) -> int | tuple[int, int]:
-    """Return the index by which streams of ranks differ: the data index, and the stage unless it is the first."""
     stage = place.get("pipe", 0)
-    return (place["data"], stage) if stage else place["data"]
+    return seed_of(job_seed, name, (place["data"], stage) if stage else place["data"], generation, *apart)
 
 
 def _text(array: np.ndarray[Any, Any]) -> str:

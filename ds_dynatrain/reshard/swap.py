@@ -120,8 +120,6 @@ class Swap:
         self._engine.launch.install()
 
 
-FROZEN_PARTS = "partition"
-"""Value of `BufferId.place` for the buffers of frozen tensors under stage 3."""
 Row = tuple[str, int, int, int, int]
 """One piece of a state: (state kind, tensor number, first row-major index, number of elements, address)."""
 
@@ -136,7 +134,7 @@ def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buf
     memory, local = host.memory(tuple(kind for kind, _ in buffers), vps.layout), vps.local(vps.layout, rank)
     for (kind, name), held in buffers.items():
         place = memory[kind].place
-        if held.numel() and name.place == FROZEN_PARTS:  # the user decides whether these are pinned
+        if held.numel() and name.place == "partition":  # the user decides whether frozen parts are pinned
             place = place._replace(pinned=False)
         if held.numel() and not place.holds(held):
             raise CensusError(

@@ -138,7 +138,7 @@ def connect(preparation: Preparation, old_world: World | None, session: Session)
     if not is_accelerated() or world is None or preparation.connections is not None:
         return
     synchronize()
-    session.reduce(CONNECTING, None, _nothing, doing="connecting the next world's members")
+    session.reduce(CONNECTING, None, lambda *_: None, doing="connecting the next world's members")
     preparation.connections = world.connect(preparation.board.timeout_seconds, old_world, session.stop)
 
 
@@ -162,10 +162,6 @@ def connect_ahead(preparation: Preparation, old_world: World | None) -> VoteResu
     elif session.is_first and not decision.commit:  # members that take no part in the vote read this record
         board.decide(f"record/{proposal.generation}", {"commit": False, "reason": decision.reason})
     return decision
-
-
-def _nothing(one: None, other: None) -> None:
-    """Merge two empty reports; all that matters is that every member has arrived."""
 
 
 POLL_SECONDS = 0.02

@@ -25,6 +25,7 @@ from ds_dynatrain.membership.whole import Frozen, WholeCopies
 from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_in
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.certificate import (
+    PARTS,
     Shares,
     SideDigests,
     certify,
@@ -208,13 +209,9 @@ class FromCopies(StateSource):
         kinds = [kind for kind in self.kinds if kind != WEIGHT or has_one_holder(vps, layout, WEIGHT)]
         held = {kind: copy.digests[kind] for kind in kinds if kind in copy.digests}
         as_masters = shares(*of, SideDigests({MASTER: digest_pieces(only(pieces, tuple(cast)), cast, vps.bases)}))
-        weights = Shares(
-            kinds=[],
-            whole=_renamed(as_masters["whole"]),
-            copies=_renamed(as_masters["copies"]),
-            places=_renamed(as_masters["places"]),
-        )
-        total = joined(shares(*of, SideDigests(held)), weights)
+        for part in PARTS:
+            as_masters[part] = dict(zip([WEIGHT], as_masters[part].values(), strict=False))  # of masters, or empty
+        total = joined(shares(*of, SideDigests(held)), as_masters)
         return {**total, "kinds": [(self._names[rank], sorted(self.kinds))]}
 
     def _shares_of_frozen(self, frozen: Frozen) -> Shares:
@@ -237,11 +234,6 @@ def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:
     A member has its own number for the first rank that it holds, and a number of no member for each further rank.
     """
     return tuple(holder if holder not in holders[:rank] else above + 1 + rank for rank, holder in enumerate(holders))
-
-
-def _renamed(sums: SideDigests) -> SideDigests:
-    """Return sums over weights that were computed as if the weights were masters."""
-    return SideDigests({WEIGHT: sums[MASTER]} if MASTER in sums else {})
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

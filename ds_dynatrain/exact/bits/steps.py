@@ -20,7 +20,7 @@ import torch.distributed as td
 
 from ds_dynatrain.exact.bits.bit_records import ExactJob, ExactStep
 from ds_dynatrain.report import EventWriter
-from ds_dynatrain.reshard.certificate import Digests, shares, side_digests
+from ds_dynatrain.reshard.certificate import PARTS, Digests, shares, side_digests
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import row_of
 
@@ -114,8 +114,8 @@ class ExactSteps:
         side, _ = side_digests(vps, layout, rank, buffers, held)
         mine = shares(vps, layout, engine.members, rank, side)
         found = {kind: np.zeros(len(vps.tensors), np.uint64) for kind in _kinds(engine)}
-        for part in (mine["whole"], mine["copies"], mine["places"]):
-            for kind, digests in part.items():
+        for part in PARTS:
+            for kind, digests in mine[part].items():
                 found[kind] += digests
         order = _by_name(engine)
         return {kind: digests[order] for kind, digests in found.items()}
