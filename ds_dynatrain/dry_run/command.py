@@ -46,7 +46,7 @@ def plan(
     Exit code: 0 it fits, 1 it is refused, 2 a model, a file or an option cannot be used.
     """
     from ds_dynatrain.dry_run import printing
-    from ds_dynatrain.dry_run.asked import Question
+    from ds_dynatrain.dry_run.change import Question
 
     with saying("plan"):
         question = Question.read(model, source, target, deepspeed, cluster, bandwidth, gpus_per_node)
@@ -82,7 +82,7 @@ def estimate(
     Exit code: 0, 1 if the layout is refused, 2 if a model, a file or an option cannot be used.
     """
     from ds_dynatrain.dry_run import printing
-    from ds_dynatrain.dry_run.asked import Question
+    from ds_dynatrain.dry_run.change import Question
 
     with saying("estimate"):
         sizes = f"data={data},zero_stage={zero_stage},pipe={pipe},tensor={tensor},expert={expert}"

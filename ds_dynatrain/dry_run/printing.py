@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ds_dynatrain.dry_run.answer import ChangeFigures, DryRunAnswer
-from ds_dynatrain.dry_run.asked import Question
+from ds_dynatrain.dry_run.change import Question
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 from ds_dynatrain.terminal import stdout_console

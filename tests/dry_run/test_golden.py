@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_dynatrain.dry_run.asked import Question
+from ds_dynatrain.dry_run.change import Question
 
 FILE = Path(__file__).with_name("golden_plans.json")
 CHANGES = {
