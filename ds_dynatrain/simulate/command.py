@@ -48,7 +48,7 @@ def simulate(
 
     Exit code: 0, or 2 if the trace, the profile, the cluster file or an option cannot be used.
     """
-    from ds_dynatrain.simulate import outcome_table as table
+    from ds_dynatrain.simulate import outcome
     from ds_dynatrain.simulate.player import play
     from ds_dynatrain.simulate.simulated_job import Assumptions, SimulatedJob
     from ds_dynatrain.simulate.trace import read_trace, read_values, write_drawn
@@ -62,5 +62,5 @@ def simulate(
             raise ConfigError(f"--seed {seed}: nothing is drawn from it without --draw; give both, or neither")
         found = play(job, read_trace(trace, job.topology))
         if picture is not None:
-            table.draw_picture(found, picture)
-    table.show(found, as_json)
+            outcome.draw_picture(found, picture)
+    outcome.show(found, as_json)
