@@ -62,7 +62,7 @@ def as_deepspeed(engine: Any) -> Iterator[None]:
             known[schedule.BackwardPass](held, buffer_id)
 
     passes = {**known, schedule.BackwardPass: backward}
-    with replaced(engine, "_frozen_layers", lambda: 0), replaced(engine, "_INSTRUCTION_MAP", passes):
+    with replaced(engine, _frozen_layers=lambda: 0, _INSTRUCTION_MAP=passes):
         yield
 
 
@@ -78,7 +78,7 @@ def counting(engine: Any) -> Iterator[Counter[str]]:
 
         return run
 
-    with replaced(engine, "_INSTRUCTION_MAP", {**known, **{kind: counted(kind) for kind in COUNTED}}):
+    with replaced(engine, _INSTRUCTION_MAP={**known, **{kind: counted(kind) for kind in COUNTED}}):
         yield found
 
 

@@ -91,8 +91,8 @@ class GatherWatch:
                 watch.open.discard(id(block))
             return leave(block, *error)
 
-        for name, own in {"__init__": note, "__enter__": opened, "__exit__": closed}.items():
-            cls._wrapped.enter_context(replaced(GatheredParameters, name, own))
+        own = replaced(GatheredParameters, __init__=note, __enter__=opened, __exit__=closed)
+        cls._wrapped.enter_context(own)
 
     def stop(self) -> None:
         """Put DeepSpeed's own methods back, unless another engine watches. A second call does nothing."""

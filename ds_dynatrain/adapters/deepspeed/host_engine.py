@@ -21,7 +21,7 @@ from ds_dynatrain.adapters.versions.deepspeed_versions import refuse_groups, ref
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero import loss_scale as scaler
 from ds_dynatrain.adapters.zero.optimizers import check_optimizer
-from ds_dynatrain.adapters.zero.stages import correct_fragments, reset_counters
+from ds_dynatrain.adapters.zero.stages import link_fragments, reset_counters
 from ds_dynatrain.errors import DataError
 from ds_dynatrain.support import usage
 
@@ -77,7 +77,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             reset_counters()
             self._configure_zero(basic)
             settle_flat_groups(self.optimizer)
-            correct_fragments(self.optimizer)
+            if getattr(self.optimizer, "round_robin_gradients", False):
+                link_fragments(self.optimizer)
         else:
             self.basic_optimizer = self.optimizer = basic
 
@@ -205,6 +206,6 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         require a group of experts.
         """
         trained = any(group.get("moe") for group in basic.param_groups)
-        with replaced(self, "has_moe_layers", self.has_moe_layers and trained):
+        with replaced(self, has_moe_layers=self.has_moe_layers and trained):
             super()._configure_optimizer(basic, None)
         self._host.optimizer_made()

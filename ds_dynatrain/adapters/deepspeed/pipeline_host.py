@@ -15,7 +15,7 @@ model. Two stages thus agree without a message on whether the first waits for a 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -88,13 +88,14 @@ def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
             inputs = tuple(map(_requiring, inputs))
         return checkpoint(run, *inputs)
 
-    with ExitStack() as stack:
-        if interval > 0:
-            segments = enumerate(module.is_checkpointable_results)
-            kept = [is_one and min((at + 1) * interval, len(module.forward_funcs)) > frozen for at, is_one in segments]
-            stack.enter_context(replaced(module, "is_checkpointable_results", kept))
-            if checkpoint is not non_reentrant_checkpoint:
-                stack.enter_context(replaced(module, "activation_checkpoint_func", seeing_inputs))
+    changes: dict[str, Any] = {}
+    if interval > 0:
+        segments = enumerate(module.is_checkpointable_results)
+        kept = [is_one and min((at + 1) * interval, len(module.forward_funcs)) > frozen for at, is_one in segments]
+        changes["is_checkpointable_results"] = kept
+        if checkpoint is not non_reentrant_checkpoint:
+            changes["activation_checkpoint_func"] = seeing_inputs
+    with replaced(module, **changes):
         yield
 
 
@@ -223,7 +224,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         take_stage(model, grid)
         parsed = arguments["config_class"]
         product = parsed.train_micro_batch_size_per_gpu * parsed.gradient_accumulation_steps * groups.layout.data
-        with replaced(parsed, "train_batch_size", product):  # columns may differ, and DeepSpeed checks this product
+        with replaced(parsed, train_batch_size=product):  # columns may differ, and DeepSpeed checks this product
             super().__init__(model=model, mpu=grid, **arguments)
         self._enter_columns(groups.layout)
         self.batch_timer.batch_size = self.tput_timer.batch_size = self.train_batch_size()
@@ -280,7 +281,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
             longest, divisor = num_micro_batches, float(num_micro_batches)
         passes = self.module.micro_offset
         own = super().set_dataiterator  # DeepSpeed's own, which leaves the loader of training as it is
-        with replaced(self, "_divisor", divisor), replaced(self, "set_dataiterator", own):
+        with replaced(self, _divisor=divisor, set_dataiterator=own):
             found = super().eval_batch(given, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
         self.module.micro_offset = passes + longest
         return found
@@ -300,7 +301,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         """Run DeepSpeed's schedule without the instructions that are unnecessary for frozen layers."""
         self._frozen = self._frozen_layers()
         without = needless(self.module._local_start, self.module._local_stop, self._frozen)
-        with replaced(self, "_INSTRUCTION_MAP", {**self._INSTRUCTION_MAP, **dict.fromkeys(without, _skip)}):
+        with replaced(self, _INSTRUCTION_MAP={**self._INSTRUCTION_MAP, **dict.fromkeys(without, _skip)}):
             super()._exec_schedule(pipe_schedule)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:

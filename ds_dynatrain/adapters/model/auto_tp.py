@@ -72,7 +72,7 @@ def partition(model: nn.Module, config: Config, size: int, place: int) -> None:
     real = dict(model.named_buffers())
     block = TPTrainingConfig(**settings(config, size))
     # AutoTP searches the text of every module for one model's name, sixteen times each: half of its whole time
-    said_once = replaced(nn.Module, "__repr__", cache(nn.Module.__repr__))
+    said_once = replaced(nn.Module, __repr__=cache(nn.Module.__repr__))
     with _for_training(), _tensor_group(size, place) as block.tensor_parallel.tp_group, said_once:
         DeepSpeedEngine._apply_autotp_partitioning(engine, model, block)
     for prefix, module in model.named_modules():
@@ -170,7 +170,7 @@ def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
         get_tensor_model_parallel_group=lambda: group, get_tensor_model_parallel_world_size=lambda: size
     )
     try:
-        with replaced(auto_tp, "groups", known):
+        with replaced(auto_tp, groups=known):
             yield group
     finally:
         unregister(group)

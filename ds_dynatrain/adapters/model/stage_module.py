@@ -61,7 +61,7 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
             get_world_size=lambda: layout.world_size,
             new_group=lambda ranks: groups.get(frozenset(ranks)),
         )
-        with replaced(topology, "dist", given), replaced(topology, "print", lambda *_: None):
+        with replaced(topology, dist=given, print=lambda *_: None):
             super().__init__(PipeDataParallelTopology(num_pp=layout.pipe, num_dp=layout.data))
 
 
@@ -147,7 +147,7 @@ class PipelineShaper(Shaper):
                 spec if layer is None else giving(spec, partial(self.template.layer_in, found.module, number))
                 for number, (spec, layer) in enumerate(zip(specs, self.template.layers, strict=True))
             ]
-        with replaced(root, "_layer_specs", specs):
+        with replaced(root, _layer_specs=specs):
             reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
@@ -205,7 +205,7 @@ def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None
     root.forward_funcs, root.fwd_map, root.tied_weight_attrs = [], {}, {}
     root.is_checkpointable_results, root.is_checkpointable_results_interval = [], None
     root.tied_modules = nn.ModuleDict()
-    with replaced(root, "seed_layers", False):
+    with replaced(root, seed_layers=False):
         root._build()
 
 

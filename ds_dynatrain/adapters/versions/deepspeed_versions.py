@@ -344,7 +344,7 @@ NAMES: Names = {
         random_ltd_config zero_force_ds_cpu_optimizer zero_cpu_offload zero_use_cpu_optimizer zero_round_robin_gradients
     """,
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": """
-        _update_storage_to_flattened_tensor _link_all_hp_params _lazy_init_hp_params_optimizer_state
+        _link_all_hp_params _lazy_init_hp_params_optimizer_state
         _create_param_mapping
     """,
     "deepspeed.runtime.bf16_optimizer": "see_memory_usage",
@@ -397,7 +397,7 @@ NAMES: Names = {
         _create_param_groups_fp16_flat_cpu_memory complete_grad_norm_calculation_for_cpu_offload
     """,
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
-        _update_model_bit16_weights _round_robin_reorder get_data_parallel_partitions _link_all_hp_params
+        _round_robin_reorder get_data_parallel_partitions _link_all_hp_params
         _lazy_init_hp_params_optimizer_state _create_param_mapping _create_optimizer_mapping _get_offload_gradient_dict
         get_grad_position complete_grad_norm_calculation_for_cpu_offload _update_scale
     """,

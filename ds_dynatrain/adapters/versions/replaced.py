@@ -18,14 +18,16 @@ def passing_on(name: str, to: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context manager that sets an attribute of a module, class or object to `value`, and restores it at the end."""
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Context manager that sets attributes of a module, class or object to `values`, and restores them at the end."""
     own = dict(vars(owner))
-    setattr(owner, name, value)
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        if name in own:
-            setattr(owner, name, own[name])
-        else:
-            delattr(owner, name)
+        for name in values:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)

@@ -432,7 +432,7 @@ class ElasticInit(Init):  # type: ignore[misc]
             super()._post_init_method(module)
             return
         _drop(module.parameters(recurse=False))
-        with replaced(module, "_parameters", {}):  # so that DeepSpeed handles only the buffers
+        with replaced(module, _parameters={}):  # so that DeepSpeed handles only the buffers
             super()._post_init_method(module)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
@@ -475,9 +475,7 @@ def _undrawn() -> Iterator[None]:
 
         return leave
 
-    fills = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
-    with ExitStack() as stack:
-        for name in fills:
-            stack.enter_context(replaced(nn.init, name, instead_of(getattr(nn.init, name))))
+    fills = {name: fill for name, fill in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
+    with replaced(nn.init, **{name: instead_of(fill) for name, fill in fills.items()}):
         yield
     is_open = False

@@ -121,7 +121,7 @@ def silent_communication() -> Iterator[None]:
     """Context manager in which DeepSpeed's collectives do nothing."""
     silent = SimpleNamespace() if ds_comm.cdb is None else copy.copy(ds_comm.cdb)
     vars(silent).update(dict.fromkeys(_COLLECTIVES, lambda *_, **__: CompletedWork()))
-    with replaced(ds_comm, "cdb", silent):
+    with replaced(ds_comm, cdb=silent):
         yield
 
 
@@ -141,16 +141,16 @@ def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iter
     cut, collector = Init._partition_param, importlib.import_module(present().collector)
 
     def partition(*given: Any, **named: Any) -> Any:
-        with replaced(mode, "cuts", True):
+        with replaced(mode, cuts=True):
             return cut(*given, **named)
 
     with (
-        replaced(collector, "gc", SimpleNamespace(**{**vars(gc), "collect": lambda *_: 0})),
-        replaced(bf16_optimizer, "see_memory_usage", _nothing),
-        replaced(torch.Tensor, "__repr__", lambda self, **_: "tensor"),
+        replaced(collector, gc=SimpleNamespace(**{**vars(gc), "collect": lambda *_: 0})),
+        replaced(bf16_optimizer, see_memory_usage=_nothing),
+        replaced(torch.Tensor, __repr__=lambda self, **_: "tensor"),
         silent_communication(),
-        replaced(optimizer, "step", _nothing),
-        replaced(Init, "_partition_param", partition),
+        replaced(optimizer, step=_nothing),
+        replaced(Init, _partition_param=partition),
         mode,
     ):
         yield

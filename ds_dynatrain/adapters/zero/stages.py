@@ -15,7 +15,7 @@ are the whole fp32 gradients of BF16_Optimizer, which are zero between two steps
 `param._hp_mapping` is not read, because it is derived. DeepSpeed 0.19.8 links a parameter to its fragment of the flat
 master by the order of registration; it uses true offsets only if there is padding between tensors. With only
 `round_robin_gradients`, the flat order differs from the order of registration, so `safe_get_full_fp32_param`, its
-setters and the universal checkpoint read and write the elements of other parameters. `correct_fragments` corrects the
+setters and the universal checkpoint read and write the elements of other parameters. `link_fragments` corrects the
 links.
 
 At stage 3 every parameter is cut over the ranks, and the parts of a sub-group lie side by side in flat buffers. The
@@ -157,6 +157,12 @@ class FlatGroups(ZeroStage):
             whole = None if partly is None else sum(map(torch.Tensor.numel, partly[group]))
             yield Stepped(BufferId("group", group), group, tensors, *pair, is_empty_group(self.model, group), whole)
 
+    def put_weight(self, each: Stepped, buffers: Buffers) -> None:
+        flat = buffers[WEIGHT, each.name]
+        getattr(self.zero, self.flats)[each.group] = flat
+        for number, at, numel in self.slots(each.group):
+            self.model.parameters[number].data = flat.narrow(0, at, numel).view(self.model.tensors[number].shape)
+
     def census(self) -> list[Found]:
         """Return weights as whole tensors at the parameters' addresses, and masters in DeepSpeed's order in a group.
 
@@ -192,10 +198,7 @@ class FlatGroups(ZeroStage):
         held = self.zero
         if isinstance(held, FP16_Optimizer):
             return
-        held._link_all_hp_params()
-        held._hp_optimizer_states_linked = False
-        held._param_slice_mappings = held._create_param_mapping()
-        correct_fragments(held)
+        link_fragments(held)
         if all(held.optimizer.state.get(group["params"][0]) for group in held.optimizer.param_groups):
             held._lazy_init_hp_params_optimizer_state()
 
@@ -204,12 +207,6 @@ class FusedStage(FlatGroups):
     """Stage of `FP16_Optimizer`: flat weights and flat masters are whole on every rank."""
 
     flats, masters, tensors = "fp16_groups_flat", "fp32_groups_flat", "fp16_groups"
-
-    def put_weight(self, each: Stepped, buffers: Buffers) -> None:
-        held, flat = self.zero, buffers[WEIGHT, each.name]
-        held.fp16_groups_flat[each.group] = flat
-        for number, at, numel in self.slots(each.group):
-            self.model.parameters[number].data = flat.narrow(0, at, numel).view(self.model.tensors[number].shape)
 
 
 class FlatStages(FlatGroups):
@@ -223,10 +220,9 @@ class FlatStages(FlatGroups):
         return [(self.model.numbers[id(each)], offset, each.numel()) for each, offset in ordered]
 
     def put_weight(self, each: Stepped, buffers: Buffers) -> None:
-        held, group, flat = self.zero, each.group, buffers[WEIGHT, each.name]
-        held.bit16_groups_flat[group] = flat
-        held._update_model_bit16_weights(group)
-        held.parallel_partitioned_bit16_groups[group] = held.get_data_parallel_partitions(flat, group)
+        super().put_weight(each, buffers)
+        parts = self.zero.get_data_parallel_partitions(buffers[WEIGHT, each.name], each.group)
+        self.zero.parallel_partitioned_bit16_groups[each.group] = parts
 
 
 class AccumulatingStage(FlatGroups):
@@ -235,10 +231,9 @@ class AccumulatingStage(FlatGroups):
     flats, masters, tensors = "bf16_groups_flat", "fp32_groups_flat_partition", "bf16_groups"
 
     def put_weight(self, each: Stepped, buffers: Buffers) -> None:
-        held, group, flat = self.zero, each.group, buffers[WEIGHT, each.name]
-        held.bf16_groups_flat[group] = flat
-        held._update_storage_to_flattened_tensor(held.bf16_groups[group], flat)
-        held.bf16_partitioned_groups[group] = list(flat.split(each.master.numel()))
+        super().put_weight(each, buffers)
+        parts = buffers[WEIGHT, each.name].split(each.master.numel())
+        self.zero.bf16_partitioned_groups[each.group] = list(parts)
 
 
 class PartitionedStage(ZeroStage):
@@ -359,18 +354,18 @@ def stage_of(engine: Any, model: ModelMap) -> ZeroStage:
 # ---- fragments ---------------------------------------------------------------------------------------------------
 
 
-def correct_fragments(zero: Any) -> None:
-    """Link parameters of stages 1 and 2 to their masters by their true offsets. Does nothing for other optimizers.
+def link_fragments(zero: Any) -> None:
+    """Link parameters of stages 1 and 2, or of BF16_Optimizer, to their masters by their true offsets.
 
     DeepSpeed looks at true offsets only if it believes that there is padding.
     """
-    if not getattr(zero, "round_robin_gradients", False):
-        return
-    with replaced(zero, "round_robin_bit16_padding", [[1]] * len(zero.bit16_groups)):
+    is_reordered = getattr(zero, "round_robin_gradients", False)
+    padded = {"round_robin_bit16_padding": [[1]] * len(zero.bit16_groups)} if is_reordered else {}
+    with replaced(zero, **padded):
         zero._link_all_hp_params()
     zero._hp_optimizer_states_linked = False
     zero._param_slice_mappings = zero._create_param_mapping()
-    if zero.cpu_offload:
+    if is_reordered and zero.cpu_offload:
         zero._create_optimizer_mapping()
 
 
@@ -393,8 +388,8 @@ def in_order(engine: Any, model: ModelMap, order: tuple[int, ...] | None) -> Ite
         return [tensors[index] for index in old], {index: now for now, index in enumerate(old)}
 
     with (
-        replaced(engine, "zero_round_robin_gradients", lambda: True),
-        replaced(DeepSpeedZeroOptimizer, "_round_robin_reorder", reordered),
+        replaced(engine, zero_round_robin_gradients=lambda: True),
+        replaced(DeepSpeedZeroOptimizer, _round_robin_reorder=reordered),
     ):
         yield
 
@@ -424,7 +419,7 @@ def stage_without_gradients(optimizer: Any) -> Iterator[None]:
             return found
         return [torch.zeros(1, device=compute_device())], found[1]
 
-    with replaced(optimizer, "get_grads_for_norm", at_least_one):
+    with replaced(optimizer, get_grads_for_norm=at_least_one):
         yield
 
 

@@ -68,8 +68,8 @@ class StageTimer(Timer):
         beside = {each: _adding(known[each], self._messages) for each in MESSAGES}
         beside[LoadMicroBatch] = _adding(known[LoadMicroBatch], self._loads)
         with ExitStack() as stack:
-            stack.enter_context(replaced(self._module, "forward_funcs", layers))
-            stack.enter_context(replaced(self._engine, "_INSTRUCTION_MAP", {**known, **passes, **beside}))
+            stack.enter_context(replaced(self._module, forward_funcs=layers))
+            stack.enter_context(replaced(self._engine, _INSTRUCTION_MAP={**known, **passes, **beside}))
             stack.enter_context(self._timed_updates())
             begin = time.thread_time()
             yield

@@ -108,7 +108,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         dealt = self.batch.deal(self.batch.train_batch_size).rank(self.data_rank)
         leaves = Leaves(cast("tuple[Leaf, ...]", dealt), self.batch.data)
         self._host.uses.renew()
-        with replaced(self, "_leaves", leaves), replaced(module, "forward_funcs", layers):
+        with replaced(self, _leaves=leaves), replaced(module, forward_funcs=layers):
             loss = super()._train_samples(samples)
         if self.is_last_stage():
             self._steps.note_losses(cast("list[torch.Tensor]", self.fwd_outputs))
