@@ -262,20 +262,23 @@ class NativeShaper(Shaper):
         self._template = template_of(model, factory)
         self._cuts: dict[int, Cuts] = {}
         self.owners = complete(model, member, lists)
+        resize(self._template, 1)
 
     def cuts(self, layout: Layout) -> Cuts:
         """Return a map from tensor name to cuts that state which expert index holds each expert's tensors.
 
-        Raises LayoutError as `convert` does.
+        Raises LayoutError as `check_size` does.
         """
         refuse_other_axes(layout)
         if layout.expert not in self._cuts:
-            self._cuts[layout.expert] = cuts_of(convert(copied(self._template), 1), layout.expert)
+            self._cuts[layout.expert] = cuts_of(self._template, layout.expert)
         return self._cuts[layout.expert]
 
     def make(self, layout: Layout, rank: int) -> Made:
         """Return copies of the template's children, with the number of experts that a rank has."""
-        return Made(convert(copied(self._template), layout.expert))
+        made = copied(self._template)
+        resize(made, layout.expert)
+        return Made(made)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """Return the parameters by logical name, which contains each expert's number in the whole layer."""
@@ -315,16 +318,6 @@ def complete(model: nn.Module, member: int, lists: Lists = ()) -> dict[int, int]
     if size > 1:
         _complete_lists(model, lists)
     return owners
-
-
-def convert(module: nn.Module, size: int) -> nn.Module:
-    """Give a module on the meta device the number of experts that a rank has at an expert size. Return the module.
-
-    Raises LayoutError if the size does not divide the number of experts of a layer.
-    """
-    check_size({name: layer.num_experts for name, layer in layers(module)}, size)
-    resize(module, size)
-    return module
 
 
 def resize(module: nn.Module, size: int) -> None:
@@ -382,7 +375,7 @@ def _complete_lists(model: nn.Module, lists: Lists) -> None:
 
 
 def cuts_of(whole: nn.Module, size: int) -> Cuts:
-    """Return a map from tensor name to cuts, for a module with all experts. Raises LayoutError as `convert` does."""
+    """Return a map from tensor name to cuts, for a module with all experts. Raises LayoutError as `check_size` does."""
     found = dict(layers(whole))
     check_size({name: layer.num_experts for name, layer in found.items()}, size)
     cuts = {name: AxisCuts() for name, _ in whole.named_parameters()}

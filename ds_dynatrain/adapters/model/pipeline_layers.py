@@ -10,17 +10,17 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import nn
 
+from ds_dynatrain.adapters.model.moe import layers_with_experts
 from ds_dynatrain.adapters.model.shaper import copied, template_of
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
@@ -125,13 +125,11 @@ class PipelineTemplate:
 
         Raises UnsupportedError, naming the tensor, if a tensor that is not tied would be on several stages.
         """
-        parts = self.boundaries(layout)
+        holders = self._holders(layout)
         found: dict[str, Stages] = {}
         for layer, key, prefix in zip(self.layers, self.keys, self.prefixes(), strict=True):
-            if layer is None:
-                continue
-            held = self._holders(parts, prefix)
-            for name, parameter in layer.named_parameters():
+            held = holders[prefix]
+            for name, parameter in () if layer is None else layer.named_parameters():
                 is_tied = key is None or name in self.tied[key] or not parameter.requires_grad
                 if len(held) > 1 and not is_tied:
                     raise UnsupportedError(
@@ -150,8 +148,8 @@ class PipelineTemplate:
 
         The stages are in DeepSpeed's order: the owner comes first.
         """
-        parts = self.boundaries(layout)
-        return {key: self._holders(parts, f"tied_modules.{key}") for key in sorted(self.tied)}
+        holders = self._holders(layout)
+        return {key: holders[f"tied_modules.{key}"] for key in sorted(self.tied)}
 
     def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
         """Return the names of the modules on each stage. Functions are left out.
@@ -187,8 +185,13 @@ class PipelineTemplate:
         """Return one layer from a module like `whole`. The layer must not be a function."""
         return whole.get_submodule(self.prefixes()[number])
 
-    def _holders(self, parts: Sequence[int], prefix: str) -> Stages:
-        return tuple(sorted({_stage(parts, number) for number, each in enumerate(self.prefixes()) if each == prefix}))
+    def _holders(self, layout: Layout) -> dict[str, Stages]:
+        """Return a map from each layer's prefix to the stages that have the layer, in ascending order."""
+        found: dict[str, Stages] = {}
+        for stage, (start, stop) in enumerate(itertools.pairwise(self.boundaries(layout))):
+            for prefix in dict.fromkeys(self.prefixes()[start:stop]):
+                found[prefix] = (*found.get(prefix, ()), stage)
+        return found
 
     def _weights(self, expert: int) -> list[int]:
         """Return the weight of each layer in the partition method.
@@ -224,10 +227,6 @@ def layer_of(name: str) -> str:
     """Return the first part of a parameter's name: the number of its layer, or the key of its tied layer."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
-
-
-def _stage(parts: Sequence[int], number: int) -> int:
-    return next(stage for stage, (start, stop) in enumerate(itertools.pairwise(parts)) if start <= number < stop)
 
 
 def _trained(layer: nn.Module | None, expert: int = 1) -> int:
@@ -281,37 +280,33 @@ def refuse_stage_of_another(model: nn.Module, member: int) -> None:
         )
 
 
+def refuse_tied_experts(model: PipelineModule) -> None:
+    """Raise UnsupportedError if a tied layer has experts."""
+    for key, tied in model.tied_modules.items():
+        if layers_with_experts(tied):
+            raise UnsupportedError(
+                f"tied_modules.{key} has experts: stages would share what each rank has a part of; put them into a "
+                "layer of their own"
+            )
+
+
 def refuse_shared(model: PipelineModule) -> None:
     """Raise UnsupportedError if a parameter would be on two stages, or on none.
 
     The module must have all layers.
     """
-    for key, tied in model.tied_modules.items():
-        if any(isinstance(part, MoE) for part in tied.modules()):
-            raise UnsupportedError(
-                f"tied_modules.{key} has a layer of deepspeed.moe: stages would share experts, of which a rank has a "
-                "part; put it into a layer of its own"
-            )
+    refuse_tied_experts(model)
     owners: dict[int, str] = {}
-    for title, module in _parts(model):
-        for name, parameter in module.named_parameters():
-            if owners.setdefault(id(parameter), title) != title:
-                raise UnsupportedError(
-                    f"parameter {name!r} of {title} is that of {owners[id(parameter)]}, too: on two stages it would "
-                    "be two; use TiedLayerSpec for both layers"
-                )
+    layers = {*model.fwd_map, *(f"tied_modules.{key}" for key in model.tied_modules)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer = layer_of(name)
+        if layer in layers and owners.setdefault(id(parameter), layer) != layer:
+            raise UnsupportedError(
+                f"parameter {name!r} is that of layer {owners[id(parameter)]}, too: on two stages it would be two; use "
+                "TiedLayerSpec for both layers"
+            )
     strays = [name for name, parameter in model.named_parameters() if id(parameter) not in owners]
     if strays:
         raise UnsupportedError(
             f"parameter {strays[0]!r} is in no layer of the PipelineModule; move it into one of the layers"
         )
-
-
-def _parts(model: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (title, module) for each tied or single layer, which a stage holds either whole or not at all."""
-    for key, module in model.tied_modules.items():
-        yield f"tied_modules.{key}", module
-    for number, spec in enumerate(model._layer_specs):
-        module = _built(model, number, spec)
-        if module is not None and not isinstance(spec, TiedLayerSpec):
-            yield f"layer {number}", module

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as td
-from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import topology
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
@@ -36,8 +35,16 @@ from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.model import auto_ep as experts
 from ds_dynatrain.adapters.model import moe
 from ds_dynatrain.adapters.model.auto_ep import Conversion
-from ds_dynatrain.adapters.model.moe import enter_layers, layers_with_experts, leave_groups
-from ds_dynatrain.adapters.model.pipeline_layers import PARAMETERS, Cut, PipelineTemplate, giving, is_pipeline, layer_of
+from ds_dynatrain.adapters.model.moe import enter_layers, leave_groups
+from ds_dynatrain.adapters.model.pipeline_layers import (
+    PARAMETERS,
+    Cut,
+    PipelineTemplate,
+    giving,
+    is_pipeline,
+    layer_of,
+    refuse_tied_experts,
+)
 from ds_dynatrain.adapters.model.shaper import Cuts, Lists, Made, Shaper, with_memory, without_memory
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero.incoming import seeded
@@ -268,7 +275,7 @@ class StageExperts(Conversion):
         Raises UnsupportedError, naming the part, if the module's stages cannot be changed.
         """
         super().__init__(model, config)
-        native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)
+        native = next((name for name, _ in moe.layers(model)), None)
         if native is not None:
             raise UnsupportedError(
                 f"{native!r} is a layer of deepspeed.moe, and expert_parallel is on; set expert_parallel.enabled to "
@@ -282,12 +289,7 @@ class StageExperts(Conversion):
             self._replaced = experts.replace_layers(
                 model, self._block, 1, 0, listed, lambda made: _empty(model, made, empty)
             )
-        shared = next((key for key, tied in model.tied_modules.items() if layers_with_experts(tied)), None)
-        if shared is not None:
-            raise UnsupportedError(
-                f"tied_modules.{shared} has experts: stages would share what each rank has a part of; put them into a "
-                "layer of their own"
-            )
+        refuse_tied_experts(model)
         for name, number in model.fwd_map.items():
             model.forward_funcs[number] = model._modules[name]  # the layer itself may have been replaced
         for held in model.parameters():
