@@ -9,7 +9,7 @@ from typing import Any
 from ds_dynatrain.adapters.model.shaping import partition_of, rules_of
 from ds_dynatrain.adapters.zero.logical_model import ModelMap
 from ds_dynatrain.adapters.zero.optimizers import moment_kinds
-from ds_dynatrain.adapters.zero.regroup import Lists, NewGroup, Regrouping, follow, lists_per_group, put_lists_back
+from ds_dynatrain.adapters.zero.regroup import Lists, NewGroup, Regrouping, follow, lists_per_group
 from ds_dynatrain.errors import CheckpointError, SwitchRefused
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import STATE, Layout, LogicalTensor, Partition, VirtualParameterSpace, standard_kinds
@@ -155,7 +155,8 @@ class Adoption:
             group.clear()
             group.update({**values, "params": list(listed)})
         engine.host.adopt(self.model, [group for group, _ in self._groups])
-        put_lists_back(self._lists)
+        for scheduler, name, held in self._lists:
+            setattr(scheduler, name, held)
         engine.adopt_space(self.vps)
 
 

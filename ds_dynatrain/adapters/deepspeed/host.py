@@ -260,20 +260,17 @@ class Host:
 
     def scaling_state(self) -> scaler.State:
         """Return the loss scale and its related fields, including fields that the current optimizer does not have."""
-        state = dict(self._scaling)
-        for holder, names in scaler.places(self.optimizer):
-            for key, name in names.items():
-                if key in state:
-                    state[key] = scaler.plain(getattr(holder, name))
-        return state
+        there = scaler.places(self.optimizer)
+        return {
+            key: scaler.plain(getattr(*there[key])) if key in there else value for key, value in self._scaling.items()
+        }
 
     def take_scaling(self, state: scaler.State) -> None:
         """Set the fields of a `scaling_state`. Fields that the current optimizer lacks are kept for a later layout."""
         self._scaling = dict(state)
-        for holder, names in scaler.places(self.optimizer):
-            for key, name in names.items():
-                if key in state:
-                    setattr(holder, name, state[key])
+        for key, place in scaler.places(self.optimizer).items():
+            if key in state:
+                setattr(*place, state[key])
 
     def take_grad_norm(self, norm: float | None) -> None:
         """Set the last step's gradient norm, as a tensor, on a member that did not take that step."""
@@ -294,10 +291,8 @@ class Host:
 
     def memory(self, kinds: tuple[str, ...], layout: Layout) -> dict[str, Memory]:
         """Return a map from each state kind to the element type and memory of its buffers under a layout."""
-        types, memory = self.element_types, dict[str, Memory]()
-        for kind in kinds:
-            memory[kind] = Memory(types.of(kind), place_of(self.engine._config, kind, layout.zero_stage))
-        return memory
+        types, config = self.element_types, self.engine._config
+        return {kind: Memory(types.of(kind), place_of(config, kind, layout.zero_stage)) for kind in kinds}
 
     def state_buffers(self) -> tuple[Buffers, Scalars]:
         """Return this rank's live flat buffers, and the optimizer's scalars.

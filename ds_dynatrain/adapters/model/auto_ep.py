@@ -208,7 +208,8 @@ class AutoEPShaper(Conversion, Shaper):
     def leave(self, engine: Any) -> None:
         """Remove the world's groups from all layers."""
         self._tensor.leave(engine)
-        leave(engine)
+        leave_groups(engine.module)
+        engine._autoep_folding_group_handles = None
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Write the layout's sizes into the fields of the configuration from which DeepSpeed reads them."""
@@ -359,12 +360,6 @@ def take_place(layer: Any, rows: tuple[tuple[int, ...], ...], index: int) -> Non
         layer.router.register_forward_hook(ToPlaces(layer, order), prepend=True)
 
 
-def leave(engine: Any) -> None:
-    """Remove the world's groups from the layers and the engine."""
-    leave_groups(engine.module)
-    _hold_groups(engine, None)
-
-
 def cuts_of(module: nn.Module) -> Cuts:
     """Return a map from the name of each tensor of a converted module to its cuts.
 
@@ -416,9 +411,9 @@ def _fold(engine: Any, layout: Layout) -> None:
         ep_size=layout.expert,
         mp_mode="tp" if layout.tensor > 1 else "sp",
     )
-    engine._autoep_folding_spec = spec
+    engine._autoep_folding_spec, engine._autoep_folding_group_handles = spec, None
     if layout.tensor == 1:
-        return _hold_groups(engine, None)
+        return
     name = group_name(layout.expert)
     found = {
         "tp": groups.get_tensor_model_parallel_group(),
@@ -427,19 +422,12 @@ def _fold(engine: Any, layout: Layout) -> None:
         "edp": groups._get_expert_data_parallel_group(name),
     }
     ranks = local_folding_ranks(engine.global_rank, spec)
-    handles: dict[str, Any] = {f"{kind}_group": group for kind, group in found.items()}
-    handles |= {f"{kind}_ranks": ranks[kind] for kind in found}
-    _hold_groups(engine, FoldingGroupHandles(spec=spec, ep_group_name=name, **handles))
-
-
-def _hold_groups(engine: Any, handles: Any) -> None:
-    """Set the groups of the folded axes on the engine and its layers, or remove them if `handles` is None."""
+    given: dict[str, Any] = {f"{kind}_group": group for kind, group in found.items()}
+    given |= {f"{kind}_ranks": ranks[kind] for kind in found}
+    handles = FoldingGroupHandles(spec=spec, ep_group_name=name, **given)
     engine._autoep_folding_group_handles = handles
     for part in layers_with_experts(engine.module):
-        if handles is None:
-            part.folding_group_handles = part.tp_group = None
-        else:
-            part.set_deepspeed_parallelism(False, handles)
+        part.set_deepspeed_parallelism(False, handles)
 
 
 def _layer_of(name: str) -> str:

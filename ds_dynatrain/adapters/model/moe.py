@@ -195,8 +195,10 @@ def leave_groups(model: nn.Module) -> None:
     """Remove the groups of ranks from all layers. A gate accepts new groups only after its old ones are removed."""
     part: Any
     for part in model.modules():
-        if isinstance(part, TopKGate | MOELayer) or getattr(part, "_is_autoep_layer", False):
+        if isinstance(part, TopKGate | MOELayer):
             part.ep_group = None
+        elif getattr(part, "_is_autoep_layer", False):
+            part.ep_group = part.tp_group = part.folding_group_handles = None
 
 
 def layers_with_experts(model: nn.Module) -> list[Any]:

@@ -173,10 +173,7 @@ class PipelineShaper(Shaper):
 
     def leave(self, engine: Any) -> None:
         """Release the groups of the engine's world."""
-        if self.autoep:
-            experts.leave(engine)
-        else:
-            leave_groups(engine.module)
+        leave_groups(engine.module)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Write AutoEP's expert size into the configuration. The module itself determines everything else."""

@@ -62,9 +62,7 @@ class BatchSizes:
         return BatchSizes(batch, micro, in_leaves)
 
 
-def layout_config(
-    config: dict[str, Any], layout: Layout, batch: BatchArithmetic
-) -> tuple[dict[str, Any], DeepSpeedConfig]:
+def layout_config(config: dict[str, Any], layout: Layout, batch: BatchArithmetic) -> Settings:
     """Return DeepSpeed's configuration for `layout`, as a dictionary and parsed.
 
     The parsed configuration has the user's `train_batch_size`. At stage 3 DeepSpeed reads the dictionary again and

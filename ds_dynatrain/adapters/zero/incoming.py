@@ -24,7 +24,7 @@ import hashlib
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
@@ -55,7 +55,7 @@ ParamInit = Callable[[nn.Module], object]
 WAY_OUT = "give its class a `reset_parameters()`, or pass `param_init_fn=` to initialize"
 
 
-def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+def drawing_modules(model: nn.Module, meta: Collection[int]) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
     """Return (name, module, parameters) for each module that has parameters of its own to initialize.
 
     meta: ids of the parameters that are, or were, on the meta device.
@@ -64,7 +64,7 @@ def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Modu
     """
     found, taken = [], set[int]()
     for name, module in model.named_modules():
-        own = [held for held in module.parameters(recurse=False) if id(held) in meta - taken]
+        own = [held for held in module.parameters(recurse=False) if id(held) in meta and id(held) not in taken]
         if own:
             taken.update(id(held) for held in own)
             found.append((name, module, own))
@@ -73,16 +73,14 @@ def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Modu
 
 def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None:
     """Raise UnsupportedError, naming the parameter, if a parameter on the meta device cannot be initialized."""
-    meta = {id(held) for held in model.parameters() if held.is_meta}
-    for name, module, own in drawing_modules(model, meta):
-        mine = dict(module.named_parameters(recurse=False))
-        first = next(key for key, held in mine.items() if held is own[0])
-        title = f"{name}.{first}" if name else first
+    meta = {id(held): name for name, held in model.named_parameters() if held.is_meta}
+    for _, module, own in drawing_modules(model, meta):
+        title = meta[id(own[0])]
         if param_init_fn is None and not callable(getattr(module, "reset_parameters", None)):
             raise UnsupportedError(
                 f"{title!r} is on the meta device, and {type(module).__name__} has no reset_parameters: {WAY_OUT}"
             )
-        real = [key for key, held in mine.items() if not held.is_meta]
+        real = [key for key, held in module.named_parameters(recurse=False) if not held.is_meta]
         if real:
             raise UnsupportedError(
                 f"{title!r} is on the meta device and {real[0]!r} beside it is not: make both real, or none"

@@ -53,19 +53,19 @@ OF_BF16_OPTIMIZER = {"overflow": "overflow"}
 """Fields of BF16_Optimizer. It applies a custom scale but never divides by it, so that scale is kept on the engine."""
 
 
-def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
-    """Return (object, map from field to attribute) for each object of an optimizer that holds loss-scale fields."""
-    found: list[tuple[Any, Mapping[str, str]]] = []
+def places(optimizer: Any) -> dict[str, tuple[Any, str]]:
+    """Return a map from each loss-scale field that an optimizer has to (object, name of the attribute)."""
+    if isinstance(optimizer, BF16_Optimizer):
+        names: Mapping[str, str] = OF_BF16_OPTIMIZER
+    else:
+        names = OF_OPTIMIZER if hasattr(optimizer, "custom_loss_scaler") else {}
+    found = {field: (optimizer, name) for field, name in names.items()}
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     if isinstance(scaler, LossScalerBase | LossScaleConfig):
-        names = DYNAMIC | ({"least_scale": "min_loss_scale"} if isinstance(scaler, LossScaleConfig) else {})
+        own = DYNAMIC | ({"least_scale": "min_loss_scale"} if isinstance(scaler, LossScaleConfig) else {})
         is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
-        there = {field: name for field, name in names.items() if hasattr(scaler, name)}
-        found.append((scaler, there if is_dynamic else STATIC))
-    if isinstance(optimizer, BF16_Optimizer):
-        found.append((optimizer, OF_BF16_OPTIMIZER))
-    elif hasattr(optimizer, "custom_loss_scaler"):
-        found.append((optimizer, OF_OPTIMIZER))
+        names = own if is_dynamic else STATIC
+        found |= {field: (scaler, name) for field, name in names.items() if hasattr(scaler, name)}
     return found
 
 

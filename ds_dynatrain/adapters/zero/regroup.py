@@ -267,12 +267,6 @@ def follow(lists: Lists, origins: Sequence[int]) -> None:
         setattr(scheduler, name, [held[origin] for origin in origins])
 
 
-def put_lists_back(lists: Lists) -> None:
-    """Restore the lists to the state in which `lists_per_group` found them."""
-    for scheduler, name, held in lists:
-        setattr(scheduler, name, held)
-
-
 def _all_of(scheduler: Any) -> Iterator[Any]:
     if scheduler is None:
         return
