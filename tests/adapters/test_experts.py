@@ -14,6 +14,7 @@ from deepspeed.utils import groups
 
 from ds_dynatrain.adapters.groups.world import peers
 from ds_dynatrain.adapters.model import auto_ep as experts
+from ds_dynatrain.adapters.model.auto_tp import AutoEPShaper
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.adapters import expert_checks as checks
@@ -46,7 +47,7 @@ def holdings(kind: str, stage: int, size: int, dtype: str, limit: int = 10**9) -
     settings["zero_optimization"]["sub_group_size"] = limit
     model, whole = models.autoep_model(kind, inner=9), models.autoep_model(kind, inner=9)
     values = models.autoep_values(model)
-    cut = experts.AutoEPShaper(whole, settings).cuts(layout)
+    cut = AutoEPShaper(whole, settings).cuts(layout)
     logical = dict(whole.named_parameters())
     assert list(cut) == list(logical) and set(cut) == set(values)
     assert all(checks.same(held.data, values[name]) for name, held in logical.items())
@@ -107,7 +108,7 @@ def routed_alike(settings: dict[str, Any], user_groups: bool) -> None:
     place = checks.Place(td.get_rank(), td.get_world_size(), 2)
     model, whole = models.autoep_model("mixtral"), models.autoep_model("mixtral")
     layout = Layout(data=place.ranks, expert=2, zero_stage=int(settings["zero_optimization"]["stage"]))
-    cut = experts.AutoEPShaper(whole, settings).cuts(layout)
+    cut = AutoEPShaper(whole, settings).cuts(layout)
     logical = {name: held.data for name, held in whole.named_parameters()}
     expected = checks.held_here(logical, cut, place.index)
     routed = models.experts_of(logical)
@@ -155,7 +156,7 @@ def rebuilt(kind: str, before: int, size: int, dtype: str) -> Seen:
     rank, ranks = td.get_rank(), td.get_world_size()
     model = models.autoep_model(kind)
     values = models.autoep_values(model)
-    shaper = experts.AutoEPShaper(model, models.config(0))
+    shaper = AutoEPShaper(model, models.config(0))
     model.to(torch_type(dtype))
     with stock_engine(models.autoep_model(kind), models.config(0, before, dtype)):
         shaper.reshape(model, Layout(data=ranks, expert=before, zero_stage=0))
@@ -193,7 +194,7 @@ def folded(kind: str, plan: str, sizes: dict[str, int]) -> None:
     settings = models.config(0, layout.expert, tensor_parallel=block)
     model = models.autoep_model(kind)
     values = models.autoep_values(model)
-    shaper = experts.AutoEPShaper(model, settings)
+    shaper = AutoEPShaper(model, settings)
     cuts = shaper.cuts(layout)
     with stock_engine(models.autoep_model(kind), settings) as engine:
         name = f"ep_size_{layout.expert}"
@@ -296,7 +297,7 @@ def frozen_and_accumulated(dtype: str) -> None:
     for name, held in (*model.named_parameters(), *whole.named_parameters()):
         if "layers.1" in name and "experts.down_proj" in name:
             held.requires_grad_(False)
-    cut = experts.AutoEPShaper(whole, settings).cuts(Layout(data=place.ranks, expert=2, zero_stage=1))
+    cut = AutoEPShaper(whole, settings).cuts(Layout(data=place.ranks, expert=2, zero_stage=1))
     logical = dict(whole.named_parameters())
     expected = checks.held_here({name: held.bfloat16() for name, held in logical.items()}, cut, place.index)
     every = models.experts_of(logical)
@@ -320,7 +321,7 @@ def settings(**more: Any) -> dict[str, Any]:
 
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest() -> None:
     """With the layer, the arithmetic and the nearest sizes; and so are other axes."""
-    shaper = experts.AutoEPShaper(models.autoep_model("mixtral"), settings())
+    shaper = AutoEPShaper(models.autoep_model("mixtral"), settings())
     with pytest.raises(
         LayoutError, match=r"expert=3 .* of 'model\.layers\.0\.mlp' \(remainder 1\); nearest: expert=2, e"
     ):
@@ -340,15 +341,15 @@ def test_the_settings_of_a_layout() -> None:
     assert not experts.is_on({}) and not experts.is_on({"expert_parallel": {"enabled": False}})
     assert experts.start_size(settings()) == 1
     made = settings(autoep_size=4, top_k=1)
-    experts.AutoEPShaper(models.autoep_model("mixtral"), made).configure(made, Layout(data=2, expert=2, zero_stage=1))
+    AutoEPShaper(models.autoep_model("mixtral"), made).configure(made, Layout(data=2, expert=2, zero_stage=1))
     assert made == settings(autoep_size=2, top_k=1)
     with pytest.raises(ConfigError, match="score_func must be one of"):
-        experts.AutoEPShaper(models.autoep_model("mixtral"), settings(score_func="tanh"))
+        AutoEPShaper(models.autoep_model("mixtral"), settings(score_func="tanh"))
 
 
 def test_experts_that_deepspeed_does_not_describe_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the name of the parameter."""
-    shaper = experts.AutoEPShaper(models.autoep_model("mixtral"), settings())
+    shaper = AutoEPShaper(models.autoep_model("mixtral"), settings())
     dealt = shaper.dealt
 
     def undescribed(*arguments: Any) -> torch.nn.Module:

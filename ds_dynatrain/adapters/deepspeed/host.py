@@ -13,7 +13,7 @@ destroyed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -113,11 +113,10 @@ class GradientWatch:
         held = {tensor.name: parameter for tensor, parameter in pairs if tensor.trainable and tensor.numel}
         self._names = tuple(held)
         self.seen: set[str] = set()
-        self._hooks = [each.register_post_accumulate_grad_hook(self._hook(name)) for name, each in held.items()]
-
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        seen = self.seen
-        return lambda _: seen.add(name)
+        self._hooks = [
+            each.register_post_accumulate_grad_hook(lambda _, seen=self.seen, name=name: seen.add(name))
+            for name, each in held.items()
+        ]
 
     def missing(self) -> tuple[str, ...]:
         """Return the names of the parameters that got no gradient since the last call."""
@@ -260,10 +259,9 @@ class Host:
 
     def scaling_state(self) -> scaler.State:
         """Return the loss scale and its related fields, including fields that the current optimizer does not have."""
-        there = scaler.places(self.optimizer)
-        return {
-            key: scaler.plain(getattr(*there[key])) if key in there else value for key, value in self._scaling.items()
-        }
+        places = scaler.places(self.optimizer).items()
+        held = {key: scaler.plain(getattr(*place)) for key, place in places if key in self._scaling}
+        return {**self._scaling, **held}
 
     def take_scaling(self, state: scaler.State) -> None:
         """Set the fields of a `scaling_state`. Fields that the current optimizer lacks are kept for a later layout."""

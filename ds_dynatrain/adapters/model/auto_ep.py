@@ -22,12 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as td
 from deepspeed.utils import groups
 from torch import nn
 
@@ -38,10 +36,8 @@ from ds_dynatrain.adapters.model.moe import (
     expert_index,
     group_name,
     layers_with_experts,
-    leave_groups,
-    refuse_other_axes,
 )
-from ds_dynatrain.adapters.model.shaper import Cuts, Made, ModelFactory, Shaper, copied, template_of
+from ds_dynatrain.adapters.model.shaper import Cuts
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Dealt, Layout
 from ds_dynatrain.support.checks import setting
@@ -85,7 +81,7 @@ class Conversion:
         return replaced
 
     def expert_cuts(self, layout: Layout) -> Cuts:
-        """Return a map from each tensor's name to its cut by the expert axis. Raises as `AutoEPShaper.cuts` does."""
+        """Return a map from each tensor's name to its cut by the expert axis. Raises as `cuts` of the shaper does."""
         cuts = self._cuts_in_order(layout.expert)
         if layout.experts is None:
             return cuts
@@ -142,79 +138,6 @@ def refused_by_deepspeed() -> Iterator[None]:
         raise ConfigError(
             f"expert_parallel: {error}; change the key that this names, or set expert_parallel.enabled to false"
         ) from error
-
-
-class AutoEPShaper(Conversion, Shaper):
-    """Shaper of a model whose layers with experts come from AutoEP."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        listed: bool = False,
-        factory: ModelFactory | None = None,
-    ) -> None:
-        """Take over a user's model: give it DeepSpeed's layers with all experts. They keep the model's values.
-
-        listed: whether the caller has lists of the model's parameters, such as an optimizer's, that must be updated.
-        """
-        from ds_dynatrain.adapters.model.auto_tp import TensorShaper
-
-        super().__init__(model, config)
-        self.autoep = self
-        self._template = template_of(model, factory)
-        self._tensor = TensorShaper(self.dealt(1, 0), config)
-        self._replaced = replace_layers(model, self._block, 1, 0, listed)
-
-    def dealt(self, size: int, index: int) -> nn.Module:
-        """Return a copy of the template, converted by AutoEP for one expert index."""
-        made = copied(self._template)
-        replace_layers(made, self._block, size, index)
-        return made
-
-    def user_tensors(self) -> list[UserTensor]:
-        """Return the tensors of the user's model that AutoEP has replaced."""
-        return user_tensors(copied(self._template), self._block)
-
-    def cuts(self, layout: Layout) -> Cuts:
-        """Return a map from tensor name to cuts: into whole experts for the stacks, and AutoTP's cuts for other
-        tensors.
-
-        Raises LayoutError if the size does not divide the experts of a layer, if the map of experts does not fit the
-        layers, or if DeepSpeed refuses the layout. Otherwise raises as `TensorShaper.cuts` does.
-        """
-        refuse_other_axes(layout, "tensor")
-        if layout.tensor > 1:
-            try:
-                validate(self._config, layout)
-            except ValueError as error:
-                raise LayoutError(f"{layout}: {error}; choose another tensor or expert size") from error
-        cuts, whole = self.expert_cuts(layout), self._tensor.cuts(layout.replace(expert=1))
-        return {name: replace(whole[name], expert=cut.expert) for name, cut in cuts.items()}
-
-    def make(self, layout: Layout, rank: int) -> Made:
-        """Return the template's children, converted by AutoEP and cut by AutoTP."""
-        return self._tensor.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
-
-    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Do what `Shaper.reshape` specifies. New parameters have uninitialized memory; buffers are the template's."""
-        self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
-
-    def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers the current groups and this rank's experts, even if the module is unchanged."""
-        self._tensor.enter(engine, layout)
-        self.enter_layers(engine, layout)
-
-    def leave(self, engine: Any) -> None:
-        """Remove the world's groups from all layers."""
-        self._tensor.leave(engine)
-        leave_groups(engine.module)
-        engine._autoep_folding_group_handles = None
-
-    def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Write the layout's sizes into the fields of the configuration from which DeepSpeed reads them."""
-        config["expert_parallel"]["autoep_size"] = layout.expert
-        self._tensor.configure(config, layout)
 
 
 def replace_layers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,8 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_dynatrain.adapters.groups.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.model.auto_ep import Conversion, UserTensor, replace_layers, user_tensors, validate
+from ds_dynatrain.adapters.model.moe import leave_groups, refuse_other_axes
 from ds_dynatrain.adapters.model.shaper import Cuts, Made, ModelFactory, Shaper, copied, template_of
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.versions.torch_versions import attends_without_heads
@@ -314,6 +317,73 @@ class TensorShaper(Shaper):
                 continue
             return size
         return 1
+
+
+class AutoEPShaper(Conversion, TensorShaper):
+    """Shaper of a model whose layers with experts come from AutoEP. AutoTP cuts the other layers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        listed: bool = False,
+        factory: ModelFactory | None = None,
+    ) -> None:
+        """Take over a user's model: give it DeepSpeed's layers with all experts. They keep the model's values.
+
+        listed: whether the caller has lists of the model's parameters, such as an optimizer's, that must be updated.
+        """
+        Conversion.__init__(self, model, config)
+        self.autoep = self
+        self._unconverted = template_of(model, factory)
+        TensorShaper.__init__(self, self.dealt(1, 0), config)
+        self._replaced = replace_layers(model, self._block, 1, 0, listed)
+
+    def dealt(self, size: int, index: int) -> nn.Module:
+        """Return a copy of the user's model, converted by AutoEP for one expert index."""
+        made = copied(self._unconverted)
+        replace_layers(made, self._block, size, index)
+        return made
+
+    def user_tensors(self) -> list[UserTensor]:
+        """Return the tensors of the user's model that AutoEP has replaced."""
+        return user_tensors(copied(self._unconverted), self._block)
+
+    def cuts(self, layout: Layout) -> Cuts:
+        """Return a map from tensor name to cuts: into whole experts for the stacks, and AutoTP's cuts for other
+        tensors.
+
+        Raises LayoutError if the size does not divide the experts of a layer, if the map of experts does not fit the
+        layers, or if DeepSpeed refuses the layout. Otherwise raises as `TensorShaper.cuts` does.
+        """
+        refuse_other_axes(layout, "tensor")
+        if layout.tensor > 1:
+            try:
+                validate(self._config, layout)
+            except ValueError as error:
+                raise LayoutError(f"{layout}: {error}; choose another tensor or expert size") from error
+        cuts, whole = self.expert_cuts(layout), super().cuts(layout.replace(expert=1))
+        return {name: replace(whole[name], expert=cut.expert) for name, cut in cuts.items()}
+
+    def make(self, layout: Layout, rank: int) -> Made:
+        """Return the template's children, converted by AutoEP and cut by AutoTP."""
+        return self.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """Give layers the current groups and this rank's experts, even if the module is unchanged."""
+        super().enter(engine, layout)
+        self.enter_layers(engine, layout)
+
+    def leave(self, engine: Any) -> None:
+        """Remove the world's groups from all layers."""
+        super().leave(engine)
+        leave_groups(engine.module)
+        engine._autoep_folding_group_handles = None
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """Write the layout's sizes into the fields of the configuration from which DeepSpeed reads them."""
+        config["expert_parallel"]["autoep_size"] = layout.expert
+        super().configure(config, layout)
 
 
 def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,7 +56,9 @@ def shaper_of(
     if is_pipeline(model):
         return PipelineShaper(model, config, member, lists, owners, cut)
     if experts.is_on(config):
-        return experts.AutoEPShaper(model, config, listed=bool(lists), factory=factory)
+        from ds_dynatrain.adapters.model.auto_tp import AutoEPShaper
+
+        return AutoEPShaper(model, config, listed=bool(lists), factory=factory)
     if layers_with_experts(model):
         return moe.NativeShaper(model, member, lists, factory)
     if present().is_newest:
