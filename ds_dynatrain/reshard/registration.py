@@ -133,13 +133,10 @@ class Adoption:
         engine, asked, host = self._engine, self._asked, self._engine.host
         model = host.model_map.regrouped([group.names for group in asked.groups], set(asked.requires_grad))
         require_as(model)
-        present = list(host.basic_optimizer.param_groups)
-        wanted = asked.groups_of(present, model.named)
-        for group, values in zip(asked.groups, wanted, strict=True):
-            if not group.fresh:
-                present[group.origin].update(values)
+        present = host.basic_optimizer.param_groups
         groups = [
-            values if group.fresh else present[group.origin] for group, values in zip(asked.groups, wanted, strict=True)
+            {**present[group.origin], **group.values} if group.fresh else present[group.origin]
+            for group in asked.groups
         ]
         host.adopt(model, groups)
         follow(self._lists, asked.origins)
@@ -151,9 +148,9 @@ class Adoption:
         """Restore the previous groups. The optimizer must be detached."""
         engine = self._engine
         require_as(self.model)
-        for (group, values), listed in zip(self._groups, self.model.groups, strict=True):
+        for group, values in self._groups:
             group.clear()
-            group.update({**values, "params": list(listed)})
+            group.update(values)
         engine.host.adopt(self.model, [group for group, _ in self._groups])
         for scheduler, name, held in self._lists:
             setattr(scheduler, name, held)

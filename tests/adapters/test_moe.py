@@ -127,7 +127,7 @@ def rebuilt(before: int, size: int) -> Seen:
         shaper.reshape(model, layout)
         assert torch.equal(torch.get_rng_state(), stream)
         values = checks.held_here(models.native_values(), shaper.cuts(layout), rank % size)
-        named = shaper.parameters(model, layout)
+        named = moe.parameters(model, layout)
         assert list(values) == list(named)
         for name, held in named.items():
             held.data.copy_(values[name])

@@ -30,6 +30,7 @@ from torch import nn
 from ds_dynatrain.adapters.deepspeed.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.groups.device import compute_device, synchronize
 from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.model import moe
 from ds_dynatrain.adapters.model import ulysses as sequence
 from ds_dynatrain.adapters.model.module_state import forget
 from ds_dynatrain.adapters.model.shaper import Made, Shaper
@@ -347,8 +348,7 @@ class Host:
                 init_autocast_params(self.engine, self.engine.torch_autocast_dtype(), modules)
             is_resized = (shape.expert, shape.tensor) != (before.shape.expert, before.shape.tensor)
             before.children.pass_on(self.module, is_resized)
-            parameters = self.shaper.parameters(self.module, layout)
-            self._take(shape, self.model_map.reshaped(parameters, tensors))
+            self._take(shape, self.model_map.reshaped(moe.parameters(self.module, layout), tensors))
         except BaseException:
             self.undo_reshape(before)
             raise
@@ -364,8 +364,6 @@ class Host:
         """Use the parameters of this model map from now on, in the basic optimizer as well."""
         self.shape = shape
         self.engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
-        for group, parameters in zip(self.basic_optimizer.param_groups, model.groups, strict=True):
-            group["params"] = list(parameters)
         self.gathers.stop()
         self.gathers = GatherWatch(model.parameters)
         self.adopt(model, self.basic_optimizer.param_groups)
@@ -457,10 +455,15 @@ class Host:
                 timer.stop()
 
     def adopt(self, model: ModelMap, groups: list[dict[str, Any]]) -> None:
-        """Use other parameters and optimizer groups from now on. No optimizer may be attached."""
+        """Use other parameters and optimizer groups from now on. No optimizer may be attached.
+
+        groups: the optimizer's groups. Their parameters are set to those of `model`.
+        """
         self.gradients.stop()
         self.model_map = model
         self.basic_optimizer.param_groups[:] = groups
+        for group, parameters in zip(groups, model.groups, strict=True):
+            group["params"] = list(parameters)
         self.gradients = GradientWatch(model)
 
     def settle_parameters(self) -> None:

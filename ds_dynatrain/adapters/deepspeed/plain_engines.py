@@ -44,21 +44,17 @@ def plain_engines() -> list[PlainEngine]:
 
 
 def _found() -> list[Any]:
+    """Return the engines of several ranks that have an optimizer, or a model that is divided over ranks.
+
+    At stage 3 DeepSpeed gives even an untrained engine an optimizer.
+    """
     return [
         each
         for each in gc.get_objects()
         if issubclass(type(each), DeepSpeedEngine) and not isinstance(each, HostEngine)
-        if _is_alive(each) and _has_peers(each)
+        if _is_alive(each) and each.world_size > 1
+        if getattr(each, "optimizer", None) is not None or getattr(each, "mp_world_size", 1) > 1
     ]
-
-
-def _has_peers(engine: Any) -> bool:
-    """Return whether an engine has several ranks, and either an optimizer or a model that is divided over ranks.
-
-    At stage 3 DeepSpeed gives even an untrained engine an optimizer.
-    """
-    is_cut = getattr(engine, "mp_world_size", 1) > 1
-    return engine.world_size > 1 and (getattr(engine, "optimizer", None) is not None or is_cut)
 
 
 def _is_alive(engine: Any) -> bool:

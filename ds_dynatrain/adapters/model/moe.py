@@ -282,10 +282,6 @@ class NativeShaper(Shaper):
         resize(made, layout.expert)
         return Made(made)
 
-    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters by logical name, which contains each expert's number in the whole layer."""
-        return parameters(root, layout)
-
     def enter(self, engine: Any, layout: Layout) -> None:
         """Give the layers their groups of ranks, even if the module is unchanged."""
         enter_layers(engine, layout.expert)
@@ -335,7 +331,10 @@ def resize(module: nn.Module, size: int) -> None:
 
 
 def parameters(root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-    """Return the parameters of a rank's module, keyed by logical name. The world of the layout must be installed."""
+    """Return the parameters of a rank's module, keyed by logical name. The world of the layout must be installed.
+
+    A logical name is DeepSpeed's name in the whole model, with experts numbered in the whole layer.
+    """
     named = names(root, expert_index(layout))
     return {named[name]: held for name, held in root.named_parameters()}
 

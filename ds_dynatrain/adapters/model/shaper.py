@@ -217,10 +217,6 @@ class Shaper:
         root._modules, root._parameters = made.module._modules, made.module._parameters
         root.__dict__.update(made.on_root)
 
-    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the root's parameters, in the shape of `layout` on this rank, keyed by the logical tensors' names."""
-        return dict(root.named_parameters())
-
     def enter(self, engine: Any, layout: Layout) -> None:
         """Set what DeepSpeed's constructor would have set in the engine for these axes. Called after `reshape`."""
 

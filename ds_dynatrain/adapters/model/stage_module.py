@@ -157,13 +157,6 @@ class PipelineShaper(Shaper):
         with replaced(root, _layer_specs=specs):
             reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
 
-    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters, keyed by logical name.
-
-        Logical names are DeepSpeed's names in the whole model, with experts numbered in the whole layer.
-        """
-        return moe.parameters(root, layout)
-
     def enter(self, engine: Any, layout: Layout) -> None:
         """Give layers with experts their groups. `pipeline_host` sets up everything else in a stage's engine."""
         if self.autoep:
@@ -281,11 +274,16 @@ class StageExperts(Conversion):
         self._source = source
         self._named: Any = getattr(model, "config", None)  # a model of transformers has it, and AutoEP reads it
         empty = {layer_of(name) for name, held in model.named_parameters() if is_stand_in(held)}
+
+        def emptied(made: nn.Module) -> None:
+            """Free the memory of the new experts `made` if their layer had no memory before."""
+            name = next(name for name, part in model.named_modules() if part is made)
+            for held in made.parameters() if layer_of(name) in empty else ():
+                held.data = stand_in(held.shape, held.dtype, held.device)
+
         with experts.refused_by_deepspeed():
             self.template = self._converted(1, 0)
-            self._replaced = experts.replace_layers(
-                model, self._block, 1, 0, listed, lambda made: _empty(model, made, empty)
-            )
+            self._replaced = experts.replace_layers(model, self._block, 1, 0, listed, emptied)
         refuse_tied_experts(model)
         for name, number in model.fwd_map.items():
             model.forward_funcs[number] = model._modules[name]  # the layer itself may have been replaced
@@ -305,17 +303,6 @@ class StageExperts(Conversion):
             experts.replace_layers(whole, self._block, size, index)
 
         return self._source.converted(convert)
-
-
-def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
-    """Free the memory of the new experts `made` if their layer had no memory before.
-
-    Called once for each layer in turn.
-    """
-    name = next(name for name, part in model.named_modules() if part is made)
-    if layer_of(name) in layers:
-        for held in made.parameters():
-            held.data = stand_in(held.shape, held.dtype, held.device)
 
 
 Exchange = Callable[[Any], Mapping[int, Any]]

@@ -126,11 +126,6 @@ class ModelMap:
         return {id(held): number for number, held in enumerate(self.parameters)}
 
     @property
-    def named(self) -> dict[str, nn.Parameter]:
-        """The parameters, keyed by the names of their tensors."""
-        return {tensor.name: held for tensor, held in zip(self.tensors, self.parameters, strict=True)}
-
-    @property
     def group_names(self) -> tuple[tuple[str, ...], ...]:
         """Names of the tensors in each group."""
         return tuple(tuple(self.tensors[self.numbers[id(held)]].name for held in group) for group in self.groups)

@@ -127,8 +127,7 @@ def true_norm(engine: Any) -> Iterator[None]:
     divisor = float(optimizer.loss_scale_config.cur_scale) if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
     yield
     if divisor != 1.0:
-        optimizer._global_grad_norm = optimizer._global_grad_norm / divisor
-        engine._global_grad_norm = optimizer._global_grad_norm
+        optimizer._global_grad_norm = engine._global_grad_norm = optimizer._global_grad_norm / divisor
 
 
 # ---- stage 3 -----------------------------------------------------------------------------------------------------
@@ -146,8 +145,7 @@ def norm_before_growth(engine: Any) -> Iterator[None]:
     yield
     after = float(optimizer.loss_scale)
     if after > before and isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        optimizer._global_grad_norm = optimizer._global_grad_norm * (after / before)
-        engine._global_grad_norm = optimizer._global_grad_norm
+        optimizer._global_grad_norm = engine._global_grad_norm = optimizer._global_grad_norm * (after / before)
 
 
 # ---- token weights -----------------------------------------------------------------------------------------------

@@ -59,13 +59,6 @@ class Regrouping:
         """Return the regrouping that `to_json` recorded."""
         return from_record(Regrouping, record)
 
-    def groups_of(self, present: Sequence[Group], parameters: Mapping[str, nn.Parameter]) -> list[Group]:
-        """Return the optimizer's groups, as new dictionaries."""
-        return [
-            {**present[group.origin], **group.values, "params": [parameters[name] for name in group.names]}
-            for group in self.groups
-        ]
-
 
 @dataclass(frozen=True)
 class RegroupRequest:
