@@ -9,47 +9,23 @@ between tensor ranks (those of DeepSpeed's tracker) are newly seeded there, also
 
 from __future__ import annotations
 
-import base64
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
+from ds_dynatrain.adapters.zero.process_wide import Streams as Streams
+from ds_dynatrain.adapters.zero.process_wide import capture as capture
 from ds_dynatrain.adapters.zero.process_wide import (
     further_streams,
     is_of_tensor_index,
     restore_further_streams,
     seeded_stream,
 )
+from ds_dynatrain.adapters.zero.process_wide import restore as restore
 from ds_dynatrain.space import Layout
 from ds_dynatrain.space.leaves import leaf_seed, seed_of
-
-Streams = dict[str, Any]
-"""Name of a generator -> its state as plain JSON."""
-
-
-def capture() -> Streams:
-    """Return the states of torch's, numpy's and Python's default generators, and of those that DeepSpeed keeps."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    version, words, spare = random.getstate()
-    return {
-        "torch": _text(torch.get_rng_state().numpy()),
-        "numpy": [name, _text(np.asarray(keys)), int(position), int(has_gauss), float(gauss)],
-        "python": [version, _text(np.array(words, dtype=np.uint32)), spare],
-        "further": {stream: _text(state) for stream, state in sorted(further_streams().items())},
-    }
-
-
-def restore(streams: Streams) -> None:
-    """Set all generators to states from `capture`."""
-    name, keys, *others = streams["numpy"]
-    version, words, spare = streams["python"]
-    torch.set_rng_state(torch.from_numpy(_array(streams["torch"], np.uint8)))
-    np.random.set_state((name, _array(keys, np.uint32), *others))
-    random.setstate((version, tuple(_array(words, np.uint32).tolist()), spare))
-    restore_further_streams({stream: _array(state, np.uint8) for stream, state in streams["further"].items()})
 
 
 def origin(source: Layout, target: Layout, rank: int) -> int | None:
@@ -81,9 +57,7 @@ def continued(
     if place["tensor"] < source.tensor:
         return found
     further = {
-        name: _text(seeded_stream(_place_seed(job_seed, name, place, generation)))
-        if is_of_tensor_index(name)
-        else state
+        name: seeded_stream(_place_seed(job_seed, name, place, generation)) if is_of_tensor_index(name) else state
         for name, state in found["further"].items()
     }
     return {**found, "further": further}
@@ -126,11 +100,3 @@ def _place_seed(job_seed: int, name: str, place: dict[str, int], generation: int
     apart = (place["tensor"],) if is_of_tensor_index(name) and place["tensor"] else ()
     stage = place.get("pipe", 0)
     return seed_of(job_seed, name, (place["data"], stage) if stage else place["data"], generation, *apart)
-
-
-def _text(array: np.ndarray[Any, Any]) -> str:
-    return base64.b64encode(array.tobytes()).decode()
-
-
-def _array(text: str, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()

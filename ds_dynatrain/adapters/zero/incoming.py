@@ -45,7 +45,7 @@ from ds_dynatrain.adapters.groups.worlds import LaunchWorld
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.adapters.zero.deepspeed_config import SIZES
 from ds_dynatrain.adapters.zero.no_alloc import stand_in
-from ds_dynatrain.adapters.zero.process_wide import further_streams, restore_further_streams, seed_accelerator
+from ds_dynatrain.adapters.zero.process_wide import capture, restore, seed_accelerator
 from ds_dynatrain.adapters.zero.stages import forget_module, forget_parameter, reset_counters
 from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.errors import ConfigError, UnsupportedError
@@ -139,7 +139,7 @@ def seeded(what: str) -> Iterator[None]:
     what: string that determines the seed.
     """
     seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams()
+    before = capture()
     torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds all devices
     seed_accelerator(seed)
     np.random.seed(seed % 2**32)
@@ -147,10 +147,7 @@ def seeded(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
-        restore_further_streams(before[3])
+        restore(before)
 
 
 WHOLE, PART, META = "whole", "zero.Init", "meta"

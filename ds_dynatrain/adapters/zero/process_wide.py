@@ -1,13 +1,16 @@
 """State that DeepSpeed keeps once per process rather than per engine, apart from groups (`worlds`).
 
-It consists of globals that DeepSpeed sets, and of random streams in addition to torch's: those of the tracker of
-activation checkpointing, and the accelerator's own. Code that runs under `get_cuda_rng_tracker().fork(name)` draws from
-the tracker's named states, which every fork advances. Nothing else in a job saves these states.
+It consists of globals that DeepSpeed sets, and of random streams: the default generators of torch, numpy and Python,
+those of the tracker of activation checkpointing, and the accelerator's own. Code that runs under
+`get_cuda_rng_tracker().fork(name)` draws from the tracker's named states, which every fork advances. Nothing else in a
+job saves these states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,27 +56,47 @@ def put_plain() -> None:
     ProcessWide(torch.nn.functional.linear).put()
 
 
-StreamState = np.ndarray[Any, Any]
-"""State of a random stream, as bytes."""
+Streams = dict[str, Any]
+"""A map from the name of a generator to its state, as plain JSON."""
 _ACCELERATOR = "accelerator"
 _TRACKED = "checkpointing:"
 
 
-def further_streams() -> dict[str, StreamState]:
-    """Return a map from the name of each random stream in use that is not torch's own to its state, as bytes."""
-    found: dict[str, StreamState] = {}
-    for name, state in get_cuda_rng_tracker().get_states().items():
-        found[f"{_TRACKED}{name}"] = state.cpu().numpy()
+def capture() -> Streams:
+    """Return the states of torch's, numpy's and Python's default generators, and of those that DeepSpeed keeps."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    version, words, spare = random.getstate()
+    return {
+        "torch": _text(torch.get_rng_state().numpy()),
+        "numpy": [name, _text(np.asarray(keys)), int(position), int(has_gauss), float(gauss)],
+        "python": [version, _text(np.array(words, dtype=np.uint32)), spare],
+        "further": further_streams(),
+    }
+
+
+def restore(streams: Streams) -> None:
+    """Set all generators to states from `capture`."""
+    name, keys, *others = streams["numpy"]
+    version, words, spare = streams["python"]
+    torch.set_rng_state(torch.from_numpy(_array(streams["torch"], np.uint8)))
+    np.random.set_state((name, _array(keys, np.uint32), *others))
+    random.setstate((version, tuple(_array(words, np.uint32).tolist()), spare))
+    restore_further_streams(streams["further"])
+
+
+def further_streams() -> dict[str, str]:
+    """Return a map from the name of each random stream in use that is no default generator to its state."""
+    found = {f"{_TRACKED}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if is_accelerated():
-        found[_ACCELERATOR] = get_accelerator().get_rng_state().cpu().numpy()
-    return found
+        found[_ACCELERATOR] = get_accelerator().get_rng_state()
+    return {name: _text(state.cpu().numpy()) for name, state in sorted(found.items())}
 
 
-def restore_further_streams(streams: dict[str, StreamState]) -> None:
+def restore_further_streams(streams: Mapping[str, str]) -> None:
     """Restore random streams from `further_streams`. The tracker's other streams are removed."""
     tracked: dict[str, torch.Tensor] = {}
     for name, held in streams.items():
-        state = torch.from_numpy(held.copy())
+        state = torch.from_numpy(_array(held, np.uint8))
         if name == _ACCELERATOR:
             get_accelerator().set_rng_state(state)
         else:
@@ -92,7 +115,7 @@ def is_of_tensor_index(name: str) -> bool:
     return name.startswith(_TRACKED)
 
 
-def seeded_stream(seed: int) -> StreamState:
+def seeded_stream(seed: int) -> str:
     """Return the state that the accelerator's generator would have if seeded with `seed`.
 
     The generator is not changed.
@@ -101,7 +124,14 @@ def seeded_stream(seed: int) -> StreamState:
     before = accelerator.get_rng_state()
     try:
         accelerator.manual_seed(seed)
-        state: StreamState = accelerator.get_rng_state().cpu().numpy()
-        return state
+        return _text(accelerator.get_rng_state().cpu().numpy())
     finally:
         accelerator.set_rng_state(before)
+
+
+def _text(array: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()
