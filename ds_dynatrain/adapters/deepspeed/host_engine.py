@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -113,9 +113,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         tag: Any = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
+        *more: Any,
+        **named: Any,
     ) -> Any:
         """Load the way DeepSpeed does.
 
@@ -124,8 +123,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed itself does so only in its other stages. At stage 0 it keeps the old masters, and the next step would
         overwrite the loaded weights with them.
         """
-        which = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        found = super().load_checkpoint(load_dir, tag, *which)
+        found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *more, **named)
         has_masters = not self.zero_optimization() and hasattr(self.optimizer, "refresh_fp32_params")
         if found[0] is not None and not load_optimizer_states and has_masters:
             self.optimizer.refresh_fp32_params()

@@ -15,11 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch._C._distributed_c10d as distributed_c
@@ -32,13 +32,13 @@ from ds_dynatrain.adapters.groups.device import (
     compute_device,
     device_backend,
     is_accelerated,
-    start_thread,
+    on_device,
     synchronize,
 )
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.transfer.batched import Message
+from ds_dynatrain.transfer.transport import call_beside
 
-T = TypeVar("T")
 NCCL = "nccl"
 ABORTING = (NCCL,)
 """Back-ends whose `abort` is known to release a rank that waits for a dead peer."""
@@ -192,7 +192,7 @@ def make_communicator(where: Endpoint, seconds: float, stop: Stop = go_on) -> Co
     A library may wait for a peer forever, so the connection is made in a separate thread. After a time-out that thread
     is abandoned, and a communicator that it still makes is aborted.
     """
-    found = _beside(partial(_connected, where, seconds + SPARE_SECONDS), "dynatrain-connect")
+    found = call_beside(on_device(partial(_connected, where, seconds + SPARE_SECONDS)), "dynatrain-connect")
     end_at = time.monotonic() + seconds
     try:
         while not wait([found], LOOK_SECONDS).done:
@@ -206,20 +206,6 @@ def make_communicator(where: Endpoint, seconds: float, stop: Stop = go_on) -> Co
     except BaseException:
         found.add_done_callback(lambda made: None if made.exception() else end([made.result()], is_broken=True))
         raise
-
-
-def _beside(call: Callable[[], T], name: str) -> Future[T]:
-    """Run a call in a new thread that uses the current thread's device. Return a future of its result."""
-    found: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(call())
-        except BaseException as error:
-            found.set_exception(error)
-
-    start_thread(run, name)
-    return found
 
 
 def _missing(where: Endpoint) -> str:
@@ -310,7 +296,7 @@ class CommunicatorLink:
             work()
             synchronize()
 
-        done = _beside(carry_out, "dynatrain-moves")
+        done = call_beside(on_device(carry_out), "dynatrain-moves")
         try:
             while not wait([done], LOOK_SECONDS).done:
                 self._stop()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+T = TypeVar("T")
 HOST = torch.device("cpu")
 
 
@@ -130,13 +132,18 @@ def start_thread(target: Callable[[], object], name: str, device: torch.device |
     Without this, a new thread's current device is the machine's first one. If the thread used that device, it would
     open a context there, in memory that belongs to another rank.
     """
-    there = compute_device() if device is None else device
-
-    def run() -> None:
-        if there != HOST:
-            get_accelerator().set_device(there.index)
-        target()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = threading.Thread(target=on_device(target, device), name=name, daemon=True)
     thread.start()
     return thread
+
+
+def on_device(call: Callable[[], T], device: torch.device | None = None) -> Callable[[], T]:
+    """Return a function that does what `call` does on `device`, by default this thread's, in any thread."""
+    there = compute_device() if device is None else device
+
+    def run() -> T:
+        if there != HOST:
+            get_accelerator().set_device(there.index)
+        return call()
+
+    return run
