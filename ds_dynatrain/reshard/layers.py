@@ -61,7 +61,8 @@ class MovingStates:
         newcomers = tuple(sorted({*proposal.members} - {*proposal.source_members}))
         self._moves = [StateMove(REST, proposal.source_members[0], newcomers)] if newcomers else []
         if engine.job.has_stages:
-            before, after = map(engine.host.stage_layers, (proposal.source_layout, proposal.layout))
+            shaper: Any = engine.host.shaper
+            before, after = map(shaper.template.layers_by_stage, (proposal.source_layout, proposal.layout))
             self._moves += layer_moves(before, after, proposal)
 
     def offer(self) -> None:

@@ -249,10 +249,6 @@ class Host:
         managed = getattr(type(self.engine), "managed_gradient_accumulation", None)
         return bool(self.engine._is_gradient_accumulation_boundary) or not (managed is None or managed(self.engine))
 
-    def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of each pipeline stage's layers; () if the model is not divided into stages."""
-        return ()
-
     @property
     def compiled_modules(self) -> list[str]:
         """Names of the compiled modules; equal on all members."""

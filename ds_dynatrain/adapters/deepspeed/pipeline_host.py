@@ -43,7 +43,7 @@ from ds_dynatrain.adapters.zero.deepspeed_config import Settings
 from ds_dynatrain.adapters.zero.stages import count_empty_experts, count_empty_groups, stage_without_gradients
 from ds_dynatrain.adapters.zero.state import Buffers, Scalars
 from ds_dynatrain.data import EvaluationLoader
-from ds_dynatrain.space import Columns, Layout, LogicalTensor
+from ds_dynatrain.space import Columns, Layout
 
 
 def frozen_layers(prefixes: Sequence[str], trained: Collection[str]) -> int:
@@ -164,21 +164,14 @@ class StageHost(Host):
         self.engine.batch_timer.batch_size = self.engine.train_batch_size()
         self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
 
-    def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of each stage's layers.
-
-        Functions are left out; a tied layer is listed on each of its stages.
-        """
-        return self.shaper.template.layers_by_stage(layout)
-
-    def trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
-        """Return (tensor, parameter) for all parameters registered as trained.
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return all parameters registered as trained, keyed by logical name.
 
         Parameters of other stages are empty here.
         """
         model = self.model_map
         found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
-        return [(tensor, held) for tensor, held, flag in found if flag]
+        return {tensor.name: held for tensor, held, flag in found if flag}
 
     @property
     def forward_passes(self) -> int | None:
@@ -294,8 +287,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
 
         Their current flags are ignored so that all stages agree.
         """
-        trained = {tensor.name for tensor, _ in self._host.trained()}
-        return frozen_layers(self._host.shaper.template.prefixes(), trained)
+        return frozen_layers(self._host.shaper.template.prefixes(), self._host.trained())
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """Run DeepSpeed's schedule without the instructions that are unnecessary for frozen layers."""

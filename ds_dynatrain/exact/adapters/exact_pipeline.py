@@ -69,7 +69,7 @@ class LeafStageHost(LeafHost, StageHost):
 
     def optimizer_made(self) -> None:
         """Make the new optimizer add gradients leaf by leaf (a leaf is a micro-batch of fixed size)."""
-        trained = {tensor.name: held for tensor, held in self.trained()}
+        trained = self.trained()
         self.uses = Uses.of(self.module, self.shaper.template, {id(held) for held in trained.values()})
         whole = self.shaper.template.whole.named_parameters()
         numel = sum(held.numel() for name, held in whole if name in trained)
