@@ -81,5 +81,5 @@ def busy(engine: Any) -> Iterator[list[float]]:
         return call
 
     passes = {kind: timed(known[kind]) for kind in (ForwardPass, BackwardPass)}
-    with replaced(engine, "_INSTRUCTION_MAP", {**known, **passes}):
+    with replaced(engine, _INSTRUCTION_MAP={**known, **passes}):
         yield found

@@ -51,14 +51,14 @@ def _join(stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """
     if worker_place() is None:
         return stock(*arguments, **named)
-    with replaced(deepspeed.comm, "init_distributed", stock):
+    with replaced(deepspeed.comm, init_distributed=stock):
         return ds_dynatrain.init_distributed(*arguments, **named)
 
 
 def _initialize(stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     key = "config_params" if named.get("config") is None else "config"
     config = named.get(key)
-    with replaced(deepspeed, "initialize", stock):
+    with replaced(deepspeed, initialize=stock):
         if not (isinstance(config, dict) and BLOCK in config):
             return stock(*arguments, **named)
         if named.get("optimizer") is None and named.get("model_parameters") is None:

@@ -106,7 +106,7 @@ class PromptMixin(Below):
         copies = args.num_generations_eval or args.num_generations
         shares = EqualShares(self._settings.global_batch, evaluated, copies)
         make = partial(deepspeed.initialize, extensions=[shares])
-        with replaced(deepspeed, "initialize", make):
+        with replaced(deepspeed, initialize=make):
             made: tuple[Any, Any] = super()._prepare_for_training(*arguments, **named)
         return made
 
@@ -157,7 +157,7 @@ class PromptMixin(Below):
             held = self._answers(inputs)
         self._completions = (-1, 0) if held is None else number, held
         self._due = parts(held, [one.samples for one in inputs])
-        with replaced(self.args, "steps_per_generation", len(inputs)):  # a loss reads it as the number of micro-batches
+        with replaced(self.args, steps_per_generation=len(inputs)):  # a loss reads it as the number of micro-batches
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 

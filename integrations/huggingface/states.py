@@ -47,8 +47,8 @@ class Checkpoints(Below):
         if engine is None:
             return None
         with (
-            replaced(engine, "save_checkpoint", self._save),
-            replaced(stock, "save_accelerator_state", nothing),
+            replaced(engine, save_checkpoint=self._save),
+            replaced(stock, save_accelerator_state=nothing),
         ):
             try:
                 return super().save_state(output_dir, safe_serialization)
@@ -65,7 +65,7 @@ class Checkpoints(Below):
         engine = self._working("load_state")
         if engine is None:
             return
-        with replaced(engine, "load_checkpoint", self._load), without_ours() as rest:
+        with replaced(engine, load_checkpoint=self._load), without_ours() as rest:
             super().load_state(input_dir, load_kwargs, **named)
         if rest and self._training is not None:
             self._training.go_to(engine.global_steps)
@@ -129,5 +129,5 @@ def without_ours() -> Iterator[list[Path]]:
         if not folders.is_ours(Path(folder) / MODEL_NAME):
             load_object(value, folder, number)
 
-    with replaced(stock, "load_accelerator_state", rest), replaced(stock, "load_custom_state", custom):
+    with replaced(stock, load_accelerator_state=rest, load_custom_state=custom):
         yield read

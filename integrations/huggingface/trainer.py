@@ -89,7 +89,7 @@ class ElasticMixin(Below):
         The DataLoader is taken before Accelerate cuts it for the current world. Raises ConfigError if its batches
         differ from `per_device_train_batch_size`, and UnsupportedError if it is not a DataLoader.
         """
-        with replaced(self.accelerator, "prepare", lambda *given, **_: given[0] if len(given) == 1 else given):
+        with replaced(self.accelerator, prepare=lambda *given, **_: given[0] if len(given) == 1 else given):
             loader: Any = super().get_train_dataloader()
         refusals.refuse_loader(loader, self._train_batch_size)
         if self._seed is None:  # later, each rank has random streams of its own

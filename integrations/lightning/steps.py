@@ -89,7 +89,7 @@ class WindowOptimization(Below):
 
     def _logged_apart(self) -> Any:
         """Return a context manager in which logged values are dropped."""
-        return replaced(self.trainer.fit_loop.epoch_loop, "_results", _ResultCollection(training=True))
+        return replaced(self.trainer.fit_loop.epoch_loop, _results=_ResultCollection(training=True))
 
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Any:
         """Return Lightning's function for the first micro-batch of an optimizer step; None for the others."""

@@ -95,7 +95,7 @@ def timed_in_a_stage(interval: int, frozen: int, pairs: bool = False, reentrant:
 
 def asleep(*stage: Any, **given: Any) -> StageTimes:
     """The same where the layers sleep as long as they would burn: what all else takes is left."""
-    with replaced(burning, "burn", time.sleep):
+    with replaced(burning, burn=time.sleep):
         return timed_in_a_stage(*stage, **given)
 
 

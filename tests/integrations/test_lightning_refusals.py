@@ -107,7 +107,7 @@ def points(**named: Any) -> DataLoader[Any]:
 def strategy_case() -> dict[str, str]:
     """The message of each refusal of a strategy."""
     found = {name: said_by(lambda asked=asked: DynatrainStrategy(**asked)) for name, asked in OF_STRATEGY.items()}
-    with replaced(refusals, "worker_place", lambda: object()):
+    with replaced(refusals, worker_place=lambda: object()):
         found["a launch whose nodes come and go"] = said_by(DynatrainStrategy)
     found["no block"] = said_by(lambda: DynatrainStrategy(config={"zero_optimization": {"stage": 1}}))
     return found
