@@ -60,12 +60,12 @@ def _to_ours(path: Path, out: Path, dtype: WeightType | None, trust_pickle: bool
 
 
 def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -> str:
-    from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of
-
     with _bar(_bytes_of(saved, to, dtype)) as advance:
         if to is Format.SAFETENSORS:
             out = out / "model.safetensors" if out.is_dir() else out
             return f"{out}: {to_safetensors(saved, out, dtype, advance):,} bytes"
+        from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of  # imports DeepSpeed
+
         with Reader(saved.path, saved.manifest) as reader:
             buffers = rest_for(saved, reader, saved.record.world, 0)["buffers"]
         if to is Format.DEEPSPEED:

@@ -348,8 +348,8 @@ class Pass(Iterator[Any]):
         self._torch: DataLoader[Any] | None = None
         self._fetch: Iterator[Any] | None = None
         self._over, self._stands = is_over, False
-        self._checked: tuple[int, int] | None = None
-        """Value of `_key` for which the order was compared between members."""
+        self._compared: set[int] = set()
+        """Generations in which members have compared the order; the same on all members of a generation."""
 
     def reach_boundary(self) -> None:
         """Advance to the next global batch and let a pending change take effect, unless a global batch is open. Called
@@ -431,10 +431,11 @@ class Pass(Iterator[Any]):
                 f"loader {loader.name!r}: train_batch_size became {now}, and its epochs are cut by {then}; "
                 "it cannot change under a live switch, make a new engine"
             )
-        if self._checked != key:
-            self._checked, digest = key, loader.order.digest(loader._at)
-            if digest is not None:
-                self._host.check_order(loader, digest)
+        if key[0] not in self._compared and (digest := loader.order.digest(loader._at)) is not None:
+            self._compared.add(key[0])
+            self._host.check_order(loader, digest)
+            if self._host.generation != key[0]:
+                return
         samples = loader.order.size(loader._at)
         if samples not in self._rows:
             self._rows[samples] = self._host.batch.deal(samples).rank(self._host.data_rank)

@@ -167,8 +167,11 @@ class SampledOrder(EpochOrder):
 
     def permutation(self, epoch: int) -> torch.Tensor:
         """Return the indices that the sampler draws in an epoch. Raises DataError if their number has changed."""
-        self.sampler.generator.manual_seed(self.seed + epoch)
-        found = torch.tensor(list(self.sampler), dtype=torch.int64, device="cpu")
+        own, self.sampler.generator = self.sampler.generator, torch.Generator().manual_seed(self.seed + epoch)
+        try:
+            found = torch.tensor(list(self.sampler), dtype=torch.int64, device="cpu")
+        finally:
+            self.sampler.generator = own  # whose initial seed other loaders read
         if len(found) != self.length:
             raise DataError(
                 f"{type(self.sampler).__name__} drew {len(found)} samples in epoch {epoch}, and its length is "

@@ -69,7 +69,10 @@ class SampleStream:
         return self._epoch == cursor.epoch and (is_next or start in self._read)
 
     def _read_to(self, stop: int) -> None:
+        """Read up to sample `stop`. After an error of the stream, the next read starts at the stream's beginning."""
+        epoch, self._epoch = self._epoch, -1
         found = list(itertools.islice(self._iterator, stop - self._at))
+        self._epoch = epoch
         self._read.update(enumerate(found, self._at))
         self._at += len(found)
         self._is_at_end = self._at < stop
@@ -77,6 +80,7 @@ class SampleStream:
     def _go_to(self, cursor: Cursor, start: int, size: int) -> None:
         """Make `start` the number of the next sample, and check the global batch before it."""
         before, name = max(0, start - size), type(self.samples).__name__
+        self._epoch, self._is_at_end, self._read = -1, False, {}
         if hasattr(self.samples, "set_epoch"):
             self.samples.set_epoch(cursor.epoch)
         if hasattr(self.samples, "iter_from"):
@@ -84,7 +88,6 @@ class SampleStream:
         else:
             self._iterator = iter(self.samples)
             self._at = sum(1 for _ in itertools.islice(self._iterator, before))
-        self._epoch, self._is_at_end, self._read = cursor.epoch, False, {}
         if self._at == before:
             self._read_to(start)
         if start and self._at <= before:
@@ -92,12 +95,13 @@ class SampleStream:
                 f"the stream {name} has {self._at} samples, and global batch {cursor.step} of epoch {cursor.epoch} "
                 f"begins at sample {start}; give the stream with which the position was counted"
             )
-        known, self._loaded = self._loaded, None
+        known = self._loaded
         if known is not None and known[0] == cursor and known[1] != self._hash(before, start):
             raise DataError(
                 f"the stream {name} has other samples before global batch {cursor.step} of epoch {cursor.epoch} than "
                 "those that were trained; a stream must give the same samples in the same order whenever it is read"
             )
+        self._epoch, self._loaded = cursor.epoch, None
 
     def hash_before(self, cursor: Cursor, size: int) -> int | None:
         """Return a hash of the global batch before `cursor`; None at the start of a pass, and if it is not kept."""

@@ -162,7 +162,9 @@ def _mistake_of(row: TraceRow, before: TraceRow, members: set[int], here: set[in
     for member in row.members:
         if member not in members:
             return f"member {member} is unknown; the cluster has {len(members)}, {min(members)} to {max(members)}"
-        if (row.event == "join") == (member in here) or row.members.count(member) > 1:
+        if row.event == "join" and row.members.count(member) > 1:
+            return f"join of member {member} twice; leave it out once"
+        if (row.event == "join") == (member in here):
             what = "is there already" if row.event == "join" else "is not there"
             return f"{row.event} of member {member}, which {what}; correct the member, or remove the row"
     return None

@@ -129,7 +129,7 @@ class DimCut:
     def __post_init__(self) -> None:
         """Raise LayoutError if the blocks have different numbers of parts, or if a size is negative."""
         sizes = list(itertools.chain(*self.blocks))
-        if len({*map(len, self.blocks)}) != 1 or min(sizes) < 0:
+        if len({*map(len, self.blocks)}) != 1 or min(sizes, default=0) < 0:
             raise LayoutError(
                 f"the blocks {self.blocks} of dim {self.dim} do not deal to one number of ranks; give each block as "
                 "many sizes, of 0 or more"

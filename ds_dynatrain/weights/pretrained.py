@@ -88,7 +88,7 @@ def write_parts(folder: Path, shards: Sequence[Sequence[ParamMeta]], tensors: It
         with saying():
             folder.mkdir(parents=True, exist_ok=True)
             file = (folder / (name + PART)).open("wb")
-        with file:
+        try:
             with saying():
                 file.write(header((meta.name, meta.dtype, meta.shape) for meta in shard))
             for meta in shard:
@@ -99,6 +99,9 @@ def write_parts(folder: Path, shards: Sequence[Sequence[ParamMeta]], tensors: It
             with saying():
                 file.flush()
                 os.fsync(file.fileno())
+        finally:
+            with suppress(OSError):  # it tries once more to write what could not be written
+                file.close()
 
 
 def put_in_place(folder: Path, shards: Sequence[Sequence[ParamMeta]], model: nn.Module, dtype: torch.dtype) -> int:

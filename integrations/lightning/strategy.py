@@ -23,7 +23,7 @@ from ds_dynatrain.integrations.lightning.carried import PROGRESS, TrainerProgres
 from ds_dynatrain.integrations.lightning.checkpoints import Checkpoints
 from ds_dynatrain.integrations.lightning.steps import Window, WindowOptimization
 from ds_dynatrain.integrations.shared.batches import GlobalBatches, refuse_stream
-from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.report.monitors import metrics
 
 if TYPE_CHECKING:
@@ -110,8 +110,11 @@ class DynatrainStrategy(Checkpoints, Below):
         """Give the numbers of a switch to all loggers, which write them on rank 0."""
         trainer = self.lightning_module.trainer
         named = {f"dynatrain/{name}": value for name, value in metrics(event).items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(named, step=trainer.global_step)
+        for each in trainer.loggers:
+            try:
+                each.log_metrics(named, step=trainer.global_step)
+            except Exception as error:  # a switch must not fail by what tells of it
+                logger.warning("switch %d was not written to Lightning's loggers (%s)", event.generation, error)
 
     def barrier(self, *arguments: Any, **named: Any) -> None:
         """Wait for the working processes, the way Lightning does. An idle process does not wait."""

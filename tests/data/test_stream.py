@@ -145,6 +145,39 @@ def test_a_world_that_is_lost_while_members_compare() -> None:
     assert list(loader)[:2] == [[0, 1], [2, 3]] and len(host.job.digests) == 2
 
 
+def test_a_generation_that_comes_back_is_not_compared_again() -> None:
+    """A late switch that is undone: members that took no part in it would not compare a second time."""
+    host = Member(Job([0, 1], 4, 2), 0)
+    loader = TrainLoader(DataSource.build(Numbers(16), collate_fn=numbers), host)
+    turning = iter(loader)
+    assert next(turning) == [0, 2]
+    for generation in (1, 0):
+        host.job.generation = host.generation = generation
+        loader.load_state_dict(loader.state_dict())
+        assert len(next(turning)) == 2
+    assert [at for at, _ in host.job.digests] == [0, 1]
+
+
+@pytest.mark.parametrize("fails_at", [2, 5])
+def test_a_stream_that_fails_once_is_read_again(fails_at: int) -> None:
+    class Failing(Numbers):
+        has_failed = False
+
+        def __iter__(self) -> Iterator[int]:
+            for number in range(self.length):
+                if number == fails_at and not self.has_failed:
+                    self.has_failed = True
+                    raise OSError("the network is gone")
+                yield number
+
+    loader = TrainLoader(DataSource.build(Failing(12), collate_fn=numbers), Member(Job([0], 4, 4), 0))
+    turning, found = iter(loader), list[list[int]]()
+    with pytest.raises(OSError, match="the network is gone"):
+        while True:
+            found.append(next(turning))
+    assert [*found, *turning] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
 def test_drop_last_and_a_length() -> None:
     loader = TrainLoader(
         DataSource.build(DataLoader(Numbers(10), 3, drop_last=True), collate_fn=numbers), Member(Job([0], 4, 4), 0)
@@ -231,6 +264,8 @@ def test_a_sampler_with_a_generator(sampler: Any) -> None:
             check(team.turn(), epoch[start : start + 4])
         assert team.turn() == []
     assert all(len(found) == 1 for found in team.job.digests.values()) and team.job.digests
+    again = DataSource.build(DataLoader(range(16), 2, sampler=source.drawn), collate_fn=numbers, num_workers=0)  # type: ignore[arg-type]
+    assert next(again.order(4).batches(0, 0)).tolist() == wanted[0][:4], "another loader begins as the first did"
 
 
 def test_a_sampler_without_a_seed() -> None:

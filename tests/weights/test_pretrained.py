@@ -164,6 +164,15 @@ class Unwritable:
         raise OSError("no space left")
 
 
+@pytest.mark.parametrize("elements", [4, 1 << 20])
+def test_a_full_disk_is_said(tmp_path: Path, elements: int) -> None:
+    """Also where closing the file would fail once more, in another way."""
+    metas = [ParamMeta("x", torch.float32, (elements,), ())]
+    (tmp_path / f"{names_of([metas])[0]}{PART}").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"No space left on device; nothing of .* was replaced"):
+        write_parts(tmp_path, [metas], iter([torch.zeros(elements)]))
+
+
 def test_messages_say_what_was_replaced(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     model.config = Unwritable()  # type: ignore[assignment]

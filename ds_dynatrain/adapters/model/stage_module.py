@@ -406,6 +406,8 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
                 f"buffer {name!r} has another shape or type where another stage builds its layer; register it with "
                 "one shape and type on all stages"
             )
-        value = held.detach().to(HOST, copy=True)  # only some processes have moved the buffer to the device
+        # Only some processes have moved the buffer to the device.
+        value = held.detach().to(HOST, copy=True, memory_format=torch.contiguous_format)
         td.broadcast(value.view(-1).view(torch.uint8), owners.get(layer_of(name), 0))
-        held.data = value.to(compute_device())
+        held.detach().copy_(value)
+        held.data = held.data.to(compute_device())
