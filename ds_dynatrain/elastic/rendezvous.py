@@ -128,8 +128,9 @@ class NodeRendezvous(RendezvousHandler):
             raise RendezvousConnectionError(f"{self._endpoint}: {error}") from error
         mine, counted = ((each.min_nodes, each.max_nodes) for each in (self._parameters, connection.welcome))
         if mine != counted:
-            words = "--nnodes=%d:%d here, and the coordinator's %d:%d count; give all nodes the same"
-            logger.warning(words, *mine, *counted)
+            logger.warning(
+                "--nnodes=%d:%d here, and the coordinator's %d:%d count; give all nodes the same", *mine, *counted
+            )
         self._line = AgentLine(connection, node, self._endpoint, self._token, job)
         self._line.start()
         hand_over(WorkerPlace(node, 0, 1, self._endpoint, job, os.getpid()), token_file=self._token_file)

@@ -51,7 +51,7 @@ class PipelinePlaces:
 
 
 @dataclass(frozen=True)
-class Feed:
+class PipelineFeed:
     """Source of samples for `train_batch`.
 
     given: one pass of our loader, or DeepSpeed's `RepeatingLoader` over it, which reads pass after pass; or a user's
@@ -109,25 +109,25 @@ def places_of(engine: EngineCore) -> PipelinePlaces:
     return PipelinePlaces(engine.members, layout.pipe, layout.data, layout.shares)
 
 
-def feed_of(engine: EngineCore, given: Any) -> Feed:
+def feed_of(engine: EngineCore, given: Any) -> PipelineFeed:
     """Return the source of samples that reads `given`. Raises DataError if `given` is not an iterator."""
     if isinstance(given, TrainLoader):
         given = RepeatingLoader(given)
     if isinstance(given, Pass) or (isinstance(given, RepeatingLoader) and isinstance(given.loader, TrainLoader)):
-        return Feed(given)
+        return PipelineFeed(given)
     if not hasattr(given, "__next__"):
         raise DataError(
             f"set_dataiterator: a {type(given).__name__} is no iterator; give iter(...) of it, or call set_dataloader"
         )
-    return Feed(given, places_of(engine))
+    return PipelineFeed(given, places_of(engine))
 
 
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
     """DeepSpeed's pipeline engine with stages, world and ZeRO stage that can change between `train_batch` calls."""
 
-    _feed: Feed | None = None
+    _feed: PipelineFeed | None = None
     """Source of samples from which `train_batch()` continues."""
-    _read: tuple[Feed, int] | None = None
+    _read: tuple[PipelineFeed, int] | None = None
     """Source of samples and step number of the open global batch, once all members have reached its boundary."""
 
     @in_turn
@@ -145,7 +145,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     def _train_batch(self) -> torch.Tensor:
         samples = self._reach_boundary()
-        self._read = cast("Feed", self._feed), int(self.global_steps)
+        self._read = cast("PipelineFeed", self._feed), int(self.global_steps)
         before = int(self.global_samples)
         with around(each.around_batch() for each in self._parts.extensions):
             loss = self._train_samples(samples)

@@ -30,7 +30,7 @@ from ds_dynatrain.adapters.groups.worlds import drop
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
-from ds_dynatrain.engine import elastic_membership, losses
+from ds_dynatrain.engine import elastic_membership
 from ds_dynatrain.engine.elastic_membership import ElasticMembership
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.space import Layout
@@ -244,7 +244,7 @@ def test_the_next_call_of_an_engine_knows_of_it(accelerator: None, monkeypatch: 
     """What the script has of a collective of its own may be anything. On a CPU the next collective says so."""
     status = GroupStatus()
     engines = [SimpleNamespace(world=SimpleNamespace(status=status)), SimpleNamespace(world=None)]
-    monkeypatch.setattr(losses, "PROCESS", SimpleNamespace(engines=engines))
+    monkeypatch.setattr(elastic_membership, "PROCESS", SimpleNamespace(engines=engines))
     found = member()
     status.gate.tear()
     found.check_losses()

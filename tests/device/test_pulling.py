@@ -36,19 +36,21 @@ class Count:
 
 @contextmanager
 def counted() -> Iterator[Count]:
-    found, read, start = Count(), LabMemory.read, Stream._start
+    found, read, start = Count(), LabMemory.read, Stream.advance
 
     def reading(self: Any, address: int, matrix: Any, into: Any, place: Any) -> None:
         found.read += matrix.nbytes
         read(self, address, matrix, into, place)
 
-    def starting(self: Any, parcel: Any, data: Any, staged: Any) -> None:
-        if self.is_send:
+    def starting(self: Any) -> None:
+        before = len(self._under_way)
+        start(self)
+        for _, parcel, staged in [*self._under_way][before:] if self.is_send else []:
+            data = self.regions.view(parcel.matrices[0]) if staged is None else staged
             found.sent += data.numel()
             found.pinned += data.numel() if data.is_pinned() else 0
-        start(self, parcel, data, staged)
 
-    with patch.object(LabMemory, "read", reading), patch.object(Stream, "_start", starting):
+    with patch.object(LabMemory, "read", reading), patch.object(Stream, "advance", starting):
         yield found
 
 

@@ -257,11 +257,12 @@ def reversed_rows(sums: Any, chunk: Any, own: Any = sums_of.LeafSums._rows) -> A
     return reversed(list(own(sums, chunk)))
 
 
-def rescaled(sums: Any, group: int, leaves: int, own: Any = sums_of.LeafSums._close) -> torch.Tensor:
+def rescaled(sums: Any, own: Any = sums_of.LeafSums.close) -> None:
     """Divided by the number of ranks, and multiplied by it."""
+    own(sums)
     ranks = torch.distributed.get_world_size(group=sums._zero.dp_process_group)
-    total: torch.Tensor = own(sums, group, leaves)
-    return total.div_(ranks).mul_(ranks)
+    for part in sums._lines.held():
+        part.div_(ranks).mul_(ranks)
 
 
 def plain_norm(zero: Any, lines: Any) -> torch.Tensor:
@@ -275,7 +276,7 @@ def plain_norm(zero: Any, lines: Any) -> torch.Tensor:
 BROKEN: dict[str, Callable[[], Any]] = {
     "nothing": nullcontext,
     "order": lambda: patch.object(sums_of.LeafSums, "_rows", reversed_rows),
-    "scale": lambda: patch.object(sums_of.LeafSums, "_close", rescaled),
+    "scale": lambda: patch.object(sums_of.LeafSums, "close", rescaled),
     "seed": lambda: patch.object(streams, "begin_leaf", lambda *place: torch.manual_seed(torch.distributed.get_rank())),
     "norm": lambda: patch.object(sums_of, "global_norm", plain_norm),
     "graph": lambda: patch.object(graph, "_with_hooks", lambda module: ()),

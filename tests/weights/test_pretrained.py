@@ -15,7 +15,7 @@ from torch import nn
 from ds_dynatrain.errors import CheckpointError, WeightsError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.weights.outputs import ParamMeta, batches
-from ds_dynatrain.weights.pretrained import put_in_place, remove_parts, write_parts
+from ds_dynatrain.weights.pretrained import PART, names_of, put_in_place, remove_parts, write_parts
 from tests.engine import axis_walks, mixtures
 from tests.engine.language_models import transformers
 from tests.engine.models import small_gpt
