@@ -11,15 +11,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ds_dynatrain.adapters.groups.process_groups import make_group
 from ds_dynatrain.adapters.groups.worlds import launch_store
-from ds_dynatrain.transfer import (
-    GroupTransport,
-    Neighbors,
-    NeighborTransport,
-    Transport,
-    allocate,
-    find_neighbors,
-    prefault,
-)
+from ds_dynatrain.transfer import GroupTransport, Neighbors, RoutedTransport, Transport, allocate, prefault
 
 Peers = dict[int, tuple[int, int]]
 """Bytes (to send, to receive) by member."""
@@ -36,9 +28,7 @@ class RawTransport:
         self.member = member
         self._group, self._store = make_group(launch_store(), f"bench_raw_{kind}", member, size, SECONDS)
         far = GroupTransport(self._group, range(size))
-        self._way: Transport = far
-        if kind != "gloo":
-            self._way = NeighborTransport(far, _neighbors(member, size, kind).processes)
+        self._way: Transport = far if kind == "gloo" else RoutedTransport(_neighbors(member, size, kind), far)
 
     def seconds(self, peers: Peers, members: tuple[int, ...], repeats: int) -> list[float]:
         """Own time of each of `repeats` exchanges, after one that is not counted; every one of `members` calls it.
@@ -75,7 +65,7 @@ def _neighbors(member: int, size: int, kind: str) -> Neighbors:
         store.set(f"{what}/{member}", json.dumps(record))
         return {other: json.loads(store.get(f"{what}/{other}")) for other in range(size)}
 
-    return find_neighbors(member, share)
+    return Neighbors.meet(member, share, SECONDS)
 
 
 def _touched(nbytes: int) -> torch.Tensor:

@@ -23,13 +23,12 @@ from ds_dynatrain.space import BufferId, Layout, LogicalTensor, VirtualParameter
 from ds_dynatrain.transfer import (
     Buffers,
     GroupTransport,
-    Handle,
-    NeighborTransport,
+    Neighbors,
     ReadyPlan,
+    RoutedTransport,
     Transport,
     allocate,
     execute,
-    find_neighbors,
     prefault,
 )
 
@@ -105,8 +104,8 @@ class Links:
         far = GroupTransport(world, range(size))
         if way == "gloo" or size == 1:
             return Links(rank, nodes, far, far, device)
-        neighbors = find_neighbors(rank, lambda _, record: dict(enumerate(_gathered(record))))
-        return Links(rank, nodes, NeighborTransport(far, neighbors.processes), far, device)
+        neighbors = Neighbors.meet(rank, lambda _, record: dict(enumerate(_gathered(record))), SECONDS)
+        return Links(rank, nodes, RoutedTransport(neighbors, far), far, device)
 
     def measure(self) -> str:
         """Measure each class of links, and return the text of a cluster file; called by all processes."""
@@ -198,17 +197,17 @@ class Links:
         if self.device.type == "cuda":
             self._on_device(mine, ends)
             return
-        receives, sends = list[Handle](), list[Handle]()
+        handles = []
         for out, into in ends:
             for sender, receiver in mine:
                 if sender == receiver:
                     into.copy_(out)
                 elif receiver == self.rank:
-                    receives.append(way.receive(into, sender, TAG))
+                    handles.append(way.receive(into, sender, TAG))
                 else:
-                    sends.append(way.send(out, receiver, TAG))
+                    handles.append(way.send(out, receiver, TAG))
         deadline = time.monotonic() + SECONDS
-        for handle in receives + sends:
+        for handle in handles:
             handle.wait(deadline)
 
     def _on_device(self, mine: Flows, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -44,22 +44,19 @@ from ds_dynatrain.transfer import (
     Batching,
     GroupTransport,
     Neighbors,
-    NeighborTransport,
     ReadyPlan,
+    RoutedTransport,
     Sharing,
     TransferStats,
     Transport,
     allocate,
     device_memory,
-    find_neighbors,
     prefault,
 )
-from ds_dynatrain.transfer.neighbors import NOBODY, machine, permit_readers
+from ds_dynatrain.transfer.neighbors import machine, permit_readers
 
 POLL_SECONDS = 0.05
 """Time between two polls; it can be long, because training continues meanwhile."""
-
-NO_NEIGHBORS = Neighbors({}, frozenset())
 
 
 @dataclass
@@ -76,7 +73,7 @@ class Ways:
     control: Control
     proposal: Proposal
     stop: Callable[[], None]
-    neighbors: Neighbors = NO_NEIGHBORS
+    neighbors: Neighbors | None = None
     batching: Batching | None = None
     _machine: str = ""
     """Key of the list of members on this machine."""
@@ -90,7 +87,7 @@ class Ways:
             self.control.add_to_list(self._machine, self.control.member)
 
     def meet(self) -> None:
-        """Find the members whose memory can be read.
+        """Connect to the members whose memory can be read.
 
         Raises SwitchRefused if the user asked for memory reads between all members and some cannot read each other.
         """
@@ -98,7 +95,8 @@ class Ways:
             return
         self._on_machine = self.control.read_list(self._machine)
         member, device = self.control.member, compute_device()
-        self.neighbors = find_neighbors(member, self._share, None if self.way == "nccl" else device)
+        read, seconds = None if self.way == "nccl" else device, self.control.timeout_seconds
+        self.neighbors = Neighbors.meet(member, self._share, seconds, self.stop, read)
         far = sorted(self._far)
         if self.way == "ipc" and far:
             self.end()
@@ -140,7 +138,7 @@ class Ways:
 
         kinds, after: the state kinds whose buffers are on accelerators before, and after the switch.
         """
-        memory, lenders = device_memory(compute_device()), self.neighbors.lenders
+        memory, lenders = device_memory(compute_device()), self._lenders
         return Sharing(memory, lenders, kinds, after) if memory is not None and lenders else None
 
     def transport(self, world: World | None) -> Transport:
@@ -152,10 +150,10 @@ class Ways:
             raise SwitchFailed("the groups of the next world are not there")
         stop = None if self.control.watch is None else self.stop
         group = GroupTransport(world.transfer, world.transfer_members, stop)
-        if not self.neighbors.processes:
+        if self.neighbors is None:
             return group
         permit_readers()  # another engine of this process may have revoked it
-        return NeighborTransport(group, self.neighbors.processes)
+        return RoutedTransport(self.neighbors, group)
 
     def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:
         """Return the connected link between the accelerators of all members of both worlds.
@@ -178,14 +176,19 @@ class Ways:
 
     def end(self) -> None:
         """Stop letting other members read this member's memory."""
-        if self._on_machine:
-            permit_readers(NOBODY)
-            self._on_machine, self.neighbors = (), NO_NEIGHBORS
+        if self.neighbors is not None:
+            self.neighbors.close()
+            self.neighbors = None
 
     @property
     def _far(self) -> frozenset[int]:
         """Other members whose accelerator memory this member does not read."""
-        return frozenset(self.proposal.union) - {self.control.member} - self.neighbors.lenders
+        return frozenset(self.proposal.union) - {self.control.member} - self._lenders
+
+    @property
+    def _lenders(self) -> frozenset[int]:
+        """Members with which this member shares accelerator memory: each can read the other's."""
+        return frozenset() if self.neighbors is None else self.neighbors.lenders
 
     def _share(self, what: str, record: Any) -> Mapping[int, Any]:
         """Post a record for all members on this machine, and return their records by member."""

@@ -98,12 +98,12 @@ class Settlement:
                 room = torch.empty_like(torch.cat(views))
                 arrival = transport.receive(room, vps.members[parts.owner], TAG)
                 receives.append((parts.kind, names, views, room, arrival))
+        for handle in sends:
+            handle.wait(deadline)
         for kind, names, views, room, handle in receives:
             handle.wait(deadline)
             for name, held, values in zip(names, views, room.split([len(view) for view in views]), strict=True):
                 self.take(kind, name, held, values)
-        for handle in sends:
-            handle.wait(deadline)
 
 
 def furthest(one: Distances, other: Distances) -> Distances:

@@ -10,7 +10,7 @@ from ds_dynatrain.transfer.batched import Batching, DeviceLink
 from ds_dynatrain.transfer.device_memory import device_memory
 from ds_dynatrain.transfer.digests import Form, ReadyDigest, digest, digest_on_device, digest_pieces
 from ds_dynatrain.transfer.executor import ReadyPlan, TransferStats, execute, execute_standing_in
-from ds_dynatrain.transfer.neighbors import Neighbors, NeighborTransport, find_neighbors
+from ds_dynatrain.transfer.neighbors import Neighbors, RoutedTransport
 from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.pulling import Sharing
 from ds_dynatrain.transfer.regions import Buffers
@@ -24,10 +24,10 @@ __all__ = [
     "Form",
     "GroupTransport",
     "Handle",
-    "NeighborTransport",
     "Neighbors",
     "ReadyDigest",
     "ReadyPlan",
+    "RoutedTransport",
     "Sharing",
     "TransferStats",
     "Transport",
@@ -38,7 +38,6 @@ __all__ = [
     "digest_pieces",
     "execute",
     "execute_standing_in",
-    "find_neighbors",
     "is_compiled",
     "prefault",
     "send_down",

@@ -162,7 +162,7 @@ class BatchedMoves:
     def start(self) -> None:
         """Notify each peer that this member is ready, and begin to receive the same message from each peer."""
         for each in self.batches.exchanges:
-            for begin in (self.transport.receive, self.transport.send):
+            for begin in (self.transport.send, self.transport.receive):
                 self._hellos.append(begin(torch.zeros(1, dtype=torch.uint8), each.peer, READY))
 
     def run(self, deadline: float) -> None:

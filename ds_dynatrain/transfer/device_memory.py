@@ -2,7 +2,7 @@
 
 A handle is 64 bytes of plain data that name an allocation of the driver. Torch's allocator keeps many tensors in one
 allocation, so a reference also needs an offset. Memory that torch maps in segments (`expandable_segments`) has no
-handle, and some containers do not permit IPC; it is tested before any member relies on it.
+handle, and some containers do not permit IPC; `Neighbors.meet` tests it before any member relies on it.
 """
 
 from __future__ import annotations

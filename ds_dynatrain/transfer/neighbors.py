@@ -1,41 +1,57 @@
 """Neighbors: members on one machine that read each other's memory, if the kernel permits it.
 
-Linux's process_vm_readv transfers bytes with a single copy. The kernel permits it to processes that may debug the other
-one: those of the same user and, where Yama restricts debugging to descendants, those that `permit_readers` admits. The
-shared-memory transports of MPI libraries work in the same way.
+Linux's process_vm_readv transfers bytes with a single copy and no message. The kernel permits it to processes that may
+debug the other one: those of the same user and, where Yama restricts debugging to descendants, those that
+`permit_readers` admits. The shared-memory transports of MPI libraries work in the same way.
 
-A sender says in a small message where its bytes are. The receiver reads them from the sender's memory and confirms when
-it has read all of them. Peers are not trusted further: lengths are checked, and the certificate of the switch verifies
-the values that were read, just as it verifies values received over a network.
+A sender offers a message in a small packet over a Unix socket. The receiver reads the bytes from the sender's memory
+and confirms when it has read all of them. Messages are matched by tag and by a number counted from 0. Peers are not
+trusted further: lengths are checked, and the certificate of the switch verifies the values that were read, just as it
+verifies values received over a network.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
+import socket
+import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from ds_dynatrain.errors import TransferError
+from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.transfer.device_memory import MemoryProbe
 from ds_dynatrain.transfer.transport import Handle, Transport, bytes_of
 
 MOST_BYTES = 1 << 30
 """Most bytes per read; one system call transfers at most 2^31 - 1."""
-LEAST_BYTES = 16 * 1024
-"""Shortest message that is read; a shorter one arrives before two small messages would."""
 PR_SET_PTRACER = 0x59616D61
 ANYBODY, NOBODY = -1, 0
 """Values that permit all processes of the same user, or none, to read. From <linux/prctl.h>."""
-TAKEN = 1 << 20
-"""Distance from the tag of a message to the tag with which its receiver confirms that it has read all of it."""
+SEND, RECEIVE = "send", "receive"
+OFFER, TAKEN = 1, 2
+"""Kinds of packets: OFFER says that the sender offers a message, TAKEN that the receiver has read all of it."""
+PACKET = struct.Struct("<BxxxIQQQ")
+"""Format of a packet: its kind, the tag and number of the message, and the address and length in bytes of an offer."""
+Key = tuple[int, int]
+"""Tag and number of a message."""
 Share = Callable[[str, Any], Mapping[int, Any]]
 """Function `share(what, record)` that sends a record (plain JSON) to all members and returns all records by member."""
+
+PEER = struct.Struct("=iII")
+"""Format of C structure `ucred`: the IDs of process, user and group."""
 PROBE_BYTES = 16
+BACKLOG = 4096
+STOP_SECONDS = 0.05
+"""Seconds between two calls of `stop` while waiting."""
 
 
 class _Region(ctypes.Structure):
@@ -63,7 +79,8 @@ def machine() -> str:
 def permit_readers(who: int = ANYBODY) -> None:
     """Let other processes of this user read this process's memory even where Yama would forbid it; ignore failures.
 
-    who: `ANYBODY`, or `NOBODY` to revoke the permission for the whole process.
+    who: `ANYBODY`, or `NOBODY` to revoke the permission. `Neighbors.close` revokes it for the whole process, so call
+    this again afterwards if it is still needed.
     """
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(who & (1 << 64) - 1), 0, 0, 0)
 
@@ -88,45 +105,282 @@ def read_memory(process: int, address: int, into: torch.Tensor) -> None:
         done += count
 
 
-class Neighbors(NamedTuple):
+@dataclass(eq=False)
+class NeighborMessage:
+    """A message to or from a neighbor.
+
+    line: the connection to the neighbor.
+    what: "send" or "receive".
+    data: the bytes to send, or the memory to fill.
+    host: the memory that is read or filled: `data` itself, or host memory if `data` is on an accelerator.
+    is_done: whether all bytes have been read.
+    """
+
+    neighbors: Neighbors
+    line: NeighborLine
+    what: str
+    data: torch.Tensor
+    host: torch.Tensor
+    is_done: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+    def wait(self, deadline: float) -> None:
+        self.line.settle()
+        while not self.is_done:
+            self.neighbors.advance(self.line, f"{self.what} of {self.host.numel()} bytes", self.since, deadline)
+        if self.host is not self.data:
+            self.data.copy_(self.host)
+
+
+@dataclass
+class NeighborLine:
+    """The connection to one neighbor.
+
+    member: the neighbor's member number.
+    process: the ID of its process.
+    outbox: packets that could not be sent yet.
+    numbers: number of messages begun so far, keyed by (direction, tag).
+    offers: a map from key to (address, length) for messages that the neighbor offers and this member has not read yet.
+    sent: messages to the neighbor that it has not read yet.
+    wanted: messages awaited from the neighbor.
+    is_over: whether the neighbor has closed the connection.
+    """
+
+    member: int
+    process: int
+    socket: socket.socket
+    outbox: deque[bytes] = field(default_factory=deque)
+    numbers: Counter[tuple[str, int]] = field(default_factory=Counter)
+    offers: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    sent: dict[Key, NeighborMessage] = field(default_factory=dict)
+    wanted: dict[Key, NeighborMessage] = field(default_factory=dict)
+    is_over: bool = False
+
+    def begin(self, message: NeighborMessage, tag: int) -> NeighborMessage:
+        """Offer a message with the given tag to the neighbor, or begin to wait for the neighbor's next one."""
+        if not message.host.numel():
+            message.is_done = True
+            return message
+        key = tag, self.numbers[message.what, tag]
+        self.numbers[message.what, tag] += 1
+        if message.what == SEND:
+            self.sent[key] = message
+            self._say(OFFER, key, message.host.data_ptr(), message.host.numel())
+        else:
+            self.wanted[key] = message
+        return message
+
+    def flush(self) -> None:
+        """Send queued packets until the socket would block; drop them if the connection has failed."""
+        try:
+            while self.outbox:
+                self.socket.send(self.outbox[0])
+                self.outbox.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.outbox.clear()
+
+    def listen(self) -> None:
+        """Process all packets that have arrived; set `is_over` if the neighbor has closed the connection."""
+        try:
+            while True:
+                packet = self.socket.recv(PACKET.size)
+                if len(packet) != PACKET.size:
+                    self.is_over = True
+                    return
+                self._hear(packet)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_over = True
+
+    def settle(self) -> None:
+        """Read all messages that are both offered and awaited, in the order of the offers.
+
+        Raises TransferError if the offered length is not the awaited one, or if the neighbor's memory can no longer be
+        read.
+        """
+        for key in [key for key in self.offers if key in self.wanted]:
+            (address, length), message = self.offers.pop(key), self.wanted.pop(key)
+            if length != (awaited := message.host.numel()):
+                raise TransferError(f"member {self.member} offers {length} bytes where {awaited} are awaited")
+            try:
+                read_memory(self.process, address, message.host)
+            except TransferError as error:
+                raise TransferError(f"receive of {length} bytes with member {self.member} failed: {error}") from error
+            message.is_done = True
+            self._say(TAKEN, key)
+
+    def close(self) -> None:
+        """Drop queued packets and close the socket, which wakes any thread that waits for it."""
+        self.outbox.clear()
+        with suppress(OSError):  # wakes a thread that waits for it
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _say(self, kind: int, key: Key, address: int = 0, length: int = 0) -> None:
+        """Queue a packet, and send it if the socket does not block."""
+        self.outbox.append(PACKET.pack(kind, *key, address, length))
+        self.flush()
+
+    def _hear(self, packet: bytes) -> None:
+        kind, tag, number, address, length = PACKET.unpack(packet)
+        if kind == OFFER:
+            self.offers[tag, number] = (address, length)
+        elif kind == TAKEN and (tag, number) in self.sent:
+            self.sent.pop((tag, number)).is_done = True
+
+
+@dataclass(eq=False)
+class Neighbors:
     """The members on this machine that can read this member's memory, and whose memory this member can read.
 
-    processes: the ID of each neighbor's process.
+    Build it with `meet`, and `close` it after use.
+
+    lines: the connection to each neighbor.
     lenders: the neighbors with which this member shares accelerator memory: each can read the other's.
     """
 
-    processes: Mapping[int, int]
-    lenders: frozenset[int]
+    lines: Mapping[int, NeighborLine]
+    lenders: frozenset[int] = frozenset()
+    _poll: select.poll = field(default_factory=select.poll)
+    _by_descriptor: dict[int, NeighborLine] = field(default_factory=dict)
+
+    @classmethod
+    def meet(
+        cls,
+        member: int,
+        share: Share,
+        seconds: float,
+        stop: Callable[[], None] = lambda: None,
+        device: torch.device | None = None,
+    ) -> Neighbors:
+        """Find and connect to this member's neighbors. All members must call it.
+
+        member: this member's number.
+        share: sends a record to all members and returns theirs.
+        stop: called while waiting for others; it may raise an error to end the wait.
+        device: this member's accelerator, if any.
+
+        Raises MemberMissing if a neighbor does not connect within `seconds`, and any error of `share`.
+        """
+        deadline = time.monotonic() + seconds
+        probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # not drawn from training
+        permit_readers()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # Linux chooses an abstract name, without a file
+            listener.listen(BACKLOG)
+            name = listener.getsockname().hex()
+            here = {"machine": machine(), "process": os.getpid(), "socket": name}
+            lent = MemoryProbe(device)
+            cards = share("cards", {**here, "probe": [probe.data_ptr(), probe.tolist()], "device": lent.record})
+            able, lending = list[int](), list[int]()
+            for other, card in sorted(cards.items()):
+                if other != member and _can_read(card, here):
+                    able.append(other)
+                    if lent.can_read(card["device"]):
+                        lending.append(other)
+            near, lenders, missing = list[int](), set[int](), dict[int, int]()
+            for other, (reads, borrows) in share("readable", [able, lending]).items():  # near: the same on both sides
+                if member in reads and other in able:
+                    near.append(other)
+                    if member in borrows and other in lending:
+                        lenders.add(other)
+            lines: dict[int, NeighborLine] = {}
+            try:
+                for other in sorted(near):
+                    if other > member:
+                        lines[other] = NeighborLine(other, *_call(other, cards[other], deadline))
+                    else:
+                        missing[int(cards[other]["process"])] = other
+                while missing:
+                    process, link = _answer(listener, missing, deadline, stop)
+                    other = missing.pop(process)
+                    lines[other] = NeighborLine(other, process, link)
+            except BaseException:
+                for line in lines.values():
+                    line.close()
+                raise
+        return cls(lines, frozenset(lenders))
+
+    @property
+    def members(self) -> frozenset[int]:
+        """Numbers of the neighbors."""
+        return frozenset(self.lines)
+
+    def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
+        """Offer a tensor's bytes to a neighbor. Bytes on an accelerator are copied to host memory first."""
+        line, data = self._line(member), bytes_of(tensor).to("cpu")
+        return line.begin(NeighborMessage(self, line, SEND, data, data), tag)
+
+    def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
+        """Begin to receive a neighbor's next message with the given tag into a tensor."""
+        line, data = self._line(member), bytes_of(tensor)
+        host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
+        return line.begin(NeighborMessage(self, line, RECEIVE, data, host), tag)
+
+    def advance(self, line: NeighborLine, what: str, since: float, deadline: float) -> None:
+        """Wait for packets from any neighbor, and process them.
+
+        line: the connection whose message is awaited.
+        what: a description of that message.
+        since: when the wait began.
+
+        Raises MemberMissing when the deadline passes, and TransferError if the neighbor of `line` has disconnected.
+        """
+        if line.is_over:
+            raise TransferError(f"{what} with member {line.member} failed: its connection has ended")
+        for each in self.lines.values():
+            if not each.is_over:
+                self._by_descriptor[each.socket.fileno()] = each
+                self._poll.register(each.socket, select.POLLIN | (select.POLLOUT if each.outbox else 0))
+        left = max(deadline - time.monotonic(), 0.0)
+        ready = self._poll.poll(1e3 * left)
+        if not ready and time.monotonic() >= deadline:
+            raise MemberMissing(what, [line.member], time.monotonic() - since)
+        for descriptor, _ in ready:
+            found = self._by_descriptor[descriptor]
+            found.flush()
+            found.listen()
+            found.settle()
+            if found.is_over:
+                self._poll.unregister(descriptor)
+
+    def close(self) -> None:
+        """Close all connections, and revoke the permission to read this process's memory."""
+        for line in self.lines.values():
+            line.close()
+        self.lines = {}
+        permit_readers(NOBODY)
+
+    def _line(self, member: int) -> NeighborLine:
+        if member not in self.lines:
+            raise TransferError(f"member {member} is no neighbor; there are {sorted(self.lines)}")
+        return self.lines[member]
 
 
-def find_neighbors(member: int, share: Share, device: torch.device | None = None) -> Neighbors:
-    """Find this member's neighbors, by reading a few random bytes of every process. All members must call it.
+@dataclass(frozen=True)
+class RoutedTransport:
+    """A transport that reaches neighbors (`near`) through their memory, and all other members through `far`."""
 
-    member: this member's number.
-    share: sends a record to all members and returns theirs.
-    device: this member's accelerator, if any.
-    """
-    probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # not drawn from training
-    permit_readers()
-    lent = MemoryProbe(device)
-    cards = share("cards", {"process": os.getpid(), "probe": [probe.data_ptr(), probe.tolist()], "device": lent.record})
-    able, lending = list[int](), list[int]()
-    for other, card in sorted(cards.items()):
-        if other != member and _can_read(card):
-            able.append(other)
-            if lent.can_read(card["device"]):
-                lending.append(other)
-    near, lenders = dict[int, int](), set[int]()
-    for other, (reads, borrows) in share("readable", [able, lending]).items():  # near: the same on both sides
-        if other in able and member in reads:
-            near[other] = int(cards[other]["process"])
-            if other in lending and member in borrows:
-                lenders.add(other)
-    return Neighbors(near, frozenset(lenders))
+    near: Neighbors
+    far: Transport
+
+    def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
+        return self._to(member).send(tensor, member, tag)
+
+    def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
+        return self._to(member).receive(tensor, member, tag)
+
+    def _to(self, member: int) -> Transport:
+        return self.near if member in self.near.members else self.far
 
 
-def _can_read(card: Mapping[str, Any]) -> bool:
-    """Return whether the memory of a member can be read, which is tested by reading its probe."""
+def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Return whether a member is on this machine and its memory can be read, which is tested by reading its probe."""
+    if not here["machine"] or card["machine"] != here["machine"]:
+        return False
     address, expected = card["probe"]
     seen = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
     try:
@@ -136,71 +390,48 @@ def _can_read(card: Mapping[str, Any]) -> bool:
     return bool(seen.tolist() == expected)
 
 
-@dataclass(frozen=True)
-class NeighborTransport:
-    """A transport in which neighbors read long messages from each other's memory; `far` carries everything else.
+def _call(other: int, card: Mapping[str, Any], deadline: float) -> tuple[int, socket.socket]:
+    """Connect to a neighbor with a higher number; return its process ID and the socket."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        link.settimeout(max(deadline - time.monotonic(), 0.001))
+        link.connect(bytes.fromhex(card["socket"]))
+        if (process := _process(link)) != int(card["process"]):
+            raise TransferError(f"process {process} answers for member {other}, which is process {card['process']}")
+        link.setblocking(False)
+    except OSError as error:
+        link.close()
+        raise TransferError(f"cannot connect to member {other} on this machine: {error}") from error
+    except TransferError:
+        link.close()
+        raise
+    return int(card["process"]), link
 
-    processes: the ID of each neighbor's process.
+
+def _answer(
+    listener: socket.socket, missing: Mapping[int, int], deadline: float, stop: Callable[[], None]
+) -> tuple[int, socket.socket]:
+    """Accept the connection of the next neighbor with a lower number; return its process ID and the socket.
+
+    missing: a map from process ID to the expected member. Connections from other processes are closed. The kernel
+    identifies the connecting process, and nothing is read from the socket, so a silent process cannot block this call.
     """
-
-    far: Transport
-    processes: Mapping[int, int]
-
-    def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        if member not in self.processes or tensor.nbytes < LEAST_BYTES:
-            return self.far.send(tensor, member, tag)
-        data = bytes_of(tensor).to("cpu")
-        place = torch.tensor([data.data_ptr(), data.numel()], dtype=torch.int64)
-        said = self.far.send(place, member, tag)
-        return _Lent((data, place), [said, self.far.receive(_confirmation(), member, tag + TAKEN)])
-
-    def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        if member not in self.processes or tensor.nbytes < LEAST_BYTES:
-            return self.far.receive(tensor, member, tag)
-        place = torch.zeros(2, dtype=torch.int64)
-        return _Borrowed(self, bytes_of(tensor), member, tag, place, self.far.receive(place, member, tag))
-
-
-def _confirmation() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class _Lent:
-    """A message to a neighbor: its bytes with their place, and the messages that must be done."""
-
-    held: Sequence[torch.Tensor]
-    handles: Sequence[Handle]
-
-    def wait(self, deadline: float) -> None:
-        for handle in self.handles:
-            handle.wait(deadline)
-
-
-@dataclass(frozen=True)
-class _Borrowed:
-    """A message from a neighbor.
-
-    place: the address and the length of the bytes there, once `told` is done.
-    """
-
-    transport: NeighborTransport
-    data: torch.Tensor
-    member: int
-    tag: int
-    place: torch.Tensor
-    told: Handle
-
-    def wait(self, deadline: float) -> None:
-        self.told.wait(deadline)
-        (address, length), awaited = self.place.tolist(), self.data.numel()
-        if length != awaited:
-            raise TransferError(f"member {self.member} offers {length} bytes where {awaited} are awaited")
-        host = self.data if self.data.device.type == "cpu" else torch.empty(length, dtype=torch.uint8)
+    since = time.monotonic()
+    while time.monotonic() < deadline:
+        stop()
+        listener.settimeout(max(min(deadline - time.monotonic(), STOP_SECONDS), 0.001))
         try:
-            read_memory(self.transport.processes[self.member], address, host)
-        except TransferError as error:
-            raise TransferError(f"receive of {length} bytes with member {self.member} failed: {error}") from error
-        if host is not self.data:
-            self.data.copy_(host)
-        self.transport.far.send(_confirmation(), self.member, self.tag + TAKEN).wait(deadline)
+            link, _ = listener.accept()
+        except TimeoutError:
+            continue
+        process = _process(link)
+        if process in missing:
+            link.setblocking(False)
+            return process, link
+        link.close()
+    raise MemberMissing("connecting on this machine", sorted(missing.values()), time.monotonic() - since)
+
+
+def _process(link: socket.socket) -> int:
+    """Return the ID of the process at the other end of a socket, as reported by the kernel."""
+    return int(PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[0])

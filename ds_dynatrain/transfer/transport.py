@@ -2,10 +2,8 @@
 
 Every transport has this contract. `send` and `receive` return immediately. Messages between two members with the same
 tag arrive in sending order, and are matched in order with the receives of that tag. A message and its receive have
-equal length. Messages of one tag are waited for in order, and a wait for a sent message may last until its receiver
-waits for it: so wait for what you receive before you wait for what you send. A tensor belongs to the transport until
-the `wait` of its handle returns. A failed wait raises an error that names the member; the transport is then unusable
-and must be discarded with its group.
+equal length. A tensor belongs to the transport until the `wait` of its handle returns. A failed wait raises an error
+that names the member; the transport is then unusable and must be discarded with its group.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ds_dynatrain.adapters.groups.communicators import CommunicatorLink
 from ds_dynatrain.adapters.groups.device import device_backend
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.reshard.switch import Transaction
-from ds_dynatrain.transfer import NeighborTransport, batched
+from ds_dynatrain.transfer import RoutedTransport, batched
 from ds_dynatrain.transfer.batched import BatchedMoves
 from ds_dynatrain.transfer.device_memory import PROBE_BYTES
 from ds_dynatrain.transfer.executor import TAG
@@ -46,7 +46,7 @@ class Count:
 
 @contextmanager
 def counted() -> Iterator[Count]:
-    found, exchange, read, send = Count(), CommunicatorLink.exchange, LabMemory.read, NeighborTransport.send
+    found, exchange, read, send = Count(), CommunicatorLink.exchange, LabMemory.read, RoutedTransport.send
 
     def exchanging(self: Any, sends: Any, receives: Any) -> None:
         found.batched += sum(tensor.numel() for tensor, _ in sends)
@@ -64,7 +64,7 @@ def counted() -> Iterator[Count]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(CommunicatorLink, "exchange", exchanging))
         stack.enter_context(patch.object(LabMemory, "read", reading))
-        stack.enter_context(patch.object(NeighborTransport, "send", sending))
+        stack.enter_context(patch.object(RoutedTransport, "send", sending))
         stack.enter_context(patch.object(communicators, "GROUPING", (device_backend(),)))  # as NCCL
         yield found
 

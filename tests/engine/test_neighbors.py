@@ -29,7 +29,7 @@ def walked(transport: str, can_read: bool) -> tuple[jobs.Record, list[set[int]]]
     own = Ways.transport
 
     def noted(self: Ways, world: World | None) -> Transport:
-        seen.append(set(self.neighbors.processes))
+        seen.append(set(self.neighbors.members) if self.neighbors is not None else set())
         return own(self, world)
 
     reading = neighbors.read_memory if can_read else forbidden

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.transfer import find_neighbors
+from ds_dynatrain.transfer import Neighbors
 
 ROOT = Path(__file__).parents[2]
 Seen = list[dict[str, Any]]
@@ -71,8 +71,9 @@ def test_wrong_groups_are_refused(seen: Seen) -> None:
 def test_wrong_uses_are_refused(seen: Seen, way: str) -> None:
     for rank, refused in enumerate(case[f"{way} refusals"] for case in seen):
         self_, stranger, shape = refused
-        assert f"member {10 + rank} is no peer" in self_
-        assert "member 99 is no peer" in stranger
+        kind = "peer" if way == "gloo" else "neighbor"
+        assert f"member {10 + rank} is no {kind}" in self_
+        assert f"member 99 is no {kind}" in stranger
         assert "1-D contiguous" in shape
 
 
@@ -118,5 +119,5 @@ def test_a_member_killed_in_the_middle_of_a_message_is_named(seen: Seen) -> None
 def test_finding_neighbors_draws_from_no_stream_of_the_training() -> None:
     """It is done in a thread beside it, at a moment that nobody knows."""
     before = torch.get_rng_state()
-    find_neighbors(0, lambda _, record: {0: record})
+    Neighbors.meet(0, lambda _, record: {0: record}, 5.0).close()
     assert torch.equal(torch.get_rng_state(), before)

@@ -22,15 +22,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout
-from ds_dynatrain.transfer import (
-    GroupTransport,
-    NeighborTransport,
-    ReadyPlan,
-    Transport,
-    execute,
-    find_neighbors,
-    transport,
-)
+from ds_dynatrain.transfer import GroupTransport, Neighbors, ReadyPlan, Transport, execute, transport
 from ds_dynatrain.transfer import neighbors as reading
 from tests.transfer.states import buffers_of, differences, logical_state, space
 
@@ -111,14 +103,15 @@ def errors(*calls: Callable[[], object]) -> list[str]:
 
 
 def out_of_step(rank: int, ends: Transport) -> list[str]:
-    """One member has messages of another tag first, and waits for them in another order."""
+    """Everybody waits for its sends before it waits for what comes, and one has messages of another tag first."""
     others = [member for member in MEMBERS if member != MEMBERS[rank]]
     said = [torch.full((5000,), 10.0 * MEMBERS[rank] + tag) for tag in (1, 2)]
     heard = {(member, tag): torch.zeros(5000) for member in others for tag in (1, 2)}
     incoming = [ends.receive(into, member, tag) for (member, tag), into in heard.items()]
     tags = (2, 1) if rank else (1, 2)
-    outgoing = [ends.send(said[tag - 1], member, tag) for member in others for tag in tags]
-    for handle in [*(incoming if rank else reversed(incoming)), *outgoing]:
+    for handle in [ends.send(said[tag - 1], member, tag) for member in others for tag in tags]:
+        handle.wait(time.monotonic() + 20)
+    for handle in reversed(incoming):
         handle.wait(time.monotonic() + 20)
     return [f"{member} {tag}" for (member, tag), into in heard.items() if not bool((into == 10.0 * member + tag).all())]
 
@@ -168,7 +161,7 @@ LAST_CASES = ("silent_member", "dying_member")
 """After each of these a transport is of no use."""
 
 
-def half_sent(rank: int, ends: Transport) -> dict[str, Any]:
+def half_sent(rank: int, ends: Neighbors) -> dict[str, Any]:
     """Rank 2 is killed while rank 0 has read half of a message."""
     data = torch.full((8 << 20,), 7, dtype=torch.uint8)
     if rank == 2:
@@ -189,17 +182,15 @@ def half_sent(rank: int, ends: Transport) -> dict[str, Any]:
     return outcome(lambda: ends.receive(torch.zeros_like(data), MEMBERS[2], 1), 20.0)
 
 
-def neighbors(store: Store, name: str, rank: int) -> NeighborTransport:
-    """All three are on one machine; every message is read."""
-    reading.LEAST_BYTES = 1
+def neighbors(store: Store, name: str, rank: int) -> Neighbors:
+    """All three are on one machine."""
     prefixed = PrefixStore(name, store)
 
     def share(what: str, record: Any) -> dict[int, Any]:
         prefixed.set(f"{what}/{MEMBERS[rank]}", json.dumps(record))
         return {member: json.loads(prefixed.get(f"{what}/{member}")) for member in MEMBERS}
 
-    far = GroupTransport(make_group(store, f"{name} far", rank), MEMBERS)
-    return NeighborTransport(far, find_neighbors(MEMBERS[rank], share).processes)
+    return Neighbors.meet(MEMBERS[rank], share, 20)
 
 
 def main(rank: int, folder: Path) -> None:
@@ -212,7 +203,7 @@ def main(rank: int, folder: Path) -> None:
     seen["wrong_groups"] = wrong_groups(group)
     open_to_the_end = make_group(store, "given up", rank)
     seen["given_up"] = given_up(rank, open_to_the_end)
-    seen["near"] = sorted(near["all"].processes)
+    seen["near"] = sorted(near["all"].members)
     for way, ends in (("gloo", GroupTransport(group, MEMBERS)), ("near", near["all"])):
         seen |= {f"{way} {case.__name__}": case(rank, ends) for case in CASES}
     seen["unequal_lengths"] = unequal_lengths(rank, near["unequal"])
