@@ -300,7 +300,7 @@ def _unknown_key(where: str, valid: list[str]) -> str:
 
 
 def _check_together(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for keys that cannot be combined with each other, or with DeepSpeed's part."""
+    """Raise `ConfigError` if two keys of `dynatrain` exclude each other, or one excludes a key of DeepSpeed."""
     monitors = [own.get(name) for name in MONITORS]
     if block.report.monitor and not any(isinstance(each, Mapping) and each.get("enabled") for each in monitors):
         raise ConfigError(

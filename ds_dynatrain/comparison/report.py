@@ -101,7 +101,7 @@ def parameters(measures: Measures) -> int:
 
 
 def _model(size: str, measures: Measures) -> str:
-    """Return a description of a model's number of parameters, or its size's name if no measurement succeeded."""
+    """Return the model's number of parameters as text, such as "30.1M parameters"; `size` if nothing was measured."""
     count = parameters(measures)
     return f"{count / 1e6:.1f}M parameters" if count else size
 

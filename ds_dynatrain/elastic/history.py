@@ -331,7 +331,7 @@ class JobHistory:
     # -- what follows ------------------------------------------------------------------------------------------------
 
     def _go_on(self, before: Report, said: Report, world: Generation, now: float) -> None:
-        """Add what rank 0 has done between two reports."""
+        """Add the steps, samples and times of rank 0 between two of its reports to the job's history."""
         old, new = before.tally, said.tally
         steps = max(0, new.steps - old.steps)
         lost_steps = max(0, steps - (said.step - before.step))

@@ -53,7 +53,7 @@ MOST_TRIES = 3
 """Most attempts at one step by the same members if none of them has died. After that many, the script or the network is
 at fault."""
 GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
-"""Location in gloo's source code, with which gloo's error messages begin."""
+"""Pattern of the file and line in gloo's source code that begin its error messages."""
 SPARE = 1000
 """Number of discarded batches that a loop may take in one round, in addition to twice the maximum of any earlier
 round."""

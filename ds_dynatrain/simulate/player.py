@@ -164,7 +164,10 @@ class _Player:
             self.held, self.dead, self.leaving = None, set(), set()
 
     def _go_back(self, kept: Kept) -> None:
-        """Drop the steps made after the state from which training continues."""
+        """Discard the steps that a loss has undone.
+
+        kept: what training continues from: "all", "copies", "checkpoint" or "saved".
+        """
         held = self.held
         if kept == "saved":
             self.saved = self.steps
@@ -194,7 +197,7 @@ class _Player:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def _go_to(self, at: float) -> None:
-        """Train, pause or wait until the clock reads `at` seconds. No event may come before that time."""
+        """Let the job train, pause or wait until `at` seconds. The caller has played all events before that time."""
         while self.clock < at:
             if self.world is None:
                 is_start = self.held is None and bool(self.ready_at)

@@ -141,7 +141,7 @@ class EvenSharding:
         return self.replicated
 
     def copies(self, start: Ints, stop: Ints) -> Iterable[Copies]:
-        """Return the runs that all ranks hold."""
+        """Return the runs of which every rank holds a copy."""
         return self.copies_of(0)
 
     def copies_of(self, rank: int) -> list[Copies]:

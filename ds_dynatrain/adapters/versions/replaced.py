@@ -19,7 +19,7 @@ def passing_on(name: str, to: Callable[[Any], Any]) -> Callable[..., Any]:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Context manager that sets attributes of a module, class or object to `values`, and restores them at the end."""
+    """Set attributes of a module, class or object to `values` inside the `with` block."""
     own = dict(vars(owner))
     for name, value in values.items():
         setattr(owner, name, value)

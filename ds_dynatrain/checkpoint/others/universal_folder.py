@@ -143,7 +143,10 @@ def _states(files: ZeroFolder, tensor: LogicalTensor) -> Iterator[tuple[str, Any
 
 
 def _state_row(files: ZeroFolder, tensor: LogicalTensor, file: str, kind: str, held: Any) -> ManifestRow:
-    """Return the manifest row of a trained tensor's state. Raises CheckpointError if it is not the whole tensor's."""
+    """Return the manifest row of one state kind of a trained tensor.
+
+    Raises CheckpointError if the file holds only a part of the tensor.
+    """
     advice = "load it into an engine of DeepSpeed's in the layout that wrote it, and save it with engine.save"
     if isinstance(held, Mapping):
         if held.get("ep_is_expert_param") or held.get("vocab_tensor"):

@@ -271,7 +271,7 @@ class VLLMClient(Requests):
         self.ask("POST", "/finish_weight_update", {"weight_version": weight_version})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Let the workers leave the trainer's group."""
+        """Make the server's workers leave the process group that they share with the trainer."""
         self.ask("POST", "/shutdown_weight_transfer_engine")
 
     def pause(self, mode: str) -> None:
