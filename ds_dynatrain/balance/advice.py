@@ -110,7 +110,9 @@ class Advice:
         return "\n".join(rows)
 
     def _row(self, name: str, layout: Layout, time: StepTime) -> str:
-        """Format one line about a layout. If the layouts differ only in their boundaries, only these are shown."""
+        """Format one line of the report about a layout. If the layouts differ only in their boundaries, only these are
+        shown.
+        """
         is_same_otherwise = self.present.replace(boundaries=None) == self.proposed.replace(boundaries=None)
         cut = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
         what = cut if self.present.pipe > 1 and is_same_otherwise else str(layout)
@@ -224,8 +226,8 @@ def _slowdown(profile: Profile, at: Situation, present_seconds: float) -> Slowdo
 def _release(at: Situation, seconds: float) -> BalanceDecision | None:
     """Decide whether nodes without work should leave now; None if there are none.
 
-    They leave once their members' time without work reaches what all members lose in `safety` changes of members; with
-    2, one to leave and one to come back.
+    They leave once the time that their members have spent without work reaches the time that all members lose in
+    `safety` changes of members. With `safety` = 2, that pays for one change to leave and one to come back.
     """
     if not at.vacant or at.rules.members != "release":
         return None
@@ -235,7 +237,8 @@ def _release(at: Situation, seconds: float) -> BalanceDecision | None:
 
 
 def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...] = ()) -> FittingLayout:
-    """Return the best layout without the ranks in `gone`; that of the fewest members if others may become idle.
+    """Return the best layout without the ranks in `gone`. If members may go idle, it is the smallest that is good
+    enough.
 
     Idle members may take the places of ranks that go. The layout grows only if members may become idle; in that case
     idle members may work again.

@@ -51,8 +51,8 @@ class Balancer:
     """`engine.balancer`, which exists if the `dynatrain` block has a `balance` block.
 
     profile: the result of all windows so far, the same on all working members; None until the first window has ended.
-    saved_member_seconds: the sum, over all steps, of a step's seconds times the number of members that a move of
-        balance made idle and that have not worked since, whether or not they are still in the job.
+    saved_member_seconds: the time for which the balancer's moves have kept members free. Each step adds its seconds
+        times the number of members that such a move made idle and that have not worked since, in the job or not.
     """
 
     profile: Profile | None = None
@@ -332,7 +332,7 @@ class Balancer:
         mine = to_record(_Timed(self._model.rows(times), beside, waiting(times.waits), self._steps.measured(), newest))
         key = f"profile/{engine.segment}/{steps}"
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
-        said = session.reduce("rows", {str(engine.rank): mine}, operator.or_, partial(self._joined, steps))
+        said = session.reduce("rows", {str(engine.rank): mine}, operator.or_, partial(self._merge_and_decide, steps))
         found = from_record(_Found, said)
         session.forget("rows")
         if self._shared is not None and self._shared.board is session.board:
@@ -347,7 +347,8 @@ class Balancer:
         return found.course
 
     def _steps_if_changed(self, step: int) -> int:
-        """Return how many of the newest steps have the new costs if the window that ends here confirms a change.
+        """Return how many of the newest steps were made at the new costs, if this window confirms that costs have
+        changed.
 
         These are the steps since the doubted window began. The step of the doubted window may be later than this one,
         because loading a checkpoint may return to an earlier step.
@@ -360,8 +361,11 @@ class Balancer:
         source = f"measured at step {engine.global_steps} on {engine.layout}, windows: {averaged.windows}"
         return averaged.profile(self._model.layers(), source)
 
-    def _joined(self, step: int, said: dict[str, Any]) -> Any:
-        """Merge the timings of all ranks into the history, and decide. Called only on the first member."""
+    def _merge_and_decide(self, step: int, said: dict[str, Any]) -> Any:
+        """Merge the timings of all ranks into the mean over windows, and decide. Called only on the first member.
+
+        said: the message of each rank, keyed by rank.
+        """
         engine, settings = self._engine, self._settings
         timed = {int(rank): from_record(_Timed, each) for rank, each in said.items()}
         rows, waits = ({rank: getattr(each, name) for rank, each in timed.items()} for name in ("rows", "waits"))
@@ -374,11 +378,11 @@ class Balancer:
         steps = (each.newest if has_changed else each.steps for each in timed.values())
         measured = max(steps, key=lambda each: each.seconds)
         slow = self._course.slow
-        if measured.count >= ENOUGH_STEPS:  # a window right after a move has seen too little of the members
+        if measured.count >= ENOUGH_STEPS:  # the first window after a move has seen too little of the members
             slow = slow.after(engine.members, window.speeds, step, settings.slow_ratio)
         course = self._course.at(step, averaged.since, slow)
         if settings.acts and averaged.doubted is not None:
-            course = course.unjudged(
+            course = course.without_decision(
                 "this window differs from those before it: the next one is to say whether costs have changed"
             )
         elif settings.acts:

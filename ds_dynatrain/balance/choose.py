@@ -145,7 +145,7 @@ class FittingLayout:
         switch_seconds: float = 0.0,
         horizon_steps: float | None = None,
     ) -> FittingLayout:
-        """Return a layout with what is predicted for it."""
+        """Return a layout together with the predictions for it."""
         time, taken = step_time(profile, layout, deal, *members.at_ranks(layout)), peak_bytes(profile, layout, deal)
         seconds = time.seconds + (switch_seconds / horizon_steps if horizon_steps else 0.0)
         return cls(layout, deal, members.working(layout.world_size), time, taken, switch_seconds, seconds)
@@ -171,11 +171,14 @@ def choose(
     refused: Callable[[Layout], bool] = lambda layout: False,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
 ) -> tuple[FittingLayout, ...]:
-    """Return the best layouts, best first; with `search.at_most_slower`, that of the fewest members before them.
+    """Return the layouts with the shortest predicted steps, best first.
 
-    present: the layout before the switch. Its axes other than pipe and data are kept.
-    refused: function that returns whether a switch would refuse a layout for reasons that `Search.deal` does not know.
-    switch_seconds: function from a layout to the seconds of a switch from `present`; not called for `present` itself.
+    If `search.at_most_slower` is given, the result begins with one more layout: the one with the fewest members whose
+    step exceeds the best one by at most that fraction.
+
+    present: the layout before the switch. Its axes other than pipe and data are kept. refused: function that returns
+    whether a switch would refuse a layout for reasons that `Search.deal` does not know. switch_seconds: function from a
+    layout to the seconds of a switch from `present`; not called for `present` itself.
 
     Raises LayoutError if nothing fits, with the reason for the largest layout tried.
     """
@@ -201,13 +204,13 @@ def choose(
         fewest = min(fewest, fitting, key=lambda each: each.layout.world_size)
         return True
 
-    # more members are never slower, because some of them may be idle
+    # bisection is possible: with more members a step is never slower, because some of them may be idle
     bisect.bisect_left(range(1, fewest.layout.world_size), True, key=is_enough)
     return fewest, *found
 
 
 def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -> Problem:
-    """Return the problem of finding a layout's boundaries: how long layers take, and how many bytes they need."""
+    """Return the problem that `partition` solves for a layout: the seconds and bytes of each layer on each stage."""
     passes = profile.forward_with_loading(layout.pipe) + profile.seconds("backward_seconds")
     stepped = np.where(profile.trained, profile.seconds("optimizer_seconds"), 0.0)
     samples = max(deal.shares) / profile.micro_batch_size
@@ -225,7 +228,7 @@ def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -
 
 @dataclass(frozen=True, eq=False)
 class _Choosing:
-    """One search. Its other fields are the arguments of `choose`.
+    """The state of one search. The fields without a description are the arguments of `choose`.
 
     reasons: a map from number of members to the reason why the first layout tried with that many members does not fit.
     seen: the layouts tried so far.
@@ -247,7 +250,7 @@ class _Choosing:
             if len(found) == self.search.count and _rounded(least) > _rounded(found[-1].seconds):
                 break
             for layout, deal in self._candidates(*size):
-                if len(found) == self.search.count and self._is_beyond(found[-1].seconds, layout, deal):
+                if len(found) == self.search.count and self._is_too_slow(found[-1].seconds, layout, deal):
                     continue
                 found = sorted([*found, *self._fitted(layout, deal)], key=lambda choice: choice.order)
                 del found[self.search.count :]
@@ -256,7 +259,7 @@ class _Choosing:
         return tuple(found)
 
     def _least_seconds(self, pipe: int, data: int) -> float:
-        """Return a lower bound of the seconds of the passes, for all layouts with so many stages and data ranks.
+        """Return a lower bound for the seconds of all passes of a step with this many stages and data ranks.
 
         It is the larger of two times: all work spread over the fastest members, and the largest layer on the fastest
         member with the mean share of samples.
@@ -266,14 +269,15 @@ class _Choosing:
         together = passes.sum() / sum(fastest[-pipe * data :])
         return float(batch * max(together, passes.max() / data / fastest[-1])) * _ROUNDING
 
-    def _is_beyond(self, seconds: float, layout: Layout, deal: Deal) -> bool:
-        """Return whether no boundaries allow a step of this many seconds.
+    def _is_too_slow(self, seconds: float, layout: Layout, deal: Deal) -> bool:
+        """Return whether every choice of boundaries makes a step longer than this many seconds.
 
-        With n micro-batches, stage s finishes n l_s + (l_0 + ... + l_(s-1)) after the start at the earliest. If the
-        stage holds the layers from k up to stop, this is n (S_stop - S_k) + S_k, where S are cumulative sums over
-        layers. Each stage may thus greedily take as many layers as it can.
+        With n micro-batches, stage s finishes n l_s + (l_0 + ... + l_(s-1)) after the start at the earliest, where l_s
+        are the seconds of stage s. If the stage holds the layers from k up to stop, this is n (S_stop - S_k) + S_k,
+        where S are cumulative sums over layers. The test therefore fills the stages in order, each with as many layers
+        as it can take.
         """
-        if self._may_be_dealt_again(layout):
+        if self._can_match_shares(layout):
             return False
         samples = np.array(deal.shares) / self.profile.micro_batch_size
         alone = samples / self.members.pace(layout).max(axis=0)
@@ -288,12 +292,12 @@ class _Choosing:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Seconds of the first 0, 1, ... layers, without backward passes for which no earlier layer waits."""
+        """Cumulative seconds of the first 0, 1, ... layers, without backward passes that no earlier layer needs."""
         waits = np.logical_or.accumulate(self.profile.trained)
         backward = np.where(waits, self.profile.seconds("backward_seconds"), 0.0)
         return [0.0, *np.cumsum(self.profile.seconds("forward_seconds") + backward).tolist()]
 
-    def _may_be_dealt_again(self, layout: Layout) -> bool:
+    def _can_match_shares(self, layout: Layout) -> bool:
         return layout.pipe > 1 and layout.data > 1 and not self.members.are_alike
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
@@ -312,7 +316,7 @@ class _Choosing:
             even = layout.replace(shares=None)
             shared = {each: self.search.deal(self.profile, each) for each in dict.fromkeys((even, layout))}
             if data > 1 and not self.members.are_alike and (deal := shared[even]) is not None:
-                if (fair := self._fair(layout, deal)) != deal.shares:  # those that suit the members' speeds
+                if (fair := self._fair(layout, deal)) != deal.shares:  # these shares suit the members' speeds
                     layout = layout.replace(shares=fair)
                     shared.setdefault(layout, self.search.deal(self.profile, layout))
             yield from ((each, deal) for each, deal in shared.items() if deal is not None)
@@ -320,7 +324,7 @@ class _Choosing:
     def _fair(self, layout: Layout, deal: Deal) -> tuple[int, ...]:
         """Return shares with which all data indices finish at about the same time, if their stages have equal loads.
 
-        A pipeline is as fast as its slowest stage once its first micro-batch has passed the other stages.
+        After its first micro-batch, a pipeline is as fast as its slowest stage.
         """
         pace = self.members.pace(layout)
         slowest = pace.min(axis=0)
@@ -331,13 +335,14 @@ class _Choosing:
         return _samples(deal, counts)
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[FittingLayout]:
-        """Yield the layouts that fit, among those with the best boundaries and the one with the current boundaries.
+        """Yield the layouts that fit: with the best boundaries, and with the current boundaries if this is the current
+        layout.
 
-        The current boundaries were found for other costs, and may no longer fit.
+        The current boundaries were chosen for other costs, so they may no longer fit.
         """
         found = {layout.replace(boundaries=cut): deal for cut in self._boundaries(layout, deal)}
         for each in [*found]:
-            found |= self._dealt_again(each, deal)
+            found |= self._with_matched_shares(each, deal)
         if self.present.replace(boundaries=None) == layout and (layout.pipe == 1 or self.present.boundaries):
             found[self.present] = deal
         for each, its in found.items():
@@ -353,13 +358,14 @@ class _Choosing:
                 continue
             yield choice
 
-    def _dealt_again(self, layout: Layout, deal: Deal) -> dict[Layout, Deal]:
-        """Return the layout with shares that suit its boundaries, and again with new boundaries for these shares.
+    def _with_matched_shares(self, layout: Layout, deal: Deal) -> dict[Layout, Deal]:
+        """Return variants of a layout whose shares suit its boundaries: with these boundaries, and with new ones for
+        the shares.
 
         Returns {} if the shares would stay the same, or unless there are several stages, several data ranks and members
         of different speeds.
         """
-        if not self._may_be_dealt_again(layout):
+        if not self._can_match_shares(layout):
             return {}
         ends, each = column_seconds(self.profile, layout, deal, *self.members.at_ranks(layout))
         begins = ends - each * np.array(deal.counts)
@@ -371,9 +377,9 @@ class _Choosing:
         return {shared.replace(boundaries=cut): its for cut in (layout.boundaries, *self._boundaries(shared, its))}
 
     def _boundaries(self, layout: Layout, deal: Deal) -> tuple[tuple[int, ...] | None, ...]:
-        """Return a tuple with the best boundaries, or an empty one if no boundaries fit.
+        """Return a tuple with the best boundaries as its only element, or () if no boundaries fit.
 
-        A layout of one stage keeps its current boundaries.
+        A layout with one stage keeps its current boundaries.
         """
         try:
             problem = problem_of(self.profile, layout, deal, self.members)
@@ -397,7 +403,7 @@ class _Choosing:
 
 
 def _samples(deal: Deal, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shares that result from these numbers of micro-batches."""
+    """Return the samples of each data index, given its number of micro-batches."""
     size = max(deal.shares) // deal.micro_batches
     return tuple(size * count for count in counts)
 

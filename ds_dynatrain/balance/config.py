@@ -11,7 +11,7 @@ from ds_dynatrain.errors import ConfigError
 
 
 class BalanceConfig(Block):
-    """Timing of layers and members during training, with faster placements proposed or made."""
+    """The settings for timing layers and members, and for proposing faster layouts or switching to them."""
 
     mode: Literal["act", "advise", "off"] = "advise"
     """"advise": layers are timed, and nothing moves by itself; "act": layers also move; "off": nothing is timed."""
@@ -51,12 +51,12 @@ class BalanceConfig(Block):
 
     @property
     def slow_seen_steps(self) -> int:
-        """Steps from the first window that finds a member slow to the window in which it counts as slow."""
+        """Steps from the first window in which a member is slow to the window from which on it counts as slow."""
         return self.slow_steps // 3
 
     @property
     def acts(self) -> bool:
-        """Whether layers move without being asked."""
+        """Whether the balancer switches to faster layouts by itself."""
         return self.mode == "act"
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """The course of moves: at the end of each window the last move is judged, and the next one is decided on.
 
 A move is a switch to a layout that is predicted to be faster. A window is a number of timed steps. The decision depends
-only on numbers: the first member of a world makes it, and all members adopt it.
+only on numbers, so the first member of a world makes it, and all members adopt it.
 """
 
 from __future__ import annotations
@@ -117,17 +117,17 @@ class Course:
     def at(self, step: int, since: int, slow: Slow) -> Course:
         """Return the course with the current knowledge of changed costs and slow members.
 
-        step: the current step. A load may have gone back to one before the last window.
-        since: the step at which costs changed.
-        slow: the slow members. A member that has recovered counts as having done so at the last window.
+        step: the current step. It may be earlier than that of the last window, if a checkpoint was loaded. since: the
+        step at which costs changed. slow: the slow members. A member that has recovered is taken to have recovered at
+        the last window.
         """
         history = self.history
         known = replace(history, step=min(history.step, step), since=min(history.since, step))
         begun = max(known.since, since, *slow.since.values(), 0 if slow == self.slow else known.step)
         return replace(self, history=replace(known, since=begun, step=max(known.step, begun)), slow=slow)
 
-    def unjudged(self, why: str) -> Course:
-        """Return the course after a window that judges and decides nothing."""
+    def without_decision(self, why: str) -> Course:
+        """Return the course with this description, but without a verdict, a wanted move or released nodes."""
         return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, releases=False, why=why)
 
     def after(
@@ -145,7 +145,7 @@ class Course:
         present: the current layout, with its boundaries.
         advise: function that returns the fastest layout, or raises LayoutError if nothing fits.
         """
-        course, costs = self.unjudged(""), Costs.of(profile, self.slow)
+        course, costs = self.without_decision(""), Costs.of(profile, self.slow)
         if (move := self.history.open) is not None:
             looks_slower = move.before_seconds < measured.seconds <= move.slower_from(measured.error)
             if measured.count >= (LAST_STEPS if looks_slower else ENOUGH_STEPS):  # what looks slower may be noise
@@ -181,7 +181,7 @@ class Course:
 
         Layers that moved are left out: if they became slower, the move may be the reason.
 
-        least: the fraction of the whole that a change must exceed.
+        least: the fraction of the layers' total seconds that a change must exceed.
         """
         layers, then = len(now.seconds), self.costs
         if self.left is None or then is None or len(then.seconds) != layers or set(now.slow) - set(then.slow):
@@ -202,14 +202,13 @@ class Course:
         return replace(course, wanted=back, why=verdict.value)
 
     def moved(self, wanted: WantedMove, step: int, left: Layout, pause_seconds: float) -> Course:
-        """Return the course after the wanted move was made. A move back is not judged by any window.
+        """Return the course after the wanted move was made. A move that takes back another one is not judged.
 
-        left: the layout before the move.
-        pause_seconds: the seconds for which training paused.
+        left: the layout before the move. pause_seconds: the seconds for which training paused.
         """
         gain, before = 1 - wanted.at_work * (1 - wanted.predicted_gain), wanted.before
         move = PastMove(gain, before.seconds, before.error, wanted.at_work, wanted.at_most_slower)
-        history = replace(self.history.begun_anew(step, left), open=None if wanted.back else move)
+        history = replace(self.history.restarted(step, left), open=None if wanted.back else move)
         slowdown = self.slowdown
         if slowdown is not None:  # a member that was let go is not measured any longer
             home = slowdown.home if self.slow.since else wanted.layout
@@ -223,18 +222,19 @@ class Course:
         return max(0, self.freed + before - after)
 
     def overtaken(self, step: int, after: int = 0, before: int = 0) -> Course:
-        """Return the course after a switch that the balancer did not request. The last move is never judged.
+        """Return the course after a switch that the balancer did not request. If its last move was not judged yet, it
+        never is.
 
         Such a switch was requested by the script, or caused by a change of members. Members that it puts to work are no
-        longer free; members that it takes from the job were not freed by balance. Time lost counts from this step on.
+        longer free, and members that it takes out of the job do not count as freed by the balancer. Time lost is
+        counted anew from this step on.
 
-        after: the number of members that work after the switch.
-        before: the number of members that worked before it.
+        after: the number of members that work after the switch. before: the number of members that worked before it.
         """
         freed = self._freed(max(after, before), before)
         history = replace(self.history, open=None, rivals=(), step=step, since=step)
         return replace(self, history=history, slowdown=None, left=None, costs=None, wanted=None, freed=freed, let_go=())
 
     def failed(self, step: int) -> Course:
-        """Return the course after the wanted move failed. Time lost counts anew, so the next move has to wait."""
-        return replace(self, history=self.history.begun_anew(step), wanted=None)
+        """Return the course after the wanted move failed. Time lost is counted anew, so the next move has to wait."""
+        return replace(self, history=self.history.restarted(step), wanted=None)

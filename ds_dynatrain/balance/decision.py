@@ -1,9 +1,9 @@
 """Decisions on moves: a table of rules for predicted gains, and the judgement of a move by the window after it.
 
-A move is made if its gain is large enough, is not noise, and the time that the present layout has lost so far has
-reached the cost of the move there and back: a ski-rental rule, which needs no forecast. A move that made steps slower
-is taken back, and predictions count for half as much. Nothing here measures, moves or waits: the functions turn numbers
-into an answer, together with the numbers behind it.
+A move is made if its gain is large enough and is not noise, and if the time that the present layout has lost so far has
+reached the cost of the move there and back. This is a ski-rental rule, which needs no forecast. A move that made steps
+slower is taken back, and later predictions count for half as much. The functions here only compute an answer, and the
+numbers behind it, from numbers: they do not measure, move or wait.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEAST_FACTOR = 0.1
 
 
 class Answer(Enum):
-    """The possible answers to whether a move is made. The answer is the first of these, in order, that applies."""
+    """The possible answers to whether a move is made. The first one that applies, in this order, is the answer."""
 
     OPEN = "the last move is not judged yet"
     SMALL = "too little to gain"
@@ -85,7 +85,7 @@ class PastMove:
     before_seconds: the measured seconds of a step before the move.
     before_error: the standard error of `before_seconds`.
     at_work: the fraction of the members that still work after the move; `predicted_gain` counts the time of all.
-    at_most_slower: the fraction by which steps may have become slower.
+    at_most_slower: the fraction by which steps were allowed to become slower.
     """
 
     predicted_gain: float
@@ -122,9 +122,9 @@ class BalanceDecision:
 class BetterLayout:
     """A layout that was predicted to be better than the present one at some time.
 
-    without: the ranks that it does without.
-    lost_seconds: the time that the present layout has lost against it, at least 0: it falls while the present layout is
-        the better one.
+    without: the ranks that this layout leaves out.
+    lost_seconds: the time lost so far by not using this layout. It falls, down to 0, while the present layout is the
+        better one.
     """
 
     layout: Layout
@@ -132,19 +132,19 @@ class BetterLayout:
     lost_seconds: float = 0.0
 
     def after(self, steps: int, saved_seconds: float) -> BetterLayout:
-        """Return the rival after more steps, in each of which it would have saved this much."""
+        """Return this layout after more steps, in each of which it would have saved this many seconds."""
         return dataclasses.replace(self, lost_seconds=max(0.0, self.lost_seconds + max(0, steps) * saved_seconds))
 
 
 @dataclass(frozen=True)
 class DecisionHistory:
-    """The memory of decisions. Its methods return a new memory.
+    """The record on which decisions are based. Its methods return a new record.
 
     step: the step up to which time lost is counted.
     since: the step of the last change of costs or slow members, or of the last move that was made or failed.
-    factor: measured gain ÷ predicted gain of the last move if that was below a half, otherwise 1; halved by each move
-        that was taken back.
-    open: the move that no window has judged yet.
+    factor: the factor by which predicted gains are multiplied: measured gain ÷ predicted gain of the last move if that
+        was below a half, otherwise 1; halved by each move that was taken back.
+    open: the last move, if it has not been judged yet.
     rivals: the layouts against which time lost is counted, including those that moves have left.
     """
 
@@ -157,7 +157,7 @@ class DecisionHistory:
     def rivals_at(
         self, step: int, proposed: BetterLayout, saved: Callable[[BetterLayout], float]
     ) -> tuple[BetterLayout, ...]:
-        """Return the rivals at this step, the proposed one last. A new one counts from `since` on.
+        """Return the rivals at this step, the proposed one last. Time lost against a new rival counts from `since` on.
 
         saved: function that returns the seconds by which a step of a rival would be shorter now.
         """
@@ -166,10 +166,10 @@ class DecisionHistory:
         last = known.pop((proposed.layout, proposed.without), new)
         return tuple(each.after(step - self.step, saved(each)) for each in (*known.values(), last))
 
-    def begun_anew(self, step: int, left: Layout | None = None) -> DecisionHistory:
-        """Return the history with nothing lost so far, after a move at this step or after one that failed.
+    def restarted(self, step: int, left: Layout | None = None) -> DecisionHistory:
+        """Return the record with all lost times set to 0, after a move was made or has failed at this step.
 
-        left: the layout that was left.
+        left: the layout that the move left; None if it failed.
         """
         layouts = [each.layout for each in self.rivals if not each.without] + ([] if left is None else [left])
         return dataclasses.replace(
@@ -240,13 +240,13 @@ def judge(
 ) -> tuple[MoveVerdict, DecisionHistory]:
     """Return the verdict of the first window after a move, and the resulting history.
 
-    move: the open move.
+    move: the move to judge.
     seconds: the seconds of a step measured in that window.
     error: the standard error of `seconds`.
-    drift: the change of the layers and members that the move left in place. If it may explain why steps changed, the
+    drift: the change of the layers and members that the move did not touch. If it may explain why steps changed, the
         verdict is UNKNOWN; see `SPEAKING`.
 
-    After BACK the caller moves back. That move is not judged by any window.
+    If the verdict is BACK, the caller takes the move back. Taking it back is not judged by any window.
     """
     closed = dataclasses.replace(history, open=None)
     share = (1 - move.at_work * seconds / move.before_seconds) / move.predicted_gain
@@ -314,7 +314,8 @@ class Slow:
             no member counts as slow.
         """
         slow = [member for member, speed in zip(members, speeds, strict=True) if ratio and speed * ratio < 1]
-        return Slow({member: min(self.since.get(member, step), step) for member in slow})  # a load may go back
+        # loading a checkpoint may go back to an earlier step
+        return Slow({member: min(self.since.get(member, step), step) for member in slow})
 
     def counted(self, step: int, steps: int) -> frozenset[int]:
         """Return the members that have been slow for at least this many steps."""
@@ -323,11 +324,11 @@ class Slow:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """The time lost to slow members so far, by prediction.
+    """The training time lost to slow members so far, as predicted.
 
-    home: the layout that was chosen while no member was slow.
-    alone_seconds: the time that would have been lost in that layout.
-    lost_seconds: the time lost in the layouts since, and in the pauses of the moves between them.
+    home: the layout that was chosen while no member was slow. alone_seconds: the time that would have been lost if the
+    job had stayed in `home`. lost_seconds: the time lost in the layouts used since, and in the pauses of the moves
+    between them.
     """
 
     home: Layout
@@ -336,7 +337,7 @@ class Slowdown:
 
     @property
     def removed(self) -> float:
-        """Share of the slow-down that the moves have removed so far."""
+        """The fraction of `alone_seconds` that the moves have saved so far."""
         return 1 - self.lost_seconds / self.alone_seconds if self.alone_seconds else 0.0
 
     def __str__(self) -> str:

@@ -123,12 +123,12 @@ def partition(problem: Problem, present: Sequence[int] | None = None, slack: flo
 def _optimum(problem: Problem) -> float:
     """Return the smallest possible seconds of the slowest stage.
 
-    With D[p][l] for the first p stages and l layers: D[p][l] = min over k of max(D[p - 1][k], seconds of stage p with
-    the layers from k to l).
+    Let D[p][l] be the result for the first p stages and l layers. Then D[p][l] = min over k of max(D[p - 1][k], the
+    seconds of stage p with the layers from k to l).
     """
     least = np.zeros(1)
     for stage in range(problem.stages):
-        seconds = _intervals(problem, stage)
+        seconds = _stage_seconds(problem, stage)
         reached = np.maximum(least[:, None], seconds).min(axis=0)
         if not np.isfinite(reached).any():
             raise _infeasible(problem, stage, least)
@@ -139,15 +139,16 @@ def _optimum(problem: Problem) -> float:
 
 
 def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the boundaries with the smallest (bytes moved, sum of squared seconds) and no stage above `limit` seconds.
+    """Return the boundaries that move the fewest bytes, among those with no stage above `limit` seconds.
 
-    This is the dynamic program of `_optimum` over such pairs, which are sums over stages.
+    A tie goes to the smallest sum of squared seconds. The dynamic program is that of `_optimum`, with pairs (bytes
+    moved, squared seconds) in place of seconds.
     """
     stays = np.full(problem.layers, -1) if present is None else np.repeat(np.arange(len(present) - 1), np.diff(present))
     bytes_to, squares_to = np.zeros(1, dtype=np.int64), np.zeros(1)
     chosen = []
     for stage in range(problem.stages):
-        seconds = _intervals(problem, stage)
+        seconds = _stage_seconds(problem, stage)
         came = _sums(problem.moved * (stays != stage))
         stops = came[stage + 1 : stage + 1 + seconds.shape[1]]
         total = bytes_to[:, None] + (stops[None, :] - came[stage : stage + len(seconds), None])
@@ -164,12 +165,11 @@ def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> 
     return tuple(reversed(boundaries))
 
 
-def _intervals(problem: Problem, stage: int) -> Floats:
-    """Return an array of a stage's seconds.
+def _stage_seconds(problem: Problem, stage: int) -> Floats:
+    """Return the seconds of a stage for each pair of a first layer k and an end l (the first layer after the stage).
 
-    Row k and column l hold the seconds of the stage if it begins with layer k and ends before layer l; they are
-    infinite if the layers do not fit. Every stage has a layer, so the rows begin with k = stage and the columns with l
-    = stage + 1. The first stage has only the row k = 0.
+    They are infinite if the layers do not fit. Every stage holds at least one layer, so row 0 is k = stage, and column
+    0 is l = stage + 1. The first stage has only the row k = 0.
     """
     rows = problem.layers - problem.stages + 1 if stage else 1
     starts = np.arange(stage, stage + rows)
@@ -190,7 +190,7 @@ def _sums(values: Floats | Ints) -> Any:
 def _infeasible(problem: Problem, stage: int, least: Floats) -> LayoutError:
     """Return the error that says why no cut fits: the stages before `stage` can be filled, but this one cannot.
 
-    If `stage` is the number of stages, layers are left over.
+    If `stage` is the number of stages, all of them can be filled, but layers are left over.
     """
     small = problem.taken.min(axis=0)
     worst = int((small - problem.room.max()).argmax())

@@ -49,9 +49,8 @@ class PredictionOptions:
 class Prediction:
     """The prediction for the current boundaries, and for the layouts that fit, best first.
 
-    present: None if the current boundaries cannot be trained, or were not asked for.
-    name: "present" for given boundaries, or "uniform" if none were given.
-    choices: the layouts that fit.
+    present: the prediction for the current boundaries; None if they cannot be trained, or were not asked for. name: the
+    name of `present`: "present" for given boundaries, or "uniform" if none were given. choices: the layouts that fit.
     """
 
     profile: Profile
@@ -61,8 +60,8 @@ class Prediction:
     choices: tuple[FittingLayout, ...]
 
     @property
-    def known(self) -> dict[str, FittingLayout]:
-        """The current layout, if there is one, and the best one, by their names."""
+    def by_name(self) -> dict[str, FittingLayout]:
+        """Map from a name to a layout: the current layout, if there is one, and the best one."""
         present = {} if self.present is None else {self.name: self.present}
         return {**present, BEST: self.choices[0]}
 
@@ -89,7 +88,7 @@ def advise(file: Path, question: PredictionOptions) -> Prediction:
 
 
 def _members(profile: Profile, question: PredictionOptions) -> Members:
-    """Return the members. Raises ConfigError if the options contradict each other, or the profile's speeds."""
+    """Return the members. Raises ConfigError if the options contradict each other or the speeds in the profile."""
     measured = profile.speeds
     alone = question.stages if question.stages is not None and len(measured) == 1 else len(measured)
     count, stages = question.members or alone, question.stages or 1
@@ -114,7 +113,7 @@ def _members(profile: Profile, question: PredictionOptions) -> Members:
 
 
 def _start(profile: Profile, question: PredictionOptions) -> Layout:
-    """Return the current layout, without its number of data ranks.
+    """Return the current layout, whose number of data ranks is still to be chosen.
 
     Raises ConfigError if the boundaries are malformed, and LayoutError if they do not fit the layers.
     """
@@ -142,7 +141,7 @@ def _present(profile: Profile, start: Layout, members: Members, search: Search) 
 
 def show(advice: Prediction) -> None:
     """Print the prediction as text and tables."""
-    profile, known = advice.profile, advice.known
+    profile, known = advice.profile, advice.by_name
     measured = f"{profile.train_batch_size} samples a step, timed in micro-batches of {profile.micro_batch_size}"
     typer.echo(f"{len(profile.layers)} layers, {measured}{profile.source and f'; {profile.source}'}\n")
     shown = [each.layout for each in known.values()]
@@ -157,7 +156,9 @@ def show(advice: Prediction) -> None:
 
 
 def _gain(advice: Prediction) -> str:
-    """Return a comparison of the two layouts as text; "" if there is no current layout, or if it does not fit."""
+    """Return text that compares the current layout with the best one; "" if there is no current layout, or if it does
+    not fit.
+    """
     present, best = advice.present, advice.choices[0].time.seconds
     if present is None or present.peak_bytes > advice.memory_bytes:
         return ""

@@ -44,7 +44,7 @@ def _with_weight(sizes: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _naming_field(cls: type[Any], values: Any, handler: Callable[[Any], Any]) -> Any:
-    """Check the fields of a dataclass. Raises ProfileError, which names the layer and the field."""
+    """Check the fields of a dataclass. Raises a ProfileError that names the layer and the field."""
     given = values.kwargs if isinstance(values, ArgsKwargs) else values
     name = given.get("name") if isinstance(given, Mapping) else given
     where = f"layer {name!r}" if cls is LayerCost else "the profile"
@@ -61,7 +61,7 @@ def _naming_field(cls: type[Any], values: Any, handler: Callable[[Any], Any]) ->
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class LayerCost:
-    """One layer, as measured on a member of speed 1. Raises ProfileError for a value that cannot be.
+    """One layer, as measured on a member of speed 1. Raises ProfileError for an impossible value.
 
     forward_seconds: the forward pass of one micro-batch of `Profile.micro_batch_size` samples.
     backward_seconds: the backward pass of such a micro-batch.
@@ -92,7 +92,7 @@ class LayerCost:
 
     @property
     def total_bytes(self) -> int:
-        """Total bytes of all state kinds: the most that moves with the layer."""
+        """Total bytes of all state kinds, an upper bound of what is sent if the layer moves."""
         return sum(self.kind_bytes.values())
 
 
@@ -100,18 +100,17 @@ class LayerCost:
 class Profile:
     """The measured layers of a model, in order, with the members and the batch.
 
-    Raises ProfileError for a value that cannot be.
+    Raises ProfileError for an impossible value.
 
-    speeds: the relative speed of each member, by which the seconds of a layer are divided.
-    train_batch_size: the samples of one optimizer step on all members together.
-    micro_batch_size: the samples of a timed micro-batch.
-    source: a description of where the numbers come from.
+    speeds: the relative speed of each member, by which the seconds of a layer are divided. train_batch_size: the
+    samples of one optimizer step on all members together. micro_batch_size: the samples of a timed micro-batch. source:
+    a description of where the numbers come from.
 
     These times of a pipeline are 0 if they were not measured:
 
-    load_seconds: loading the samples of a micro-batch, on the first and on the last stage.
-    message_seconds: one message between two stages, on each of them, whatever its size.
-    beside_seconds: the rest of a step, outside of layers, optimizer step, loading and messages.
+    load_seconds: loading the samples of a micro-batch, on the first and on the last stage. message_seconds: the time
+    that one message takes on each of the two stages, whatever its size. beside_seconds: the rest of a step, outside of
+    layers, optimizer step, loading and messages.
     """
 
     layers: Annotated[tuple[LayerCost, ...], Field(min_length=1), Strict(False)]

@@ -86,12 +86,11 @@ class LinkCosts:
 
 @dataclass(frozen=True, eq=False)
 class StageWork:
-    """The work of one pipeline's stages for one micro-batch.
+    """The seconds that the stages of one pipeline need for one micro-batch.
 
-    forward: [stages], seconds of a forward pass.
-    backward: [stages], seconds of a backward pass.
-    send: [stages - 1], seconds to send the activations from stage s to s + 1, and to send the gradient back.
-    returns: [stages - 1], whether there is such a gradient. There is none if all earlier layers are frozen.
+    forward: [stages], seconds of a forward pass. backward: [stages], seconds of a backward pass. send: [stages - 1],
+    seconds to send the activations from stage s to s + 1, and to send the gradient back. returns: [stages - 1], whether
+    a gradient is sent back. It is not if all earlier layers are frozen.
     """
 
     forward: Floats
@@ -116,8 +115,8 @@ def simulate(work: StageWork, micro_batches: int) -> tuple[Floats, Floats]:
     micro_batch = np.where(forward, step - stage, step - 2 * stages + stage + 1) // 2
     valid = (micro_batch >= 0) & (micro_batch < micro_batches)
     passes = np.where(valid, np.where(forward, work.forward, work.backward), 0.0)[1:]
-    taken = (valid & forward)[1:, 1:]  # activations come to the later one of two stages
-    returned = valid[1:, :-1] & ~forward[1:, :-1] & work.returns  # a gradient comes to the earlier one
+    taken = (valid & forward)[1:, 1:]  # activations wait for the later one of the two stages
+    returned = valid[1:, :-1] & ~forward[1:, :-1] & work.returns  # a gradient waits for the earlier one
     meetings, lasting = taken | returned, taken * work.send + returned * work.send
     clock = np.zeros(stages)
     for meets, lasts, takes in zip(meetings, lasting, passes, strict=True):
@@ -249,7 +248,7 @@ class _Model:
 
     @cached_property
     def _inside(self) -> Bools:
-        """Array [stages - 1, data]: whether a stage and the next one are on the same node."""
+        """Return [stages - 1, data]: whether a stage and the next one are on the same node."""
         if self.links.per_node is None:
             return np.ones((self.layout.pipe - 1, self.layout.data), dtype=np.bool_)
         members = np.array(self.links.members or range(self.layout.world_size))
@@ -260,7 +259,7 @@ class _Model:
         profile, scale, pace = self.profile, size / self.profile.micro_batch_size, self.pace[:, column]
         forward = self.by_stage(profile.forward_with_loading(self.layout.pipe))
         backward = self.by_stage(profile.seconds("backward_seconds"))
-        last = np.array(self.cut[1:-1], dtype=np.int64) - 1  # the last layer of each stage but the last one
+        last = np.array(self.cut[1:-1], dtype=np.int64) - 1  # the last layer of each stage except the last stage
         handed = profile.counts("output_bytes")[last] * scale
         sends = [self.links.inside if is_near else self.links.between for is_near in self._inside[:, column]]
         lasts = np.array([link.send(nbytes) for link, nbytes in zip(sends, handed, strict=True)])
@@ -284,7 +283,7 @@ class _Model:
         """
         weights = self.profile.kind_bytes(WEIGHT)
         one_way = self._gathered(np.where(self.profile.trained, weights, 0).astype(np.float64))
-        ways = 1 if self.layout.zero_stage == 3 else 2  # a reduction is a reduce-scatter and a gather
+        ways = 1 if self.layout.zero_stage == 3 else 2  # a reduction is a reduce-scatter followed by an all-gather
         return one_way * ways * (self.deal.micro_batches if self.layout.zero_stage > 1 else 1)
 
     def _gathers(self) -> Floats:

@@ -1,6 +1,7 @@
-"""The layers that are timed: in a pipeline, the layers of its stages.
+"""The layers that are timed.
 
-In a model without stages, they are some modules and the rest of the model, or the whole model.
+In a pipeline these are the layers of its stages. In a model without stages they are the modules that the user named and
+the rest of the model, or the whole model if no module is named.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ WHOLE, REST = "model", "rest"
 class TimedModel:
     """The layers of a model without stages: the modules with these names, then the rest of the model as one layer.
 
-    Without names the whole model is one layer. The time of its passes is enough to distinguish slow members from
-    others.
+    Without names the whole model is one layer; its time is enough to find slow members.
     """
 
     def __init__(self, engine: EngineCore, modules: Sequence[str] = ()) -> None:
@@ -68,7 +68,7 @@ class TimedModel:
         return rows_of(times.forward, times.backward, rate * elements[None], times.kept_bytes, times.output_bytes)
 
     def layers(self) -> list[LayerCost]:
-        """Return all layers of the model without measurements, based on the currently registered parameters."""
+        """Return all layers of the model with their bytes, but without times. The parameters registered now count."""
         vps, found = self._engine.vps, list[LayerCost]()
         kinds = [vps.kind(kind) for kind in vps.present_kinds()]
         for name, tensors in zip(self._names(), self._tensors(), strict=True):

@@ -1,8 +1,8 @@
 """The timings of all ranks in one window, and the mean over windows.
 
 A rank has one row for each layer of its stage, with the columns of `COLUMNS` (float64): medians over micro-batches. The
-rows of all ranks are merged into one window. Windows are averaged while costs stay the same. The mean is restarted when
-two windows in a row show that costs have changed.
+rows of all ranks are merged into one window. Windows are averaged as long as costs stay the same. The mean is restarted
+when two windows in a row show that costs have changed.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class TimingWindow:
 
 
 def _speeds(found: Floats, waits: Floats | float = 0.0, wait_errors: Floats | float = 0.0) -> Floats:
-    """Return [ranks]: the speeds of one stage's ranks.
+    """Return [ranks]: the speed of each rank of one stage, with 1 for the median rank.
 
     found: [ranks, layers, COLUMNS].
     """
@@ -157,7 +157,7 @@ def _speeds(found: Floats, waits: Floats | float = 0.0, wait_errors: Floats | fl
 
 
 def _merged(found: Floats, speeds: Floats) -> Floats:
-    """Merge the rows of one stage's ranks, [ranks, layers, COLUMNS], scaled to a member of speed 1."""
+    """Merge the rows of one stage's ranks, [ranks, layers, COLUMNS], into [layers, COLUMNS] for a member of speed 1."""
     rows: Floats = found[0].copy()
     scaled = speeds[:, None, None]
     rows[:, _TIMES] = (found[:, :, _TIMES] * scaled).mean(axis=0)
@@ -197,7 +197,7 @@ class StepSeconds:
     def forget(self, but: int = 0) -> None:
         """Forget all but the newest steps. Called when the layout, the members or the costs have changed.
 
-        but: the number of steps to keep, which already had the new costs.
+        but: the number of newest steps to keep, because they were already made at the new costs.
         """
         while len(self._seconds) > but:
             self._seconds.popleft()
@@ -224,10 +224,9 @@ NEW_SHARE = 0.25
 
 @dataclass(frozen=True, eq=False)
 class Doubted:
-    """A window that differs from those before it.
+    """A window that differs from the earlier ones.
 
-    rows: [layers, COLUMNS], the window's timings.
-    step: the step at which the window ended.
+    rows: [layers, COLUMNS], the window's timings. step: the step at which the window ended.
     """
 
     rows: Rows
@@ -238,16 +237,13 @@ class Doubted:
 class Averaged:
     """The mean over windows.
 
-    rows: [layers, COLUMNS], the mean timings.
-    speeds: the speeds of the ranks in the last window.
-    beside: [BESIDE], the mean times outside the layers.
-    batch: the samples of a step, and the samples of a micro-batch.
-    windows: the number of windows in the mean.
-    since: the step at which costs changed.
-    doubted: the last window, if it differs too much to be included in the mean.
+    rows: [layers, COLUMNS], the mean timings. speeds: the speeds of the ranks in the last window. beside: [BESIDE], the
+    mean times outside the layers. batch: the samples of a step, and the samples of a micro-batch. windows: the number
+    of windows in the mean. since: the step at which costs changed. doubted: the last window, if it differs too much to
+    be included in the mean.
 
-    Unchanged layers may take a third longer in all passes of one window, for example while a core is shared, so costs
-    count as changed only if the next window agrees.
+    All passes of one window may take a third longer although no layer has changed, for example because another process
+    used the core. Costs therefore count as changed only if the next window agrees.
     """
 
     rows: Rows
@@ -278,20 +274,20 @@ class Averaged:
         if before is None or before.batch != batch or before.rows.shape != window.rows.shape:
             return now
         if is_new:
-            return before._begun_anew(window, step)
+            return before._restarted(window, step)
         if not _differ(before.rows, window.rows, least):
             return before._with(window, step)
         doubted = before.doubted
         if doubted is not None:
             away = (np.abs(_seconds(window.rows) - _seconds(each.rows)).sum() for each in (doubted, before))
-            if operator.lt(*away):  # it is nearer to the doubted window than to the mean
-                return before._begun_anew(window, doubted.step)
+            if operator.lt(*away):  # the new window is nearer to the doubted one than to the mean
+                return before._restarted(window, doubted.step)
         return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
 
-    def _begun_anew(self, window: TimingWindow, step: int) -> Averaged:
+    def _restarted(self, window: TimingWindow, step: int) -> Averaged:
         """Restart the mean with this window.
 
-        The doubted window before it is left out, because it may have been noise after all.
+        The doubted window before it is left out, because it may still have been noise.
 
         step: the step since which costs are new.
         """
@@ -303,13 +299,14 @@ class Averaged:
         rows[:, ERROR_COLUMNS] = np.hypot(
             (1 - share) * self.rows[:, ERROR_COLUMNS], share * window.rows[:, ERROR_COLUMNS]
         )
-        since = min(self.since, step)  # a load may go back behind it
+        since = min(self.since, step)  # loading a checkpoint may go back to an earlier step
         return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, since)
 
     def _beside(self, window: TimingWindow, share: float) -> Floats:
-        """Return [BESIDE]: the mean, updated with this window.
+        """Return [BESIDE]: the mean times outside the layers, updated with this window.
 
-        A value that the window has not measured stays. A value that was measured for the first time replaces the 0.
+        A time that this window has not measured keeps its mean. A time that is measured for the first time replaces the
+        0.
         """
         mixed = np.where(self.beside > 0, (1 - share) * self.beside + share * window.beside, window.beside)
         return np.where(window.beside > 0, mixed, self.beside)
@@ -317,7 +314,7 @@ class Averaged:
     def profile(self, layers: Sequence[LayerCost], source: str = "") -> Profile:
         """Return the profile that results from these measurements.
 
-        layers: the layers with what is known of them without measurements.
+        layers: the layers, with their bytes but without times.
         """
         costs = []
         for known, row in zip(layers, self.rows.tolist(), strict=True):

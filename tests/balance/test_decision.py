@@ -169,7 +169,7 @@ class Run:
                 verdict, history = judge(history, history.open, *self.slowest(now, cut, 1), drift)
                 self.verdicts.append(verdict)
                 if verdict is MoveVerdict.BACK:
-                    history, cut = history.begun_anew(step), former
+                    history, cut = history.restarted(step), former
                     self.moves.append((step, cut))
                     continue
             known, pace = (np.mean(each, axis=0) for each in zip(*windows, strict=True))
@@ -185,7 +185,7 @@ class Run:
             history = dataclasses.replace(history, step=step, rivals=rivals)
             if decision.acts:
                 move = PastMove(1 - target / took, *self.slowest(now, cut, 1))
-                history = dataclasses.replace(history.begun_anew(step, stages_at(cut)), open=move)
+                history = dataclasses.replace(history.restarted(step, stages_at(cut)), open=move)
                 former, cut = cut, best
                 self.moves.append((step, cut))
         return self

@@ -92,8 +92,8 @@ class StageTimer(Timer):
     def _timed_run(self, run: Callable[..., None], is_backward: bool, first: int) -> Callable[..., None]:
         """Wrap one of DeepSpeed's instructions so that the pass it runs is timed.
 
-        first: the layer that is charged with the time before the first layer of the pass begins and after the last one
-        ends.
+        first: the layer to which the time before the first layer's call and after the last layer's return is
+        attributed.
         """
 
         def timed(engine: Any, buffer_id: int) -> None:
@@ -121,7 +121,7 @@ class StageTimer(Timer):
     # ---- a layer -----------------------------------------------------------------------------------------------------
 
     def _timed_layer(self, number: int, layer: Layer) -> Layer:
-        """Wrap a layer so that its calls are timed, both in a forward pass and when its activations are recomputed."""
+        """Wrap a layer so that its calls are timed, in a forward pass and when its activations are recomputed."""
         may_count = not _is_compiled(layer)
 
         def timed(inputs: Any) -> Any:

@@ -142,7 +142,9 @@ class Timer:
 
     @contextmanager
     def _timed_pass(self, layer: int, is_backward: bool, share: float = 1.0) -> Iterator[None]:
-        """Context manager that times a pass. Its first and last moments are attributed to this layer."""
+        """Context manager that times a pass. Time before the first and after the last layer is attributed to this
+        layer.
+        """
         waited_before, marks = waited(), [(layer, now())]
         self._marks = marks
         try:
@@ -158,7 +160,9 @@ class Timer:
             self._marks.append((layer, now()))
 
     def _seconds(self, passes: list[tuple[list[Mark], float, float]]) -> npt.NDArray[np.float64]:
-        """Return [passes, layers], scaled to a whole micro-batch. Passes without samples of this rank are left out."""
+        """Return [passes, layers]: the seconds, scaled to a whole micro-batch. Passes without samples of this rank are
+        left out.
+        """
         counted = [(marks, share) for marks, share, _ in passes if share]
         found = np.zeros((len(counted), self._layers))
         for row, (marks, share) in zip(found, counted, strict=True):
@@ -246,11 +250,16 @@ class ModuleTimer(Timer):
         self._at(number)
 
     def _end(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Hook the gradients of tensors, except those that a module has returned before, and return the hooked tensors.
+
+        whose: the number of the layer to which time is attributed once such a gradient arrives.
+        """
         self._at(self._rest)
         self._given += self._hook_gradients(outputs, number)
 
     def _hook_gradients(self, tensors: Any, whose: int) -> list[torch.Tensor]:
-        """Hook the gradients of those tensors that no module has returned so far, and return these tensors.
+        """Hook the gradients of these tensors, except tensors that another module has returned before. Return the
+        hooked ones.
 
         whose: the number of the layer to which time is attributed once such a gradient arrives.
         """
