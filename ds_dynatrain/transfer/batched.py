@@ -1,9 +1,9 @@
-"""Moves between accelerators through the collectives library (such as NCCL): messages that start in batches.
+"""Moves between accelerators through the collectives library (such as NCCL), as messages that start in batches.
 
-Batch j of a member contains the j-th bundle of messages to and from each of its peers; it is batch j for these peers,
-too. All members go through their batches in order, so they cannot deadlock. Work that is queued on a device has no
-timeout and does not say who is missing. Before the first batch, the members of each pair therefore notify each other
-over the host that they have arrived.
+Batch j of a member contains the j-th bundle of messages to and from each of its peers, and each peer sends and receives
+the same bundle in its own batch j. All members go through their batches in order, so they cannot deadlock. Work that is
+queued on a device has no timeout, and its failure does not tell which member is missing. Before the first batch, the
+members of each pair therefore notify each other over the host that they have arrived.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Bundles:
         return Bundles(exchange.peer, sends, receives, bundled(sends.parcels, most), bundled(receives.parcels, most))
 
     def batch(self, number: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:
-        """Return the outgoing and the incoming messages of a batch; either may be empty in late batches."""
+        """Return the outgoing and the incoming messages of a batch. Either is empty if the peer has fewer bundles."""
         out, into = self.outgoing, self.incoming
         return out[number] if number < len(out) else (), into[number] if number < len(into) else ()
 
@@ -160,7 +160,7 @@ class BatchedMoves:
         self.into = [each.receives.places.among(self.target) for each in self.batches.exchanges]
 
     def start(self) -> None:
-        """Notify each peer that this member is ready, and begin to receive the same message from each peer."""
+        """Notify each peer that this member is ready, and begin to receive each peer's own notification."""
         for each in self.batches.exchanges:
             for begin in (self.transport.send, self.transport.receive):
                 self._hellos.append(begin(torch.zeros(1, dtype=torch.uint8), each.peer, READY))

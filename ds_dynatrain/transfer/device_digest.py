@@ -23,7 +23,8 @@ from ds_dynatrain.space.interval import Ints, expand
 from ds_dynatrain.transfer.weighing import BLOCK_BYTES, BLOCK_UNITS, SLICES, WORD_BYTES, UInt64s, factors, tables
 
 MANY_RUNS = 4096
-"""Number of runs from which a table is kept on the device; a smaller table is faster to send than to update there."""
+"""Number of runs from which a table is kept on the device. A smaller table stays on the host, because sending it takes
+less time than updating it on the device."""
 WALK = 32
 """Most blocks per program; small enough that there are programs for all processors of a device."""
 DEVICE_BLOCKS = 256
@@ -64,8 +65,8 @@ class Programs(NamedTuple):
 def programs(runs: DeviceRuns) -> Programs:
     """Divide runs among kernel programs that together read every byte once.
 
-    A run is cut into spans of at most WALK blocks. A span within one block gets a program for each slice in which it
-    has bytes; a longer one gets a program for every slice.
+    A run is cut into spans of at most WALK blocks. A span within one block gets one program for each slice of the block
+    that contains bytes of the run. A longer span gets one program for every slice.
     """
     end = runs.begin + runs.length
     first, last = runs.begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
@@ -81,13 +82,14 @@ def programs(runs: DeviceRuns) -> Programs:
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """Runs in the buffers of one device, and the kernel programs for them, valid for any addresses of the buffers.
+    """Runs in the buffers of one device, and the kernel programs for them. The table does not depend on the buffers'
+    addresses.
 
     device: the device of the buffers.
     columns: the fields of `DeviceRuns` as rows of int64, with addresses relative to the buffers.
     source: the buffer number of each run.
     programs: the fields of `Programs` as rows of int32.
-    ends: the different pairs (buffer number, remainder of a run's relative address by WORD_BYTES), as two arrays.
+    ends: the distinct pairs (buffer number, remainder of a run's relative address by WORD_BYTES), as two arrays.
     width: the bytes per read that offsets and lengths permit, before the buffers' addresses are known.
 
     The tensors `columns`, `source` and `programs` are on the host or on the device, whichever is faster.

@@ -135,7 +135,8 @@ class DeviceMemory:
 
 @cache
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return an object that gives access to other processes' memory on devices like `device`; None if there is none.
+    """Return an object that gives access to other processes' memory on devices like `device`; None if such access is
+    impossible.
 
     Accelerators other than CUDA can provide it: the function `device_memory()` of their torch module must return an
     object with the methods of `DeviceMemory`.
@@ -155,7 +156,8 @@ class MemoryProbe:
     def __init__(self, device: torch.device | None) -> None:
         self._device, self._memory = device, None if device is None else device_memory(device)
         self.record: list[Any] | None = None
-        """A reference to the probe, and its values, as plain JSON for other members; None if it cannot be shared."""
+        """A reference to the probe, and the probe's values, as plain JSON for other members; None if the probe cannot
+        be shared."""
         if self._memory is not None:
             values = list(os.urandom(PROBE_BYTES))  # not drawn from a random stream of training
             self._held = torch.tensor(values, dtype=torch.uint8, device=device)

@@ -38,7 +38,8 @@ from ds_dynatrain.transfer.transport import bytes_of
 from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, HostRuns, UInt64s, is_compiled, summer
 
 SPARSEST = 8
-"""Without compiled code: largest ratio of step to length at which runs are summed together in one spread-out array."""
+"""Limit without compiled code: runs are summed together in one spread-out array only if the step between them is at
+most this many times their length."""
 AT_ONCE = 1 << 16
 """Number of table rows that are converted to Python integers at a time."""
 _MASK = (1 << 64) - 1

@@ -1,7 +1,7 @@
 """The executor, which carries out a member's moves in a switch. Every wait has a timeout.
 
-All copies and messages are prepared while training runs, between buffers known by name (`ReadyPlan`). Nothing of that
-depends on addresses, so only the copies themselves remain to be done during the pause.
+`ReadyPlan` prepares all copies and messages while training runs. It identifies buffers by name, because their addresses
+are not known yet. During the pause of the switch only the copies themselves remain to be done.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Phase:
-    """The exchanges of a member that do not wait for each other.
+    """The exchanges of a member that do not depend on each other.
 
     exchanges: (peer, sent messages, received messages), excluding the moves in `pulls` and `batches`.
     pulls: this member's reads of other members' accelerator memory.
@@ -55,7 +55,7 @@ class Phase:
         """Prepare exchanges.
 
         chunk, longest: as in `MessageOutline.of`.
-        is_relayed: whether they read target buffers.
+        is_relayed: whether the exchanges are relays, which read target buffers.
         """
         pulls, batches = list[Exchange](), list[Exchange]()
         if sharing is not None:
@@ -164,7 +164,8 @@ def _casts(read: MoveRegions, written: MoveRegions) -> list[tuple[Matrix, Matrix
 
 
 TAG = 1
-"""Tag of all messages. One suffices: two members meet once in a plan, and messages with one tag keep their order."""
+"""Tag of all messages. One tag suffices: two members have one exchange in a plan, and messages with the same tag keep
+their order."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,10 @@ def execute(
 ) -> TransferStats:
     """Fill a member's target buffers according to its plan.
 
-    The call runs local moves, the phases of the plan, and finally derived moves (casts within target buffers). A phase
-    has reads from other accelerators, batches between accelerators, and exchanges in order. These are started as far
-    ahead as the memory budget allows, and finished in order. The first unfinished exchange of a member is also the
-    first one of its peer, so members cannot deadlock.
+    The call first runs the local moves, then each phase of the plan, and finally the derived moves (casts within target
+    buffers). A phase consists of reads from other accelerators, batches between accelerators, and exchanges. Exchanges
+    are started as far ahead as the memory budget allows, and finished in order. The first unfinished exchange of a
+    member is also the first unfinished one of its peer, so members cannot deadlock.
 
     source: the buffers before the switch, keyed by (state kind, buffer name).
     target: the same for the buffers after the switch.
@@ -213,8 +214,9 @@ def execute(
     buffer only where elements keep their addresses; any other overlap is refused, so source buffers are unchanged until
     the derived moves. Elements that no move writes (padding) are left unchanged.
 
-    Raises TransferError before the first byte moves if the buffers do not fit the plan, TransferError if a connection
-    fails, and MemberMissing when the deadline passes. After an error the target buffers and the transport are unusable.
+    Raises TransferError before the first byte moves if the buffers do not fit the plan. Raises TransferError if a
+    connection fails, and MemberMissing when the deadline passes. After an error the target buffers and the transport
+    are unusable.
     """
     begin = time.monotonic()
     deadline = begin + deadline_seconds
@@ -262,10 +264,10 @@ def execute(
 
 @dataclass(frozen=True)
 class _Running:
-    """A phase between buffers in memory.
+    """A phase of the plan while it is carried out, between buffers in memory.
 
     streams: for each exchange, the stream of received messages and the stream of sent ones. Receives are started before
-    sends, so that buffers are ready for the peers' data.
+        sends, so that buffers are ready for the peers' data.
     others: reads from other accelerators, and batches between accelerators.
     lent, into: the regions that the phase reads and writes.
     """
@@ -303,14 +305,14 @@ class _Running:
         return _Running(streams, others, lent, into)
 
     def start(self, at_once: int) -> None:
-        """Start the first `at_once` exchanges, and all that is not an exchange."""
+        """Start the first `at_once` exchanges, and all reads and batches between accelerators."""
         for other in self.others:
             other.start()
         for stream in chain.from_iterable(self.streams[:at_once]):
             stream.advance()
 
     def run(self, at_once: int, deadline: float) -> None:
-        """Carry the phase out, its exchanges in order, with up to `at_once` of them under way at a time."""
+        """Carry the phase out: finish its exchanges in order, with up to `at_once` of them under way at a time."""
         for other in self.others:
             other.run(deadline)
         for number, (incoming, outgoing) in enumerate(self.streams):

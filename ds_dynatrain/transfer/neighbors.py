@@ -1,13 +1,13 @@
 """Neighbors: members on one machine that read each other's memory, if the kernel permits it.
 
-Linux's process_vm_readv transfers bytes with a single copy and no message. The kernel permits it to processes that may
-debug the other one: those of the same user and, where Yama restricts debugging to descendants, those that
-`permit_readers` admits. The shared-memory transports of MPI libraries work in the same way.
+Linux's process_vm_readv transfers bytes with a single copy and no message. The kernel permits a process to read the
+memory of another one that it may debug: any process of the same user or, where Yama restricts debugging to descendants,
+only the processes that `permit_readers` admits. The shared-memory transports of MPI libraries work in the same way.
 
 A sender offers a message in a small packet over a Unix socket. The receiver reads the bytes from the sender's memory
-and confirms when it has read all of them. Messages are matched by tag and by a number counted from 0. Peers are not
-trusted further: lengths are checked, and the certificate of the switch verifies the values that were read, just as it
-verifies values received over a network.
+and confirms when it has read all of them. Messages are matched by tag and by a number counted from 0. A neighbor is not
+trusted to be correct: lengths are checked, and the certificate of the switch verifies the values that were read, just
+as it verifies values received over a network.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PEER = struct.Struct("=iII")
 PROBE_BYTES = 16
 BACKLOG = 4096
 STOP_SECONDS = 0.05
-"""Seconds between two calls of `stop` while waiting."""
+"""Longest time, in seconds, between two calls of `stop` while waiting."""
 
 
 class _Region(ctypes.Structure):
@@ -63,8 +63,8 @@ class _Region(ctypes.Structure):
 def machine() -> str:
     """Return a name that is the same in all processes that might be able to read each other's memory.
 
-    Such processes run on the same boot of the kernel, in the same process and network namespaces. The name is empty if
-    the system does not support reading the memory of other processes.
+    Such processes run under the same boot of the kernel, in the same process and network namespaces. The name is empty
+    if the system does not support reading the memory of other processes.
     """
     if sys.platform != "linux":
         return ""
@@ -113,7 +113,7 @@ class NeighborMessage:
     what: "send" or "receive".
     data: the bytes to send, or the memory to fill.
     host: the memory that is read or filled: `data` itself, or host memory if `data` is on an accelerator.
-    is_done: whether all bytes have been read.
+    is_done: whether all bytes have been read by the receiver.
     """
 
     neighbors: Neighbors
@@ -196,7 +196,8 @@ class NeighborLine:
             self.is_over = True
 
     def settle(self) -> None:
-        """Read all messages that are both offered and awaited, in the order of the offers.
+        """Read all messages that are both offered by the neighbor and awaited by this member, in the order of the
+        offers.
 
         Raises TransferError if the offered length is not the awaited one, or if the neighbor's memory can no longer be
         read.
@@ -259,8 +260,9 @@ class Neighbors:
         """Find and connect to this member's neighbors. All members must call it.
 
         member: this member's number.
-        share: sends a record to all members and returns theirs.
-        stop: called while waiting for others; it may raise an error to end the wait.
+        share: sends a record to all members, and returns the records of all members.
+        seconds: time limit for connecting.
+        stop: called while waiting for other members; it may raise an error to end the wait.
         device: this member's accelerator, if any.
 
         Raises MemberMissing if a neighbor does not connect within `seconds`, and any error of `share`.
@@ -282,7 +284,7 @@ class Neighbors:
                     if lent.can_read(card["device"]):
                         lending.append(other)
             near, lenders, missing = list[int](), set[int](), dict[int, int]()
-            for other, (reads, borrows) in share("readable", [able, lending]).items():  # near: the same on both sides
+            for other, (reads, borrows) in share("readable", [able, lending]).items():  # both sides agree on `near`
                 if member in reads and other in able:
                     near.append(other)
                     if member in borrows and other in lending:
@@ -413,8 +415,11 @@ def _answer(
 ) -> tuple[int, socket.socket]:
     """Accept the connection of the next neighbor with a lower number; return its process ID and the socket.
 
-    missing: a map from process ID to the expected member. Connections from other processes are closed. The kernel
-    identifies the connecting process, and nothing is read from the socket, so a silent process cannot block this call.
+    missing: a map from process ID to the number of each member that has not connected yet. Connections from other
+        processes are closed.
+
+    The kernel identifies the connecting process, and nothing is read from the socket, so a silent process cannot block
+    this call.
     """
     since = time.monotonic()
     while time.monotonic() < deadline:

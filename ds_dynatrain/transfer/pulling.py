@@ -35,7 +35,7 @@ class Sharing:
     memory: access to other processes' accelerator memory.
     members: the members with which this member shares memory, in both directions.
     kinds: the state kinds whose source buffers are on accelerators on every member.
-    after: the same for target buffers, from which relays read.
+    after: the state kinds whose target buffers, from which relays read, are on accelerators on every member.
     """
 
     memory: DeviceMemory
@@ -51,7 +51,7 @@ class Pull:
     peer: the other member.
     lent: regions of this member that the peer reads.
     theirs: regions of the peer that this member reads.
-    mine: regions of this member that it fills with them.
+    mine: regions of this member that are filled with the bytes read from `theirs`.
     copies: the pairs of `theirs` and `mine`, grouped into pairs of matrices.
     """
 
@@ -97,7 +97,8 @@ class Pulling:
         self.into = [pull.mine.among(self.target) for pull in self.pulls]
 
     def start(self) -> None:
-        """Send the locations of this member's buffers to each peer, and begin to receive those of the peers."""
+        """Send the locations of this member's buffers to each peer, and begin to receive the locations of the peers'
+        buffers."""
         self.memory.synchronize()  # peers do not wait for work queued on this device
         for pull, lent in zip(self.pulls, self.lent, strict=True):
             if lent.data:
@@ -110,7 +111,8 @@ class Pulling:
             self._places.append((table, self.transport.receive(table, pull.peer, WHERE)))
 
     def run(self, deadline: float) -> None:
-        """Read from all peers, tell them that the reading is done, and wait until they have read from this member.
+        """Read from all peers, tell each of them when the reading is done, and wait until all peers have read from this
+        member.
 
         Raises TransferError if a peer's buffer is too short, and the errors of `Handle.wait`.
         """

@@ -228,7 +228,7 @@ def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
     for parts in (read, written):
         base, size = interval.join([(part.bases, part.sizes) for part in parts])
         memory.append(interval.union(base, base + size))
-    _, _, start, stop = interval.intersect(*memory[0], *memory[1])  # of buffers that are both read and written
+    _, _, start, stop = interval.intersect(*memory[0], *memory[1])  # buffers that are read and written
     if not len(start):
         return
     needed = interval.union(*_touching(read, start, stop))

@@ -1,7 +1,7 @@
 """Series: runs of equal length at equal steps, which numpy can copy or digest in one call.
 
-If the tensor axis cuts a dimension, each row of a weight is a separate run, and handling runs one by one would cost
-microseconds for each.
+If the tensor axis cuts a dimension, each row of a weight is a separate run, and handling the runs one by one would cost
+microseconds per run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
     edges = np.flatnonzero(np.diff(np.concatenate([[False], goes_on, [False]])))
     third, stop = edges[::2], edges[1::2]
     first = third - 2
-    first[1:] = np.maximum(first[1:], stop[:-1])  # a row that two series could have belongs to the first
+    first[1:] = np.maximum(first[1:], stop[:-1])  # a row that fits two series belongs to the first
     is_left = stop - first > 2
     first, stop = first[is_left], stop[is_left]
     depth = np.zeros(count + 1, np.int64)

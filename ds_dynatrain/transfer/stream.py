@@ -29,7 +29,8 @@ DIRECT_BYTES = 256 * 1024
 
 
 class Part(NamedTuple):
-    """The part of a move in a message: of `number` rows from row `first` on, the bytes [start, stop).
+    """A part of a move that is sent in one message: the bytes [start, stop) of `number` rows, beginning with row
+    `first`.
 
     move: the number of the move.
     """
@@ -206,7 +207,7 @@ class Stream:
         return self._next == len(self.parcels) and not self._under_way
 
     def advance(self) -> None:
-        """Start messages in order until one needs a slot and none is free."""
+        """Start messages in order, until the next one needs a slot and none is free."""
         while self._next < len(self.parcels):
             parcel, staged = self.parcels[self._next], None
             if parcel.is_packed or not self.regions.is_on_host:

@@ -62,12 +62,12 @@ class GroupTransport:
     """Point-to-point messages over a process group that has a gloo back-end for CPU tensors.
 
     members: the member number of each rank of the group.
-    stop: called repeatedly during long waits; ends the wait by raising an error. It is needed in jobs that outlive the
-    death of members: if sockets are shut down while a message is being sent, gloo loses the message and waits until the
-    deadline.
+    stop: called repeatedly during long waits; ends the wait by raising an error. It is needed in jobs that continue
+        after the death of a member: if the sockets of a group are shut down while a message is being sent, gloo loses
+        the message and would wait until the deadline.
 
     Tensors on an accelerator travel through host memory. Gloo closes all connections of a group when one wait times
-    out, so after a member was missing, build a new group without it.
+    out. After MemberMissing, build a new group without the missing member.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor as bytes (uint8), which every back-end can send and which digests are of.
+    """Return a view of a tensor as bytes (uint8), the form in which tensors are sent and digested.
 
     Raises TransferError unless the tensor is 1-D and contiguous.
     """
@@ -184,7 +184,7 @@ def send_down(
 
     Return how many bytes this member has sent.
 
-    tree: the members as a binary tree: the one at index i sends to those at 2i + 1 and 2i + 2.
+    tree: the members as a binary tree: the member at index i sends to the members at 2i + 1 and 2i + 2.
     mine: this member.
     tensors: the values to send or, on other members, tensors to fill.
     deadline: a `time.monotonic()` value.

@@ -24,7 +24,8 @@ Bytes = npt.NDArray[np.uint8]
 
 UNIT_BYTES = 8
 BLOCK_UNITS = 16384
-"""Units of 8 bytes per block: 2 tables + scratch + data = 512 KiB, the fastest that still leaves half of a 1 MiB L2."""
+"""Units of 8 bytes per block. Two tables, scratch memory and data take 512 KiB in all: the fastest size that leaves
+half of a 1 MiB L2 cache free."""
 BLOCK_BYTES = BLOCK_UNITS * UNIT_BYTES
 WORD_BYTES, SLICES = 4, 16
 """Bytes per read on accelerators (half a unit), and number of slices of a block; a kernel program reads one slice."""
