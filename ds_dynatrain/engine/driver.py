@@ -381,7 +381,7 @@ class Driver:
         """Move an engine to the next generation's boards if it trains in that generation before the generation is
         entered."""
         machine = self.machine
-        if engine.preparation is not None and machine.tries_now(engine.preparation.proposal):
+        if engine.preparation is not None and machine.is_of_change(engine.preparation.proposal):
             self._before, boards = engine.context, self._open_boards
             boards.adopt(engine, 0, self.elastic.candidates(boards.world, machine.registry))
 
@@ -400,7 +400,7 @@ class Driver:
             if self._before is not None and not outcome.committed:
                 engine.context = self._before
         self._before = None
-        if self.machine.tries_now(proposal):
+        if self.machine.is_of_change(proposal):
             self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
         elif outcome.committed:
             self.elastic.retrain(proposal.members)

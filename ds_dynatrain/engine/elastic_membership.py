@@ -35,7 +35,7 @@ from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.destinations import Registry
 from ds_dynatrain.membership.liveness import Wait, Watch, ended_in_error, post_end
 from ds_dynatrain.membership.proposal import Proposal
-from ds_dynatrain.membership.tally import Clock, told
+from ds_dynatrain.membership.tally import Clock, switch_message
 from ds_dynatrain.plan import needs_copies
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.reshard.context import Context, Job
@@ -144,7 +144,7 @@ class ElasticMembership(Elastic):
 
     def watch(self, board: Control) -> Watch:
         """Return a watch that only looks for ended scripts, because the coordinator handles deaths."""
-        return Watch(board, by_hearts=False)
+        return Watch(board, by_heartbeats=False)
 
     def activate_between(self, engine: EngineCore) -> None:
         """Make `torch.distributed` refer to the first engine's world while no engine has the turn."""
@@ -387,7 +387,7 @@ class ElasticMembership(Elastic):
         """
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
-        watch = Watch(self.first.control, by_hearts=False)
+        watch = Watch(self.first.control, by_heartbeats=False)
         with self._long_wait() as wait:
             while self.first.idle:
                 if self._driver.machine.world is None:  # without a change, it waits for no member
@@ -615,7 +615,11 @@ class ElasticMembership(Elastic):
         This cannot wait, because other members may die before the change is complete.
         """
         machine, member = self._driver.machine, self.member
-        if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
+        if (
+            machine.is_of_change(preparation.proposal)
+            and machine.world is not None
+            and member.id in machine.world.members
+        ):
             member.enter(machine.world)
 
     def entered(self, engine: EngineCore) -> None:
@@ -629,7 +633,7 @@ class ElasticMembership(Elastic):
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
         """Send the event to the coordinator, which keeps it for people who watch the job."""
-        self.member.switched(told(engine.job.number, event))
+        self.member.switched(switch_message(engine.job.number, event))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
-"""How members agree, and what they do at a boundary when others come, leave or die; start with `boundary_machine`.
+"""How members agree, and what they do at a boundary when other members join, leave or die. Start with
+`boundary_machine`.
 
-A *boundary* is the point between two optimizer steps, and a *board* the members' records in a key-value store. The
-folder needs no engine: a change of world goes in as facts and comes out as actions, which `engine/driver` carries out.
+A *boundary* is the point between two optimizer steps. A *board* is a key-value store in which members post and read
+records. The folder needs no engine: `boundary_machine` takes facts and returns actions, which `engine/driver` carries
+out.
 
 | file | role |
 |---|---|

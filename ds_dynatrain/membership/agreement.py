@@ -1,6 +1,7 @@
 """Agreement of members on one decision: whether to switch at all, and at which step.
 
-Every working member posts its request. The first member decides for all, and a late member reads that decision.
+Every working member posts its request. The first member compares the requests and decides for all. A member that comes
+late reads the same decision.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
 
 
 def say_prepared(control: Control, proposal: Proposal, error: str | None = None) -> None:
-    """Report that this member is ready for the switch, or why it is not. The last member to report also records that
-    all have reported."""
+    """Post that this member is ready for the switch, or the error that prevents it. The last member to post also
+    records that all members have posted."""
     key = f"prepared/{proposal.generation}"
     if error is not None:
         control.decide(f"{key}/failed", f"it could not be prepared on member {control.member}: {error}")
@@ -67,7 +68,7 @@ def say_prepared(control: Control, proposal: Proposal, error: str | None = None)
 def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[], None]) -> None:
     """Wait until all members are ready for a switch.
 
-    Raises SwitchFailed if a member reports an error, MemberMissing if one does not report in time.
+    Raises SwitchFailed if a member reports an error, and MemberMissing if a member does not report in time.
     """
     key, what = f"prepared/{proposal.generation}", "preparing the switch"
     try:
@@ -80,13 +81,12 @@ def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[],
 
 
 def meet(session: Session, proposal: Proposal, step: int, place: str, carry: Any = None) -> Any:
-    """Wait at the boundary of the switch for all other members, and check that they are at the same step and loader.
-
-    Return rank 0's carry on all members.
+    """Wait at the boundary of the switch for all other members, check that all are at the same step and loader, and
+    return rank 0's carry.
 
     carry: on rank 0, a record for all other members.
 
-    Raises MemberMissing if members do not come in time, SwitchRefused if one is at another step or loader.
+    Raises MemberMissing if members do not come in time, and SwitchRefused if a member is at another step or loader.
     """
     member, leader = session.board.member, proposal.source_members[0]
     here = [member, place, step if member in proposal.source_members else None]
@@ -98,14 +98,15 @@ def meet(session: Session, proposal: Proposal, step: int, place: str, carry: Any
 
 
 def _places(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge two reports: keep the position of rank 0, and one member for each other loader and step, up to a small
-    number."""
+    """Merge the reports of two groups of members: rank 0's position, and for each position (loader and step) one member
+    that is there. Keep at most `MOST_PLACES` positions."""
     stands = {(place, step): [member, place, step] for member, place, step in (*other["elsewhere"], *one["elsewhere"])}
     return {"leader": one["leader"] or other["leader"], "elsewhere": sorted(stands.values())[:MOST_PLACES]}
 
 
 def _judge_places(found: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's carry, and the reason and the advice if a member is at a different loader or step from rank 0."""
+    """Return the answer to a meeting: rank 0's carry or, if a member is at another loader or step than rank 0, the
+    reason and the advice of the refusal."""
     (_, wanted, at), carry = found["leader"]
     for member, place, step in found["elsewhere"]:
         if place != wanted:

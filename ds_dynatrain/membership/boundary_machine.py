@@ -4,28 +4,28 @@ A boundary is the point between two optimizer steps; a board is a generation's r
 reads the boards and the state that this process holds, and returns what is to be done (`Action`).
 
 A *switch* requested by the script or an extension stays within the generation. It uses the current board of its engine:
-working members meet at the requested step, or at one that rank 0 names once all are prepared. Idle members follow what
-they read on the board. A launch of fixed size has only such switches: its generation never changes.
+working members meet at the requested step, or at a step that rank 0 names once all are prepared. Idle members learn of
+the switch from the board. A launch of fixed size has only such switches: its generation never changes.
 
-A *change of members* leads to another generation, which the coordinator publishes. It has boards of its own, one for
-each engine of a process. Every member goes through the same stages:
+A *change of members* leads to another generation, which the coordinator publishes. The new generation has boards of its
+own, one for each engine of a process. Every member goes through the same stages:
 
 | stage | what it waits for | keys |
 |---|---|---|
 | agree | after a failure: all that may hold state (all members, if none may) report what they hold | `survivor/<id>` |
 | prove | before copies are used: their holders read them; damaged ones are left out | `sound/<try>/<m>` |
-| learn | on an idle member: what the job is doing, so that its own engines do the same | `job`, `built/<m>` |
+| learn | on an idle member: the description of the job's engines, from which it builds its own | `job`, `built/<m>` |
 | follow | rank 0 of the working members leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
-| meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
-| | all leave: the step that all have reached, or the next one if a member has waited | `stands/<step>/<m>`, `meet` |
+| meet | all are prepared; rank 0 names its next step, at which the switch begins | `prepared`, `meet`, `record` |
+| | if all leave: the step that all have reached, or the next one if a member has waited | `stands/<step>/<m>`, `meet` |
 | window | a late switch between its votes: the new world takes its first step, or goes back | `entered`, `record` |
-| over | a later generation, because this one could not be restored | |
+| over | a later generation, because the state could not be restored in this one | |
 
-If no state moves (a newcomer gets no rank, or an idle member leaves), all enter the generation at the meeting. An
-attempt that is rolled back is followed by another one; after two such attempts, the next one leaves the newcomers out.
-A later generation interrupts every stage except the window, which is first ended by its record (`transacted`). Only the
-first attempt at a change is late: state that no forward pass reads moves during the new world's first step. A requested
-switch precedes a planned change; no requested switch is carried out once a change was proposed.
+If no state moves (a newcomer gets no rank, or an idle member leaves), all members enter the generation at the meeting.
+If an attempt is rolled back, another one follows; after two such attempts, the next one leaves the newcomers out. A
+later generation interrupts every stage except the window: a window first ends with its record (`transacted`). Only the
+first attempt at a change is late, which means that state that no forward pass reads moves during the new world's first
+step. A requested switch precedes a planned change; no requested switch is carried out once a change was proposed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from ds_dynatrain.space.layout import Layout
 Proposals = tuple[Proposal, ...]
 """Proposals of a change, one for each engine of a process."""
 IN_THE_PAUSE = -1
-"""Placeholder for a step: communicators are made during the switch itself."""
+"""Sentinel in place of a step: communicators are made in the pause of the switch."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class HeldState:
     is_clean: whether no optimizer step is under way.
     pending: the switch that is being prepared, if any.
     is_in_window: whether a late switch is between its votes.
-    settle: waits until this member's device has finished all earlier work. The board, read after this call, shows
-        everything that others had posted before.
+    settle: waits until this member's device has finished all earlier work. A read of the board after this call finds
+        everything that other members had posted before the call.
     lacks: returns whether the next world needs communicators that the current one does not have; None if no
         communicators are made before the pause.
     can_restore: whether the engine has backups.
-    registered: the same as in `Survivor`.
-    frozen: the same as in `Survivor`.
-    since: returns the `since` of `Survivor`; this call asks the store.
+    registered: how often parameters were registered again (`update_param_groups`).
+    frozen: the layout and rank in which this member has the frozen weights that are in no copy; None if there are none.
+    since: returns `Survivor.since`; the call asks the coordinator's store.
     copies: returns the copies that this process has.
     damaged: reads the copies that this process is to provide, and returns the ranks whose copies are damaged.
     goes_late: returns whether masters and moments are to move after the pause of a switch to the given layout.
@@ -116,7 +116,8 @@ class OwnFacts:
     is_leaving: whether this process was asked to leave.
     engines: the process's engines, in the order in which they were made; the first one decides for all.
     at: the index of the engine that has reached a boundary.
-    has_waited: whether training continues even if the other members are not at this boundary.
+    has_waited: whether the time to wait for other members at this boundary is over, so that training goes on without
+        them.
     """
 
     member: str
@@ -175,9 +176,9 @@ class Open:
 
 @dataclass(frozen=True)
 class Know:
-    """Take over the numbers of all members.
+    """Take over the registry, which maps every member to its number.
 
-    records: on an idle member, what `PostJob` has posted for each engine; empty on other members.
+    records: on an idle member, the record that `PostJob` has posted for each engine; empty on other members.
     """
 
     registry: Registry
@@ -188,7 +189,7 @@ class Know:
 class Post:
     """Post a value on a board of an engine.
 
-    is_decision: whether a value that another member has already posted is kept.
+    is_decision: whether the first value counts, so that a value already posted by another member is kept.
     is_present: whether to post on the board of the current generation rather than on that of the next one.
     """
 
@@ -208,8 +209,8 @@ class PostJob:
 
 @dataclass(frozen=True)
 class Void:
-    """Discard this process's copies that are older than the given `Mark.stretch`, which grows with every load of a
-    state."""
+    """Discard this process's copies whose `Mark.stretch` is smaller than the given one: a state was loaded after they
+    were taken."""
 
     before: tuple[int, ...]
 
@@ -226,8 +227,8 @@ class LetGo:
 
 @dataclass(frozen=True)
 class Hold:
-    """Continue from whole states, one for each engine. A member that such a state does not list gives up its own state
-    of that engine."""
+    """Continue from whole states, one for each engine. If the whole state of an engine does not list this member, the
+    member gives up its own state of that engine."""
 
     sources: tuple[WholeState, ...]
 
@@ -249,7 +250,7 @@ class Follow:
 
 @dataclass(frozen=True)
 class PassBy:
-    """Record the outcome of a switch in which an idle engine had no part."""
+    """Record the outcome of a switch in which an idle engine takes no part."""
 
     engine: int
     proposal: Proposal
@@ -276,7 +277,7 @@ class Transact:
 
 @dataclass(frozen=True)
 class Restore:
-    """Restore the state together with all members of the target: from copies of each engine, or from a checkpoint.
+    """Restore the state together with all members of the target, from copies of each engine or from a checkpoint.
 
     Call `BoundaryMachine.restored` afterwards.
 
@@ -289,7 +290,7 @@ class Restore:
 
 @dataclass(frozen=True)
 class Serve:
-    """Send this member's copies to the members that restore from them. This member does not restore anything itself."""
+    """Send this member's copies to the members that restore the state. This member restores nothing itself."""
 
     proposals: Proposals
     copies: tuple[WholeCopies, ...]
@@ -297,7 +298,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class Spend:
-    """Count an attempt that was rolled back on all members. The generation numbers of its proposals are used up.
+    """Record that an attempt was rolled back on all members. The generation numbers of its proposals count as used.
 
     tries: the number of attempts that have failed so far.
     """
@@ -381,7 +382,7 @@ class BoundaryMachine:
         self._passed_over = 0
         """Number of the last generation that left this idle member out; the member waits for the next one."""
         self._ahead: tuple[Proposal | None, int] = None, IN_THE_PAUSE
-        """A requested switch, and the step, named by rank 0, at which its communicators are made."""
+        """A requested switch, and the step at which its communicators are made, as named by rank 0."""
         self.forget()
 
     def forget(self) -> None:
@@ -396,7 +397,7 @@ class BoundaryMachine:
         self._survivors: list[dict[str, Survivor]] = []
         """For each engine, a map from the id of every member that may hold state to its report, without copies that
         were found damaged later."""
-        self._proofs = self._lost = 0  # the latter is the index of the first engine that has lost state
+        self._proofs = self._lost = 0  # `_lost`: index of the first engine that has lost state
         self._leader = ""
         self._said = set[str]()
 
@@ -408,7 +409,7 @@ class BoundaryMachine:
         newest: the last generation that was published.
         boards: the boards of `world`, one for each engine of the process; () while they are not open.
 
-        Members come and go only at boundaries of the first engine.
+        Members join and leave only at boundaries of the first engine.
         """
         if self.stage is ChangeStage.WINDOW or any(engine.is_in_window for engine in own.engines):
             return []
@@ -435,7 +436,7 @@ class BoundaryMachine:
                 break
         return self._switch(own)
 
-    def tries_now(self, proposal: Proposal) -> bool:
+    def is_of_change(self, proposal: Proposal) -> bool:
         """Return whether a proposal belongs to the current change of members, rather than to a requested switch."""
         return any(one is proposal for one in self.proposals)
 
@@ -498,8 +499,8 @@ class BoundaryMachine:
     # ---- a switch within the generation ------------------------------------------------------------------------------
 
     def _switch(self, own: OwnFacts) -> list[Action]:
-        """Return the actions for a requested switch of the engine at this boundary, or of any idle engine if that
-        engine is idle."""
+        """Return the actions for a requested switch of the engine at this boundary. If that engine is idle, this covers
+        every idle engine of the process."""
         here = own.engines[own.at]
         if here.rank is None:
             engines = () if self.world is not None else enumerate(own.engines)
@@ -511,8 +512,8 @@ class BoundaryMachine:
         return connecting or self._meet_for_switch(own.at, here, here.pending, ahead=int(own.makes_steps))
 
     def _give_up_hopeless(self, own: OwnFacts, newest: Generation) -> list[Action]:
-        """Give up, for all members, every requested switch that needs an idle member which the newest generation does
-        not list."""
+        """Give up, on all members, every requested switch that needs an idle member if the newest generation does not
+        list that member."""
         there = {own.registry.numbers.get(member) for member in newest.members}
         asked = [(place, one.pending) for place, one in enumerate(own.engines) if one.pending is not None]
         hopeless = [(place, one) for place, one in asked if not there >= {*one.members} - {*one.source_members}]
@@ -523,8 +524,8 @@ class BoundaryMachine:
         return [*said, GiveUpPreparation(newest.reason)]
 
     def _connect(self, place: int, here: HeldState, asked: Proposal) -> list[Action]:
-        """Connect the next world's members at a step that rank 0 names: rank 0's next step, if this is earlier than the
-        switch."""
+        """Connect the next world's members ahead of a requested switch, at the step that rank 0 has named; on rank 0,
+        name that step first: its next one, if it is earlier than the switch."""
         if here.lacks is None or asked.at is None:
             return []
         key = f"{asked.ahead_key}/step"
@@ -579,7 +580,7 @@ class BoundaryMachine:
             return []
         return [PassBy(place, asked, record["commit"])]
 
-    # ---- setting out -------------------------------------------------------------------------------------------------
+    # ---- begin a change ----------------------------------------------------------------------------------------------
 
     def _is_later(self, own: OwnFacts, newest: Generation) -> bool:
         at = own.world if self.world is None else self.world
@@ -608,7 +609,7 @@ class BoundaryMachine:
 
     def _agree(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         stay = who_is_asked(world)
-        if own.member not in (*stay, *world.leaving):  # it is new, or was not yet known to the coordinator
+        if own.member not in (*stay, *world.leaving):  # a new member, or one that the coordinator did not know yet
             self.stage = ChangeStage.LEARN
             if own.member not in world.members:  # the others continue without it and its state
                 return [LetGo(), EndProcess()]
@@ -616,7 +617,7 @@ class BoundaryMachine:
         if "survivor" not in self._said and boards[0].read(f"survivor/{own.member}") is None:
             self._said.add("survivor")
             released = () if own.world is None else own.world.leaving
-            goes = own.is_all_idle and own.member not in world.members  # but not before the others know that
+            goes = own.is_all_idle and own.member not in world.members  # the report comes first, so that others know
             holds = [to_record(_survivor(own, held, gives=not goes)) for held in own.engines]
             return [
                 Post(f"survivor/{own.member}", {"holds": holds, "released": released}),
@@ -639,7 +640,7 @@ class BoundaryMachine:
         whole = tuple(source for source in sources if source is not None)
         if len(whole) == len(sources):
             return [*found, Hold(whole)]
-        self._survivors, self._lost, self.stage = of_engines, sources.index(None), ChangeStage.PROVE  # all go back
+        self._survivors, self._lost, self.stage = of_engines, sources.index(None), ChangeStage.PROVE
         return found
 
     def _answers(self, stay: Sequence[str], world: Generation, boards: Sequence[Board]) -> dict[str, Any] | None:
@@ -658,11 +659,11 @@ class BoundaryMachine:
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
     def _prove(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Choose the newest copies that are whole for all engines, and have the members that provide them check them
-        first.
+        """Choose the newest copies that are whole for all engines, and have each member that provides some of them
+        check its own first.
 
-        No other copy is read. A restoration therefore waits while each member reads its own copy, and members that keep
-        copies of dead members read one more.
+        No other copies are read. A restoration therefore waits for each member to read its own copy, and for members
+        that keep copies of dead members to read one more.
         """
         found = whole_copies(self._survivors) if self._leader else ()
         if not found:
@@ -678,7 +679,7 @@ class BoundaryMachine:
         if not boards[0].all_posted(key, givers):
             return []
         said = {giver: boards[0].read(f"{key}/{giver}") or () for giver in givers}
-        if any(ranks for of_engines in said.values() for ranks in of_engines):  # leave these out, and choose again
+        if any(ranks for of_engines in said.values() for ranks in of_engines):  # choose again without these
             self._proofs += 1
             for engine, whole in enumerate(found):
                 damaged = {giver: of_engines[engine] for giver, of_engines in said.items()}
@@ -688,7 +689,8 @@ class BoundaryMachine:
         return [LetGo()]
 
     def _go_back(self, own: OwnFacts, world: Generation) -> list[Action]:
-        """Return all engines to a checkpoint, because one of them has lost state."""
+        """Return the actions that take all engines back to a checkpoint, because one engine has lost state; an error if
+        no checkpoint can be used."""
         lost, gone = own.engines[self._lost], joint_loss(self._survivors, partial(_name, own))
         if self._leader and lost.can_restore:
             self.restores = True
@@ -704,11 +706,11 @@ class BoundaryMachine:
         )
         return [Fail(ElasticError(f"generation {world.generation}: {why}"))]
 
-    # ---- what the job is doing, and what it is to do -----------------------------------------------------------------
+    # ---- learn and propose -------------------------------------------------------------------------------------------
 
     def _leads(self, own: OwnFacts) -> bool:
-        """Return whether this member leads: it has rank 0 or, in a restoration, is the first member that has built its
-        engines."""
+        """Return whether this member leads. The leader is the member of rank 0 or, in a restoration, the first member
+        that has built its engines."""
         return own.member == self._leader if self.restores else own.engines[0].rank == 0
 
     def _learn(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
@@ -726,7 +728,7 @@ class BoundaryMachine:
             )
             return [Fail(ConfigError(why))]
         self.registry, self.stage = from_record(Registry, records[0]["registry"]), ChangeStage.FOLLOW
-        if own.member not in self.registry.numbers:  # it has left, as far as the others know
+        if own.member not in self.registry.numbers:  # for the others, this member has left
             return [EndProcess()]
         return [Know(self.registry, records), Post(f"built/{self.registry.numbers[own.member]}", True)]
 
@@ -742,7 +744,8 @@ class BoundaryMachine:
         return [Prepare(proposals)]
 
     def _lead(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Post what newcomers have to build. Once they have built it and no switch is being prepared, post proposals.
+        """As the leader, post what newcomers have to build, and post proposals once newcomers have built it and no
+        switch is being prepared.
 
         A switch that was requested in the meantime comes first: members find a proposal at different times, and one of
         them may already be in that switch.
@@ -839,7 +842,7 @@ class BoundaryMachine:
             self.stage = ChangeStage.WINDOW
         return [Transact()]
 
-    # ---- how it ends -------------------------------------------------------------------------------------------------
+    # ---- the end of a change -----------------------------------------------------------------------------------------
 
     def _record(self) -> Post:
         return Post(self.proposals[0].record_key, {"commit": True, "reason": ""}, is_decision=True)
@@ -858,14 +861,14 @@ class BoundaryMachine:
 
 
 def who_is_asked(world: Generation) -> tuple[str, ...]:
-    """Return the members that must report after a failure what they hold: those that may hold state, or all members if
-    none may."""
+    """Return the members that must report, after a failure, what they hold: those that may hold state, or all members
+    if no member may hold any."""
     return world.members[: world.survivors] or world.members
 
 
 def _name(own: OwnFacts, engine: int, mark: Mark, rank: int) -> str:
-    """Return the id of the member that had a rank when a copy was taken; "" if the copy was taken in an earlier
-    world."""
+    """Return the id of the member that had a rank when a copy was taken; "" if the copy comes from an earlier world,
+    whose members are not known."""
     here, ids = own.engines[engine], {number: one for one, number in own.registry.numbers.items()}
     is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
     return ids.get(here.members[rank], "") if is_this else ""

@@ -30,9 +30,9 @@ POLL_RANGE = 16
 """Ratio of the longest to the shortest time between two reads of the store."""
 POLLS_PER_SECOND = 30_000
 """Most reads per second by all members that wait for the same record. The store answers some 50,000 per second."""
-LATER = 1 / 3
-"""Delay before the next read, as a fraction of the time waited so far: waits in a pause are short, other waits are
-long."""
+BACKOFF = 1 / 3
+"""Time until the next read, as a fraction of the time waited so far. Short waits, as in a pause, are polled often; long
+waits rarely."""
 STOP_SECONDS = 0.01
 MOST_STOP_SECONDS = 0.25
 """Longest time between two checks for a reason to give up. The shortest is `STOP_SECONDS`."""
@@ -79,7 +79,8 @@ class Control:
         self.watch = watch
         """Function that raises an error once members should stop waiting on this board, such as after a death."""
         self.lost: OutcomeUnknown | None = None
-        """Error that is set if this member does not know a decision and must not continue training; else None."""
+        """Error to raise on this member, which does not know a decision and must not continue training; None if it
+        knows all decisions."""
 
     def clone(self) -> Control:
         """Return the same board over a connection of its own.
@@ -141,13 +142,14 @@ class Control:
         self.store = PrefixStore(self._prefix, self._base)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove records that no member will read again. They stay if the store cannot delete."""
+        """Remove records that no member will read again. Does nothing if the store cannot delete."""
         with suppress(RuntimeError):
             for key in keys:
                 self.store.delete_key(key)
 
     def count(self, key: str) -> int:
-        """Return how many calls for `key` all members have made so far, this one included."""
+        """Increase the counter under `key` by 1 and return its new value: the number of calls by all members, this one
+        included."""
         return int(self.store.add(key, 1))
 
     def add_to_list(self, key: str, entry: int) -> None:
@@ -159,8 +161,8 @@ class Control:
         return sorted(map(int, self.store.get(key).decode().rstrip(",").split(",")))
 
     def answers(self, seconds: float) -> bool:
-        """Return whether the store answers within `seconds`. A further call takes longer while an earlier one is
-        unanswered."""
+        """Return whether the store answers within `seconds`. While an earlier call is still unanswered, a further call
+        takes longer."""
         try:
             answered(lambda: self.store.check(["alive"]), seconds)
         except td.DistError:
@@ -200,12 +202,12 @@ class Control:
         is_there: bool = True,
         is_patient: bool = False,
     ) -> dict[int, Any]:
-        """Return each member's record as soon as all were posted. Differs from `gather` in that keys are arbitrary.
+        """Return each member's record as soon as all were posted. Unlike `gather`, it accepts any keys.
 
         keys: a map from each member to the key of its record.
         crowd: how many members wait at the same time.
         longest: the most seconds between two reads, for a small crowd.
-        is_there: whether the records may have been posted already.
+        is_there: whether the records may have been posted already, so that the first read should not be delayed.
         is_patient: whether the work takes an unknown time. If so, a member counts as missing once its heartbeat has
             stopped for the time-out, or after half an hour. A board with a `watch` has no heartbeats, and waits half an
             hour.
@@ -237,8 +239,8 @@ class Control:
                 self.watch()
             if stop is not None and now >= look:
                 stop()
-                look = now + min(max(STOP_SECONDS, LATER * (now - begin)), MOST_STOP_SECONDS)
-            time.sleep(max(shortest, min(LATER * (now - begin), longest)))
+                look = now + min(max(STOP_SECONDS, BACKOFF * (now - begin)), MOST_STOP_SECONDS)
+            time.sleep(max(shortest, min(BACKOFF * (now - begin), longest)))
         return {member: self._unpacked(key, value) for (member, key), value in zip(keys.items(), values, strict=True)}
 
     def _found(self, keys: list[str]) -> Sequence[bytes] | None:
@@ -306,7 +308,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _placed(parts: list[bytes], held: Any) -> dict[str, list[int]]:
-    """Append an array to `parts`, and return its position there. Raises TypeError for any other value, the way `json`
+    """Append an array to `parts`, and return where it lies there. For any other value, raise TypeError, the way `json`
     does."""
     if not isinstance(held, np.ndarray) or held.dtype != np.uint64 or held.ndim != 1:
         raise TypeError(f"a {type(held).__name__} is neither plain JSON nor an array of uint64")

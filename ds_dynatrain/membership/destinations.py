@@ -24,7 +24,8 @@ Destination = tuple[Layout, tuple[int, ...]]
 WITH_NEWCOMERS = 2
 """Number of attempts at a change that include newcomers.
 
-Later attempts include only members that already hold the state, if one of them stays and there is a layout for them.
+Later attempts include only members that already hold the state, provided that one of them stays and that there is a
+layout for them.
 """
 
 
@@ -47,8 +48,8 @@ class Registry:
         return Registry(numbers, following)
 
     def only(self, members: Iterable[str]) -> Registry:
-        """Return a registry of these members only. Numbers of other members are not given again. Raises KeyError for an
-        unknown member."""
+        """Return a registry of these members only. The numbers of removed members are not given again. Raises KeyError
+        for an unknown member."""
         return Registry({member: self.numbers[member] for member in members}, self.following)
 
     def ids_of(self, numbers: Iterable[int]) -> frozenset[str]:
@@ -66,8 +67,8 @@ class DestinationFacts:
     present: the current layout and members of each engine.
     tries: the number of attempts that have failed.
     restores: whether the state comes from copies or a checkpoint, because the members no longer hold all of it.
-    has_copies: whether the state comes from copies, which lie on the ranks' own members or on those that keep their
-    copies.
+    has_copies: whether the state comes from copies. These lie on the members of the ranks, or on members that keep
+        copies for them.
     """
 
     world: Generation
@@ -98,7 +99,7 @@ class Rules:
 def destinations(
     asked: DestinationFacts, engines: Sequence[Rules], say: Callable[[str], None]
 ) -> list[Destination] | None:
-    """Return the destination of each engine: its current one if nothing has to move. Returns None if no layout is
+    """Return the destination of each engine, which is the current one if nothing has to move; None if no layout is
     possible.
 
     say: logs a message for users.
@@ -116,7 +117,7 @@ def destinations(
         return present
     able = pool if with_newcomers else tuple(one for one in pool if one in holders)
     choices = _choices(engines, len(able))
-    if any(choice.layout is None for choice in choices):  # newcomers are needed, however often they failed
+    if any(choice.layout is None for choice in choices):  # newcomers are needed, even after failed attempts
         able = pool
         choices = _choices(engines, len(able))
     layouts = [choice.layout for choice in choices if choice.layout is not None]
@@ -138,7 +139,7 @@ def destinations(
     targets: list[Destination] = []
     for engine, layout in zip(engines, layouts, strict=True):
         targets.append(engine.assign(layout, able))
-        able = targets[-1][1]  # all engines have the first one's members
+        able = targets[-1][1]  # all engines get the same members as the first
     return targets
 
 
@@ -159,8 +160,8 @@ def _of_restoring(
 
 
 def _choices(engines: Sequence[Rules], members: int) -> list[ChosenLayout]:
-    """Return each engine's layout for this many members, or for fewer if the engines would otherwise use different
-    numbers."""
+    """Return a layout for each engine, all with the same number of members: this many, or the most that all engines can
+    use."""
     while True:
         choices = [engine.choose(members) for engine in engines]
         sizes = {0 if choice.layout is None else choice.layout.world_size for choice in choices}

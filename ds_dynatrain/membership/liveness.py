@@ -1,4 +1,4 @@
-"""Liveness of members: a thread of each member counts up a number in the key-value store, so no clocks are compared."""
+"""Liveness of members. A thread of each member increases a number in the key-value store, so no clocks are compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG_SECONDS = 10.0
 
 
 class Heartbeat:
-    """A daemon thread that posts an increasing number once a second, from its making until `stop`."""
+    """A daemon thread that posts an increasing number once a second, from its creation until `stop`."""
 
     def __init__(self, control: Control) -> None:
         self._control = control.clone()
@@ -47,23 +47,23 @@ class Heartbeat:
 
 @dataclass
 class Watch:
-    """Check on the other members, made by a member that waits for work.
+    """Checks on the other members, by a member that waits for work.
 
-    by_hearts: whether to judge members by their heartbeats. If not, the coordinator handles deaths, and only the ends
-    of scripts are checked.
+    by_heartbeats: whether to judge members by their heartbeats. If not, the coordinator handles deaths, and only the
+        ends of scripts are checked.
     seen: a map from each member to its last heartbeat and the time at which that heartbeat was first read.
     checked: the time of the last check.
     """
 
     control: Control
-    by_hearts: bool = True
+    by_heartbeats: bool = True
     seen: dict[int, tuple[object, float]] = field(default_factory=dict)
     checked: float = 0.0
 
     def look(self, members: Iterable[int]) -> bool:
-        """Return whether all `members` have ended their scripts. Cheap to call often.
+        """Return whether all `members` have ended their scripts. Cheap to call often; between checks it returns False.
 
-        With `by_hearts`, raises MemberMissing for a member whose heartbeat has stopped for the time-out, and
+        With `by_heartbeats`, raises MemberMissing for a member whose heartbeat has stopped for the time-out, and
         SystemExit(1) if a script ended with an error.
         """
         now = time.monotonic()
@@ -71,7 +71,7 @@ class Watch:
             return False
         self.checked, me = now, self.control.member
         ends = {member: self.control.read(f"ended/{member}") for member in members}
-        if not self.by_hearts:
+        if not self.by_heartbeats:
             return all(end == "done" for end in ends.values())
         failed = [member for member, end in ends.items() if end == "error"]
         if failed:
@@ -80,7 +80,7 @@ class Watch:
                 "member %d waits for work; the script of member %s ended with an error: %s",
                 *(me, failed, "see there" if first is None else "member {}: {}".format(*first)),
             )
-            time.sleep(BEAT_SECONDS)  # let the launcher see the one that failed first
+            time.sleep(BEAT_SECONDS)  # the launcher should see the failed script first
             raise SystemExit(1)
         if all(end is not None for end in ends.values()):
             return True
@@ -104,9 +104,9 @@ def ended_in_error() -> bool:
 
 
 def ending_error() -> BaseException | None:
-    """Return the exception that ends this script: an uncaught one, or the one that is being handled while an engine is
-    closed."""
-    handled = sys.exc_info()[1]  # `initialize` raises it again
+    """Return the exception that ends this script: an uncaught one, or one that is being handled while an engine is
+    closed; None if there is none."""
+    handled = sys.exc_info()[1]  # `initialize` will raise it again
     return getattr(sys, "last_value", None) or (handled if isinstance(handled, Exception) else None)
 
 

@@ -48,11 +48,11 @@ WIDTH = 64
 
 
 def heard_by(member: int, members: tuple[int, ...], width: int = WIDTH) -> list[tuple[int, ...]]:
-    """Return the members whose values `member` reads, for each level from the bottom up; empty if the member leads
-    none.
+    """Return the members whose values `member` reads, for each level of the tree from the bottom up; empty if the
+    member leads none.
 
-    They form a tree: the first of every `width` members leads them, the first of every `width` leaders leads those, and
-    so on.
+    The first of every `width` members leads these members, the first of every `width` such leads those leaders, and so
+    on.
 
     members: the members in any order that is the same on all of them; the first one is the root.
     """
@@ -204,8 +204,8 @@ class Session:
         return {int(member): each for member, each in said.items()}
 
     def have_come(self, step: str) -> bool:
-        """Return whether all members have reached a `reduce`, even if that `reduce` ended without them. Polls; never
-        blocks."""
+        """Return whether all members have reached a `reduce`, even one that this member has not called yet. Polls;
+        never blocks."""
         return self.board.all_posted(f"{self.key}/{step}/0", self.members)
 
     def forget(self, step: str) -> None:
@@ -260,7 +260,7 @@ class Session:
                 found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
         except MemberMissing as missing:
             found = self.board.decide(key, self._account(place, missing))
-        except SwitchFailed as given_up:  # an answer counts: members that have read it rely on this one
+        except SwitchFailed as given_up:  # if there is an answer, it counts: other members have read it
             found = self.board.decide(key, {"given_up": str(given_up)})
         if "given_up" in found:
             raise SwitchFailed(found["given_up"])
@@ -273,7 +273,7 @@ class Session:
     def vote(
         self, work: Callable[[], Any], join: Join | None = None, judge: Callable[[Any], VoteResult] | None = None
     ) -> VoteResult:
-        """Do `work` and return the common decision. It is to commit if no member has failed.
+        """Do `work`, vote on its result, and return the common decision: to commit if no member has failed.
 
         work: does this member's part, and returns its report.
         join: joins reports, as in `reduce`.
@@ -303,7 +303,8 @@ class Session:
             raise self.board.lost from mine.interrupt
 
     def give_up(self, error: BaseException) -> VoteResult:
-        """Decide against committing because of an error of this member, while the others wait for its report."""
+        """Vote against committing because of an error of this member, while the others wait for its report. Returns the
+        decision."""
         return self.decide(self._against(error))
 
     def decide(self, mine: VoteResult) -> VoteResult:
@@ -323,7 +324,8 @@ class Session:
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Raise an error if a member has given up. Called while waiting."""
+        """Raise CheckpointError if a member has given up, and the errors of the caller's own `stop`. Called while
+        waiting."""
         if self._stop is not None:
             self._stop()
         found = self.board.read(self.record)
@@ -332,14 +334,14 @@ class Session:
 
     def _up(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
         """Join this member's value with those of the members that it leads, post the result for its own leader, and
-        return it.
+        return the result.
 
         On the first member the result is the joined value of all members.
         """
         board, member = self.board, self.board.member
         levels = heard_by(member, self.members)
-        board.post(f"{place}/0/{member}", None if levels else mine)  # a leader only reports that it has come
-        mine = unpack(pack(mine)) if levels else mine  # as others would read it
+        board.post(f"{place}/0/{member}", None if levels else mine)  # a leader posts its value later, joined
+        mine = unpack(pack(mine)) if levels else mine  # the form in which others would read it
         for level, others in enumerate(levels):
             heard = self._wait({other: f"{place}/{level}/{other}" for other in others}, doing, stop) if others else {}
             mine = reduce(join, [mine, *heard.values()])
@@ -352,17 +354,18 @@ class Session:
         return self.board.wait(keys, doing, None, stop, *how)
 
     def _stop_if_answered(self, key: str, doing: str) -> None:
-        """Raise MemberMissing in a leader's wait if there already is an answer: another member has found that some are
+        """Raise MemberMissing if an answer was already posted, which means that another leader has found some members
         missing.
 
-        Called while waiting. Also raises the errors of `stop`.
+        Called while a leader waits. Also raises the errors of `stop`.
         """
         self.stop()
         if self.board.read(key) is not None:
             raise MemberMissing(doing, (), 0.0)
 
     def _account(self, place: str, missing: MemberMissing) -> dict[str, Any]:
-        """Return the members that have not reached a step; if all have reached it, those listed in `missing`."""
+        """Return, as a record for all members, which members have not reached a step. If all have reached it, the
+        record lists those named by `missing`."""
         absent = [one for one in self.members if not self.board.all_posted(f"{place}/0", [one])]
         return {"missing": absent or list(missing.members), "seconds": missing.seconds}
 
@@ -384,11 +387,11 @@ def first_and_other(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
 
 
 def _nothing(_one: Any, _other: Any) -> None:
-    """Join two members' reports without content: return None."""
+    """Join two members' empty reports: return None."""
 
 
 def _words(error: BaseException, member: int) -> str:
-    """Return the text of an error for all members. The member and the error's type are prepended unless the text is
+    """Return the text of an error for all members. It begins with the member and the error's type, unless the text is
     sufficient without them."""
     if isinstance(error, CheckpointError | MemberMissing):
         return str(error)

@@ -27,8 +27,9 @@ class Survivor:
     is_aborted: whether a member of that world is dead, or a collective in it has failed.
     copies: the copies that the member has, of its own state and of other members' state.
     frozen: the layout and rank in which the member had the frozen weights that are in no copy; None if there are none.
-    registered: how often the parameters were registered anew.
-    since: see `Kept`; None if the member cannot know it, because it was idle and the coordinator was replaced.
+    registered: how often parameters were registered again (`update_param_groups`).
+    since: the `Mark.stretch` of the newest load of a state. Older copies do not count. None if the member cannot know
+        it, because it was idle and the coordinator was replaced.
     entered: the last generation of the job that the member entered.
     """
 
@@ -48,7 +49,7 @@ class Survivor:
 
 @dataclass(frozen=True)
 class WholeState:
-    """A whole state: a layout, the member at each of its ranks, and the step at which all these members are."""
+    """A whole state: a layout, the member at each of its ranks, and the step that all of these members have reached."""
 
     layout: Layout
     members: tuple[int, ...]
@@ -119,7 +120,7 @@ def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> Whole
     had = [copy for copies in _had(survivors).values() for copy in copies if copy.mark == whole.mark]
     is_lacking = bool(frozen) or any(copy.lacks_frozen for copy in had)
     layout = whole.mark.layout
-    if not is_lacking or layout.zero_stage == 3 or layout.world_size == 1:  # copies have all frozen weights
+    if not is_lacking or layout.zero_stage == 3 or layout.world_size == 1:  # the copies have all frozen weights
         return whole
     complete = [each for each in (_complete(layout, alive) for layout, alive in frozen.items()) if each is not None]
     return replace(whole, frozen=Frozen(*complete[0])) if complete else None
@@ -146,7 +147,8 @@ def without(
 def joint_loss(
     engines: Sequence[Mapping[str, Survivor]], name: Callable[[int, Mark, int], str] = lambda engine, mark, rank: ""
 ) -> str:
-    """Return a description of whose copies were lost together with their holders; "" if there are no copies at all.
+    """Return a description of the copies that were lost because every member that had them died; "" if there were no
+    copies.
 
     The description is about the first engine that lacks copies.
 
@@ -175,8 +177,8 @@ def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
 
 
 def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
-    """Return a map from member to its valid copies: those taken since the last load and the last registration of
-    parameters."""
+    """Return a map from each member to its valid copies: those taken since the last load of a state and since
+    parameters were last registered."""
     since = replaced_before(survivors.values())
     registered = max((one.registered for one in survivors.values()), default=0)
     if since is None:

@@ -1,4 +1,4 @@
-"""Reports of a member to the coordinator: how its time was spent, boundary by boundary, and how switches ended."""
+"""A member's reports to the coordinator: how its time was spent, boundary by boundary, and how switches ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_dynatrain.report import SwitchEvent
 
 
 class Clock:
-    """Clock that splits up the time of a process's first engine.
+    """Clock that divides the time of a process's first engine into steps, boundaries and saves.
 
     now: returns the time in seconds by any monotonic clock.
     """
@@ -27,7 +27,7 @@ class Clock:
 
     @property
     def tally(self) -> Tally:
-        """Figures up to now. Only whole steps are counted."""
+        """Figures up to now, counting only complete steps."""
         return Tally(
             steps=self._steps,
             samples=self._samples,
@@ -59,7 +59,7 @@ class Clock:
         self._step, self._samples, self._is_at_boundary = step, samples, False
 
     def start_over(self, step: int) -> None:
-        """Count the time since the last boundary as held, because the work done in it is lost.
+        """Count the time since the last boundary as time held at boundaries, because the work done in it is lost.
 
         step: the step from which training resumes.
         """
@@ -69,7 +69,7 @@ class Clock:
             self._step = step
 
     def skip(self) -> None:
-        """Leave out the time since the last call of any method, in which the member waited for work."""
+        """Count the time since the last call of any method for nothing, because the member was waiting for work."""
         self._lap()
 
     @contextmanager
@@ -82,8 +82,8 @@ class Clock:
             self._saving += self._now() - begin
 
     def _has_made_one(self, step: int) -> bool:
-        """Return whether exactly one step was taken since the last boundary. A larger difference comes from a
-        checkpoint."""
+        """Return whether exactly one step was taken since the last boundary. After a checkpoint was loaded, the
+        difference is another one."""
         return step == self._step + 1
 
     def _lap(self) -> float:
@@ -92,7 +92,7 @@ class Clock:
         return 0.0 if since is None else self._since - since
 
 
-def told(engine: int, event: SwitchEvent) -> Switched:
+def switch_message(engine: int, event: SwitchEvent) -> Switched:
     """Return the message that reports a switch to the coordinator, with texts cut to the limits of messages.
 
     engine: number of the engine that switched.

@@ -1,4 +1,4 @@
-"""Choice of the copies that make up a whole state, computed from the copies that each member reports."""
+"""Choice of the copies that make up a whole state, from the copies that each member reports."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ds_dynatrain.space.layout import Layout
 
 @dataclass(frozen=True)
 class Mark:
-    """Point in training at which a copy was taken. It is equal for the copies of all ranks that belong together.
+    """Point in training at which a copy was taken. Copies of different ranks belong together if their marks are equal.
 
-    generation: the generation of the engine's world (see `EngineCore`).
-    segment: the segment of the engine's world (see `EngineCore`).
-    registered: how often the job has registered its parameters anew.
+    generation: the number of the engine's world.
+    segment: the engine's segment, a part of training in which no step number occurs twice (see `EngineCore.segment`).
+    registered: how often parameters were registered again (`update_param_groups`).
     step: the number of optimizer steps done.
     layout: the layout of the engine's world.
     first: the `moment` of the process's first engine, at whose boundary all engines took copies; empty for that engine.
@@ -30,7 +30,7 @@ class Mark:
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """Sort key of the boundary at which the copy was taken. The marks of all engines at one boundary share it.
+        """Sort key of the boundary at which the copy was taken, shared by the marks of all engines at that boundary.
 
         A larger key is always newer, even after a checkpoint of an earlier step was loaded.
         """
@@ -38,8 +38,8 @@ class Mark:
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """First part of `moment`, which grows with every load. Copies with a smaller value hold a state that was
-        replaced."""
+        """First part of `moment`, which grows with every load of a state. Copies with a smaller value hold a state that
+        a load has replaced."""
         return self.moment[:2]
 
 
@@ -95,11 +95,11 @@ class WholeCopies:
 
 
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
-    """Return, for each engine, the newest copies that are whole for all engines: one of every rank, taken at one
-    boundary.
+    """Return, for each engine, the newest set of copies with one copy of every rank, all taken at one boundary by all
+    engines; () if there is none.
 
-    Returns () if there are none. If several members have a rank's copy, the member of that rank itself provides it, or
-    else the one that provides the fewest others.
+    If several members have a rank's copy, the member of that rank itself provides it, or else the member that provides
+    the fewest other copies.
 
     engines: for each engine, the copies that each member has.
     """
@@ -125,7 +125,8 @@ def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | 
 def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dict[int, bool]]]]:
     """Return (mark, holders) for each mark, newest first.
 
-    holders: a map from rank to {member with the rank's copy: whether it is a copy of the member's own state}.
+    The holders map each rank to a map from each member with that rank's copy to whether the copy is of the member's own
+    state.
     """
     found: dict[Mark, dict[int, dict[int, bool]]] = {}
     for member, copies in sorted(had.items()):
