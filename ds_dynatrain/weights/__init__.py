@@ -35,7 +35,7 @@ __all__ = ["ParamMeta", "Receiver", "Update", "WeightSource", "send", "source"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the trainer's side at its first use; receivers have no DeepSpeed."""
+    """Import the trainer's names only when they are first used, because receivers run without DeepSpeed."""
     if name not in ("WeightSource", "source"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ds_dynatrain.weights import weight_source

@@ -1,7 +1,8 @@
 """Geometry of an update: which part of a tensor a receiving rank holds, and which runs of it a sending rank has.
 
-A part is one block along one dimension, as `torch.chunk` cuts it, and it lies in the receiver's memory row-major. Both
-a part and what a sender holds are extents; their intersection is a few series of runs, each copied by one call.
+A part is one block along one dimension, cut as `torch.chunk` does, and row-major in the receiver's memory. Parts, and
+the elements that a sender holds, are both extents. The intersection of two extents is a few series of runs, and one
+call copies each series.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from ds_dynatrain.transfer.series import series
 
 
 class Move(NamedTuple):
-    """`runs` runs of `length` elements from a sender's flat values to a receiver's.
+    """A series of `runs` runs of `length` elements, to copy from a sender's flat values to a receiver's.
 
-    at, step: first element and distance of the runs in the sender's values. to, pace: the same in the receiver's.
+    at: the first element in the sender's values.
+    step: the distance between two runs in the sender's values.
+    to: the first element in the receiver's values.
+    pace: the distance between two runs in the receiver's values.
     """
 
     at: int
@@ -38,7 +42,7 @@ class Move(NamedTuple):
 
 
 def part_of(shape: Sequence[int], dim: int | None, rank: int, size: int) -> tuple[Extent, tuple[int, ...]]:
-    """Return where the part of a receiving rank lies in a tensor, and the shape of the part.
+    """Return a receiving rank's part of a tensor: its extent in the tensor, and its shape.
 
     dim: the dimension that is cut among `size` ranks; None if each rank holds the whole tensor.
     """
@@ -53,7 +57,11 @@ def part_of(shape: Sequence[int], dim: int | None, rank: int, size: int) -> tupl
 
 
 def moves_between(held: Extent, part: Extent) -> list[Move]:
-    """Return the moves that bring what a sender holds of a tensor into a receiver's part of it."""
+    """Return the moves that copy elements of a tensor held by a sender into a receiver's part.
+
+    held: the elements that the sender holds.
+    part: the elements that the receiver needs.
+    """
     if not held.numel or not part.numel:
         return []
     (mine, mine_at), (theirs, theirs_at) = runs_of(held), runs_of(part)

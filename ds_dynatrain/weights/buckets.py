@@ -1,10 +1,10 @@
-"""Buckets: which output tensors travel together, and the one collective that brings a bucket to the ranks that want it.
+"""Buckets: groups of output tensors that one collective gathers on the ranks that need them (the destinations).
 
-A bucket is a layer of the model, together with small tensors beside it. Each rank sends exactly the elements that it
-owns and that the destination does not hold; a destination reads what it holds from its own memory.
+A bucket is a layer of the model, together with small tensors next to it. A rank sends only elements that it owns and
+that the destination does not hold. A destination reads the elements that it holds from its own memory.
 
-A bucket takes memory of its bytes and of its largest tensor. It takes its bytes alone where the parts of a tensor
-arrive in their order, as those of an embedding do in ZeRO-3.
+Gathering a bucket needs memory for the bucket and for its largest tensor. The latter is not needed if the parts of each
+tensor arrive in order, as those of an embedding do in ZeRO-3.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ Memory = Mapping[BufferId, torch.Tensor]
 
 
 def bucketed(outputs: Sequence[Output], itemsize: int, most: int | None) -> list[list[Output]]:
-    """Cut outputs, which are in the order of their layers, into buckets.
+    """Divide outputs, which are ordered by layer, into buckets.
 
-    most: bytes of a bucket, where a larger tensor has one of its own. None for one bucket per layer, where a large
-    tensor outside of layers has one of its own, and small ones go with the layer beside them.
+    most: the maximum size of a bucket in bytes; a larger tensor gets its own bucket. None for one bucket per layer. In
+        that case a large tensor outside the layers gets its own bucket, and small ones join the bucket of the layer
+        next to them.
     """
     if most is not None:
         return list(batches(outputs, lambda output: output.numel * itemsize, most))
@@ -53,12 +54,14 @@ def bucketed(outputs: Sequence[Output], itemsize: int, most: int | None) -> list
 
 @dataclass(frozen=True, eq=False)
 class Gathering:
-    """One rank's part in the collective that makes a bucket whole on its destinations.
+    """One rank's part in the collective that gathers a bucket on its destinations.
 
-    line: the line of all logical tensors. shipments: what this rank sends, by destination: where it lies here, and in
-    the buffer to send. counts: elements that it receives from each rank. parts: all elements of the bucket after the
-    collective, on a destination; else None. is_needed: whether any destination lacks anything, which is the same on all
-    ranks.
+    line: the coordinate line of all logical tensors.
+    shipments: a map from each destination to the elements that this rank sends, as pieces of its own buffers and of the
+        send buffer.
+    counts: the number of elements that this rank receives from each rank.
+    parts: on a destination, all elements of the bucket after the collective; None on other ranks.
+    is_needed: whether any destination lacks an element. It is the same on all ranks.
     """
 
     line: CoordinateLine
@@ -77,10 +80,11 @@ class Gathering:
         owned: Pieces,
         holdings: Mapping[int, Pieces],
     ) -> Gathering:
-        """Work out the gathering of a bucket, by arithmetic alone.
+        """Compute what each rank sends and receives for a bucket, without communication.
 
-        tensors: the numbers of the logical tensors that the bucket needs. owned: what this rank owns of all tensors.
-        holdings: what each destination holds of them.
+        tensors: the numbers of the logical tensors that the bucket needs.
+        owned: the elements of all tensors that this rank owns.
+        holdings: a map from each destination to the elements that it holds.
         """
         numbers = np.array(sorted(set(tensors)), dtype=np.int64)
         start, stop = interval.union(line.bases[numbers], line.bases[numbers + 1])
@@ -114,9 +118,11 @@ class Gathering:
         return int(self.counts.sum())
 
     def run(self, live: Memory, send: torch.Tensor, got: torch.Tensor, group: td.ProcessGroup) -> None:
-        """Send and receive. A collective of all ranks; call it only if `is_needed`.
+        """Send and receive the elements of the bucket. All ranks must call this together, and only if `is_needed`.
 
-        live: this rank's weights. send, got: memory for at least `sent` and `received` elements.
+        live: this rank's weights.
+        send: memory for at least `sent` elements.
+        got: memory for at least `received` elements.
         """
         send, got, sizes = send[: self.sent], got[: self.received], [0] * self.ranks
         for destination, (held, packed) in sorted(self.shipments.items()):
@@ -134,13 +140,16 @@ class Gathering:
 
 
 def _end_to_end(start: Ints, stop: Ints, at: int) -> Pieces:
-    """Return runs as pieces that lie one after the other in the buffer PACKED, from offset `at`, in the given order."""
+    """Return the pieces that runs form when they are packed into the buffer PACKED, in the given order.
+
+    at: the offset of the first run.
+    """
     ends = np.cumsum(stop - start)
     return Pieces(start, stop, np.zeros_like(start), at + ends - (stop - start), (PACKED,))
 
 
 def _joined(held: Pieces, packed: Pieces) -> Pieces:
-    """Return the pieces of both, sorted; the buffers of `held` come first."""
+    """Merge two sets of pieces and sort them. The buffers of `held` come first in the result."""
     columns = packed.start, packed.stop, packed.buffer + len(held.buffers), packed.offset
     start, stop, buffer, offset = interval.join([held.columns, columns])
     return Pieces(start, stop, buffer, offset, (*held.buffers, PACKED)).tidy()
@@ -149,9 +158,12 @@ def _joined(held: Pieces, packed: Pieces) -> Pieces:
 def assembled(
     line: CoordinateLine, output: Output, parts: Pieces, memory: Memory, like: torch.Tensor, copies: bool = False
 ) -> torch.Tensor:
-    """Return an output tensor made of the parts of a bucket: a view where it lies in one piece, else a copy.
+    """Return an output tensor, assembled from the parts of a bucket: a view if it is contiguous in memory, otherwise a
+    copy.
 
-    memory: the buffers of the parts. like: a tensor of the output's type and device. copies: whether to copy always.
+    memory: the buffers of the parts.
+    like: a tensor with the output's type and device.
+    copies: whether to return a copy in any case.
     """
     found = None if copies else _view(line, output, parts, memory)
     if found is not None:
@@ -160,7 +172,7 @@ def assembled(
     for here, there in matched(line, output, parts, memory, flat):
         there.copy_(here)
     whole = flat.view(output.shape)
-    for delta in output.deltas:  # as peft merges
+    for delta in output.deltas:  # computed the way peft merges adapters
         up, down = (assembled(line, each, parts, memory, like).float() for each in (delta.up, delta.down))
         added = (up @ down).T if delta.is_transposed else up @ down
         whole += (added * delta.scaling).to(whole.dtype)
@@ -168,7 +180,7 @@ def assembled(
 
 
 def pieces_of(line: CoordinateLine, run: TensorRun, held: Pieces) -> Pieces:
-    """Return the pieces that hold a run."""
+    """Return the pieces that contain the elements of a run."""
     base = int(line.bases[run.tensor])
     return held.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
 
@@ -176,7 +188,9 @@ def pieces_of(line: CoordinateLine, run: TensorRun, held: Pieces) -> Pieces:
 def matched(
     line: CoordinateLine, output: Output, parts: Pieces, memory: Memory, flat: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of equal blocks: in the memory of the parts, and in `flat`, the elements of the output tensor."""
+    """Yield pairs of blocks with the same elements of an output: one in the parts' memory, one in the flat tensor
+    `flat`.
+    """
     for run in output.runs:
         pieces = pieces_of(line, run, parts)
         offset = pieces.start - int(line.bases[run.tensor]) - run.start + run.at
@@ -191,7 +205,7 @@ def matched(
 
 
 def _view(line: CoordinateLine, output: Output, parts: Pieces, memory: Memory) -> torch.Tensor | None:
-    """Return the output as a view of memory; None if it does not lie in one piece."""
+    """Return the output as a view of memory; None if its elements are not contiguous there."""
     if len(output.runs) != 1 or output.deltas:
         return None
     pieces = pieces_of(line, output.runs[0], parts)

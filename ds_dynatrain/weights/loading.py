@@ -1,7 +1,7 @@
-"""`engine.load_weights`: the way back, from full tensors into weights and masters, in any layout.
+"""`engine.load_weights`: writes full tensors into weights and masters, in any layout.
 
-Each member fills copies of its own buffers, so that an error on any of them leaves the weights as they were. Once all
-members have everything, the copies are written over the buffers.
+Each member first fills copies of its own buffers, so an error on any member leaves all weights unchanged. Once all
+members have received everything, the copies are written to the buffers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
 def load_weights(engine: Any, weights: Pairs | None) -> None:
-    """Replace weights and masters; see `DynatrainEngine.load_weights`."""
+    """Replace the weights and masters of an engine. Implements `DynatrainEngine.load_weights`."""
     parts: EngineParts = engine._parts
     if parts.idle:
         raise WeightsError(f"{CALL}: this member is idle and holds no weights; call it where engine.idle is false")
@@ -53,7 +53,8 @@ def load_weights(engine: Any, weights: Pairs | None) -> None:
         staged.take(stream)
     except WorldChanged:
         raise
-    except Exception as error:  # also what the caller's iterator raises: the others wait for this member's report
+    # includes errors of the caller's iterator; the other members wait for this member's report
+    except Exception as error:
         problem, cause = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}", error
         _drain(stream)
     patient = Session(parts.control, f"{session.key}/taken", parts.members, CALL, is_patient=True)
@@ -75,7 +76,8 @@ class StagedWeights:
     def __init__(self, engine: EngineParts, buffers: Buffers) -> None:
         self._vps, layout, rank = engine.vps, engine.layout, engine.rank
         self._live = {key: held for key, held in buffers.items() if key[0] in (WEIGHT, MASTER)}
-        places = {key: (held.data_ptr(), held.numel()) for key, held in self._live.items()}  # fp32 may share them
+        # with fp32, a weight and its master may share memory
+        places = {key: (held.data_ptr(), held.numel()) for key, held in self._live.items()}
         self._places, self._copies = places, Buffers()
         self._holding = {kind: self._vps.holding(layout, rank, kind) for kind in {kind for kind, _ in self._live}}
         names = "adapters" if is_peft(engine.host.module) else "hf"
@@ -88,7 +90,9 @@ class StagedWeights:
         """Sum of the digests of all tensors that were taken, in the types in which they were given."""
 
     def take(self, weights: Pairs) -> None:
-        """Copy all tensors; raise WeightsError for one that is unknown, missing, given twice or of another shape."""
+        """Copy all tensors. Raises WeightsError if one is unknown, missing, given twice with two values, or of another
+        shape.
+        """
         copies = {self._places[key]: held.detach().clone() for key, held in self._live.items()}
         self._copies = {key: copies[place] for key, place in self._places.items()}
         taken = dict[str, str]()
@@ -124,7 +128,7 @@ class StagedWeights:
             raise WeightsError(f"{len(missing)} of {len(self._outputs)} tensors are missing, such as {missing[0]!r}")
 
     def _take_buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a persistent buffer of the module; buffers that are not given stay."""
+        """Copy a persistent buffer of the module. Buffers that are not given keep their values."""
         if tensor.shape != self._buffers[name].shape or tensor.is_meta:
             raise WeightsError(
                 f"buffer {name!r} is of {tuple(tensor.shape)}, and {tuple(self._buffers[name].shape)} is expected"
@@ -142,7 +146,9 @@ class StagedWeights:
 
 
 def _ties(module: Any, outputs: Mapping[str, Output]) -> dict[str, str]:
-    """Return the output names of tied parameters by their further names, which a state dict may have, too."""
+    """Return a map from each additional name of a tied parameter to its output name. A state dict may contain both
+    names.
+    """
     first = {id(held): name for name, held in module.named_parameters()}
     every = {name: first[id(held)] for name, held in module.named_parameters(remove_duplicate=False)}
     return {
@@ -154,7 +160,7 @@ def _ties(module: Any, outputs: Mapping[str, Output]) -> dict[str, str]:
 
 
 def _drain(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Take the rest of a stream after an error that other members may not have, since they go on with it."""
+    """Read a stream to its end after an error, because members without the error also read it to the end."""
     try:
         for _ in stream:
             pass
@@ -165,10 +171,10 @@ def _drain(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 
 def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield rank 0's tensors on all ranks, which call this together.
+    """Yield rank 0's tensors on all ranks. All ranks must iterate together.
 
-    A tensor is valid until the next one. An error of rank 0's iterator, or of one rank that has no room for a batch, is
-    raised on all ranks, as WeightsError on the others.
+    A tensor is valid until the next one is requested. If rank 0's iterator fails, or one rank has no memory for a
+    batch, that rank raises its error and all others raise WeightsError.
     """
     group, device = td.group.WORLD, compute_device()
     copies, failed = None if weights is None else _copies(weights), torch.zeros(1, device=device)
@@ -181,7 +187,7 @@ def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
             try:
                 batch = next(given, [])
                 said = [[(name, held.dtype, tuple(held.shape)) for name, held in batch]]
-            except Exception as found:  # the others wait for the next batch
+            except Exception as found:  # the other ranks wait for the next batch
                 said, error = [f"{type(found).__name__}: {found}"], found
         td.broadcast_object_list(said, group=group, group_src=0, device=device)
         if isinstance(said[0], str):
@@ -193,7 +199,7 @@ def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
             flats = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
             for flat, (_, held) in zip(flats, batch, strict=False):
                 flat.copy_(held.contiguous().reshape(-1).view(torch.uint8))
-        except RuntimeError as found:  # no memory: the others would wait in the broadcast
+        except RuntimeError as found:  # out of memory; the other ranks would wait in the broadcast
             error = found
         failed.fill_(error is not None)
         td.all_reduce(failed, group=group)
@@ -205,7 +211,7 @@ def _sent(weights: Pairs | None) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _copies(weights: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies of the tensors, because a tensor may be overwritten when the next one is asked for."""
+    """Yield copies of the tensors, because the caller's iterator may reuse a tensor's memory for the next one."""
     for name, tensor in weights:
         if tensor.is_meta:
             raise WeightsError(f"{name!r} is on the meta device; give the full tensor")

@@ -1,8 +1,8 @@
 """Names, shapes and order of the output tensors.
 
-Names pass three stations. Experts that DeepSpeed has converted go back to the tensors of the user's model. LoRA's
-layers go back to the layers in them. transformers' own conversion leads from its names in memory to those of a
-checkpoint, such as one tensor for each expert.
+Names are converted in three steps. Experts that DeepSpeed has converted become the tensors of the user's model again.
+Layers that LoRA has wrapped become the original layers. Names in memory become those of a transformers checkpoint, in
+which, for example, each expert has a tensor of its own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ MOST_NUMBERS = 1 << 22
 def outputs_of(
     module: nn.Module, shaper: Any, tensors: Sequence[LogicalTensor], has_stages: bool, names: Names
 ) -> list[Output]:
-    """Return the output tensors of a model, layer after layer; the same on every rank.
+    """Return the output tensors of a model, ordered by layer. The result is the same on every rank.
 
-    module: this rank's. shaper: the engine's, which knows the experts that DeepSpeed has converted. has_stages: whether
-    the module has the layers of a pipeline stage alone.
+    module: this rank's module.
+    shaper: the engine's shaper, which knows the experts that DeepSpeed has converted.
+    has_stages: whether the module has only the layers of one pipeline stage.
     """
     order = [] if has_stages else [name for name, _ in module.named_parameters()]
     found = [
@@ -55,7 +56,7 @@ def outputs_of(
 
 
 def renamed(name: str, names: Mapping[str, str] | Callable[[str], str]) -> str:
-    """Return the output name of a logical tensor; raise ConfigError for a name that a mapping lacks."""
+    """Return the output name of a logical tensor. Raises ConfigError if a mapping has no entry for the name."""
     if not isinstance(names, Mapping):
         return names(name)
     if name not in names:
@@ -67,10 +68,12 @@ def renamed(name: str, names: Mapping[str, str] | Callable[[str], str]) -> str:
 
 
 def in_order(tensors: Sequence[LogicalTensor], order: Sequence[str]) -> list[tuple[int, str]]:
-    """Return (number, layer) of all logical tensors, layer after layer.
+    """Return (tensor number, layer name) of all logical tensors, ordered by layer.
 
-    A layer is named by the path up to the first number in a name. Tensors outside of layers come before all layers, or
-    after them where the model has them after its first layer.
+    The name of a layer is the part of a parameter's name up to the first number. Tensors outside the layers come before
+    all layers or, if they follow the first layer in the model, after all layers.
+
+    order: the names of the parameters in the order of the model.
     """
     names = list(dict.fromkeys((*order, *(tensor.name for tensor in tensors))))
     place = {name: at for at, name in enumerate(names)}
@@ -85,8 +88,9 @@ def in_order(tensors: Sequence[LogicalTensor], order: Sequence[str]) -> list[tup
 
 
 def layer_of(name: str) -> str:
-    """Return the path of the layer that a parameter belongs to, by its first number that numbers no expert; "" if it
-    belongs to none.
+    """Return the name of the layer to which a parameter belongs; "" if it belongs to no layer.
+
+    It ends with the first number in the parameter's name that is not the number of an expert.
     """
     parts = name.split(".")
     for at, part in enumerate(parts):
@@ -99,9 +103,9 @@ def layer_of(name: str) -> str:
 
 
 def by_user(outputs: Sequence[Output], user: Iterable[Any]) -> list[Output]:
-    """Return the outputs with the user's tensors in place of those that DeepSpeed has converted.
+    """Return the outputs, with the user's original tensors in place of tensors that DeepSpeed has converted.
 
-    user: see `UserTensor` in `adapters.model.auto_ep`.
+    user: the original tensors; see `UserTensor` in `adapters.model.auto_ep`.
     """
     known, made = {each.name: each for each in outputs}, dict[str, list[Output]]()
     replaced = set[str]()
@@ -120,7 +124,7 @@ def by_user(outputs: Sequence[Output], user: Iterable[Any]) -> list[Output]:
 
 
 def untied(model: nn.Module, outputs: Iterable[Output]) -> list[Output]:
-    """Return the outputs with each tied tensor under the name that transformers saves it by."""
+    """Return the outputs with each tied tensor renamed to the name under which transformers saves it."""
     ties, found = getattr(model, "all_tied_weights_keys", {}), list(outputs)
     names = {each.name for each in found}
     return [
@@ -129,19 +133,20 @@ def untied(model: nn.Module, outputs: Iterable[Output]) -> list[Output]:
 
 
 def in_checkpoint(model: nn.Module, outputs: Sequence[Output]) -> list[Output]:
-    """Return the outputs as transformers' checkpoint of a model has them; the same list for any other model.
+    """Return the outputs in the form of a transformers checkpoint. For other models, the result equals `outputs`.
 
-    Raise UnsupportedError, naming the tensor, for a conversion that is not made of runs of elements.
+    Raises UnsupportedError, naming the tensor, if transformers' conversion does more than rearrange runs of elements.
     """
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before transformers 5 the names in memory are those of the checkpoint
+    except ImportError:  # before transformers 5, names in memory and in the checkpoint are the same
         return list(outputs)
     if not isinstance(model, PreTrainedModel):
         return list(outputs)
     found, together = list[Output](), list[Output]()
-    for _, layer in groupby(outputs, lambda each: each.layer):  # many layers in one call, which walks over all modules
+    # several layers per call, because each call walks over all modules
+    for _, layer in groupby(outputs, lambda each: each.layer):
         together += layer
         if sum(math.prod(_thin(each.shape)) for each in together) > MOST_NUMBERS:
             found += _converted(together, partial(revert_weight_conversion, model))
@@ -152,7 +157,11 @@ def in_checkpoint(model: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 def _converted(
     outputs: list[Output], convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> list[Output]:
-    """Return what a conversion makes of outputs, by giving it tensors of numbers: two for each row of a matrix."""
+    """Return the outputs that a conversion makes of these outputs.
+
+    The conversion is applied to tensors of distinct numbers, two for each row of a matrix, which show where each row
+    goes.
+    """
     shapes = [_thin(each.shape) for each in outputs]
     bases = np.cumsum([0, *(math.prod(shape) + 1 & ~1 for shape in shapes)])
     state = {
@@ -167,12 +176,15 @@ def _converted(
 
 
 def _thin(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape with two columns in place of more; conversions keep rows whole, so two numbers tell them apart."""
+    """Return a shape with at most two columns. Conversions keep rows whole, so two numbers identify a row."""
     return (*shape[:-1], 2) if len(shape) > 1 and shape[-1] > 2 else shape
 
 
 def _traced(name: str, held: torch.Tensor, outputs: Sequence[Output], bases: Ints) -> Output:
-    """Return the output of which a conversion has made `held`, by the numbers in it."""
+    """Return the output that corresponds to `held`, a converted tensor whose numbers show where its elements come from.
+
+    bases: the first number in each of `outputs`, followed by the end of the last one.
+    """
     numbers = held.reshape(-1).numpy()
     first = np.searchsorted(bases, numbers, side="right") - 1
     parts: list[Output] = [outputs[number] for number in np.unique(first).tolist()]
@@ -203,12 +215,12 @@ PAIRS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
 
 
 def is_peft(module: nn.Module) -> bool:
-    """Return whether a module is a model of peft."""
+    """Return whether a module is a peft model."""
     return hasattr(module, "peft_config") and hasattr(module, "base_model")
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """Return the model inside of peft's; the module itself if it is none of peft's."""
+    """Return the model that a peft model wraps, or the module itself if it is not a peft model."""
     found: nn.Module = module.get_base_model() if is_peft(module) else module  # type: ignore[operator]
     return found
 
@@ -222,9 +234,9 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def adapters(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
-    """Return the outputs that belong to the active adapter, by the names of peft's checkpoints.
+    """Return the outputs of the active adapter, under the names that peft uses in checkpoints.
 
-    Raise ConfigError for a model without an adapter, or with several that are active.
+    Raises ConfigError if the model has no adapter, or several active ones.
     """
     if not is_peft(module):
         raise ConfigError(f'names="adapters": {type(module).__name__} is no model of peft; give names="hf"')
@@ -239,9 +251,9 @@ def adapters(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 
 
 def merged(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
-    """Return the outputs of the model inside of peft's, with the active adapter added; the same ones without peft.
+    """Return the outputs of the wrapped model with the active adapter merged in, or unchanged outputs without peft.
 
-    Raise UnsupportedError for adapters other than low-rank terms of linear layers and embeddings.
+    Raises UnsupportedError if an adapter is not a low-rank term of a linear layer or an embedding.
     """
     if not is_peft(module):
         return list(outputs)
@@ -263,9 +275,9 @@ def merged(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that peft has wrapped, with their paths.
+    """Yield (path, layer) for each layer that peft has wrapped.
 
-    Raise UnsupportedError for other ones than LoRA's, and for LoRA's own around a bare parameter.
+    Raises UnsupportedError for layers that are not LoRA's, and for LoRA layers around a bare parameter.
     """
     for path, part in module.named_modules():
         if hasattr(part, "base_layer"):
@@ -277,7 +289,12 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _deltas(path: str, part: Any, name: str, known: dict[str, Output]) -> Iterator[Delta]:
-    """Yield the low-rank term of a layer, if the adapter has one there that peft has not merged."""
+    """Yield the low-rank term that the adapter `name` adds to a layer, unless peft has already merged it.
+
+    path: the path of the layer.
+    part: the layer.
+    known: all outputs, keyed by name.
+    """
     if part.merged:
         return
     if getattr(part, "lora_variant", None) or any(getattr(part, "lora_bias", {}).values()):

@@ -1,4 +1,4 @@
-"""Output tensors: what leaves the trainer under one name, and which elements of logical tensors it is made of."""
+"""Output tensors: the tensors that are sent or saved, and the elements of logical tensors of which they consist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sized = TypeVar("Sized")
 
 
 def batches(items: Iterable[Sized], nbytes: Callable[[Sized], int], most: int) -> Iterator[list[Sized]]:
-    """Yield items, in order, in lists of at most `most` bytes; a larger item has a list of its own."""
+    """Yield consecutive items in lists of at most `most` bytes. A larger item gets a list of its own."""
     batch, filled = list[Sized](), 0
     for item in items:
         if batch and filled + nbytes(item) > most:
@@ -32,10 +32,12 @@ def batches(items: Iterable[Sized], nbytes: Callable[[Sized], int], most: int) -
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """An output tensor: its name, element type and full shape, and how `iter_local` cuts it.
+    """The description of an output tensor: its name, element type and full shape, and how `iter_local` shards it.
 
-    owners: the ranks that take part in `iter_full`. mesh_shape, placements: a device mesh over these ranks, and for
-    each of its axes torch's `Replicate()` or `Shard(dim)`; None where `iter_local` cannot give the tensor.
+    owners: the ranks that take part in `iter_full`.
+    mesh_shape: the shape of a device mesh over these ranks; None if `iter_local` cannot yield the tensor.
+    placements: torch's `Replicate()` or `Shard(dim)` for each axis of the mesh; None if `iter_local` cannot yield the
+        tensor.
     """
 
     name: str
@@ -58,7 +60,7 @@ class ParamMeta:
 
 @dataclass(frozen=True)
 class TensorRun:
-    """Elements [start, stop) of logical tensor number `tensor`, which lie from element `at` in an output tensor."""
+    """The elements [start, stop) of logical tensor number `tensor`, which begin at element `at` of an output tensor."""
 
     tensor: int
     start: int
@@ -68,7 +70,7 @@ class TensorRun:
 
 @dataclass(frozen=True)
 class Delta:
-    """A low-rank term of an output tensor: scaling x up x down, transposed if `is_transposed`."""
+    """A low-rank term that is added to an output tensor: scaling x up x down, transposed if `is_transposed`."""
 
     down: Output
     up: Output
@@ -80,8 +82,9 @@ class Delta:
 class Output:
     """An output tensor.
 
-    layer: the name of the layer that it belongs to; outputs of one layer follow one another. runs: what it is made of.
-    deltas: terms that are added to these elements.
+    layer: the name of the layer to which it belongs. The outputs of a layer are consecutive.
+    runs: the elements of which it consists.
+    deltas: low-rank terms to add to these elements.
     """
 
     name: str
@@ -101,7 +104,7 @@ class Output:
 
     @property
     def tensors(self) -> Iterator[int]:
-        """Numbers of the logical tensors that the output needs."""
+        """The numbers of the logical tensors that the output needs."""
         for run in self.runs:
             yield run.tensor
         for delta in self.deltas:
@@ -109,7 +112,7 @@ class Output:
             yield from delta.up.tensors
 
     def runs_of(self, start: int, stop: int, at: int = 0) -> Iterator[TensorRun]:
-        """Yield the runs of the output's elements [start, stop), as elements from `at` of another output."""
+        """Yield runs with the output's elements [start, stop), placed at element `at` of another output."""
         for run in self.runs:
             low, high = max(start, run.at), min(stop, run.at + run.stop - run.start)
             if low < high:

@@ -1,7 +1,8 @@
-"""`engine.save_pretrained`: a folder that Hugging Face's `from_pretrained` reads, out of any layout.
+"""`engine.save_pretrained`: writes a folder that Hugging Face's `from_pretrained` reads, from any layout.
 
-Rank 0 writes each tensor as the source gives it, so it needs memory for one bucket and one tensor. Files get their
-names when all of them are whole. The index of an earlier call is removed before that, and the new one comes last.
+Rank 0 writes each tensor when the source yields it, so it needs memory for one bucket and one tensor. Files are written
+under temporary names and renamed when all of them are complete. Before that, the index of an earlier call is removed;
+the new index is written last.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: int, dtype: torch.dtype | None) -> Path:
-    """Write weights and configuration; see `DynatrainEngine.save_pretrained`."""
-    from ds_dynatrain.weights.weight_source import source  # readers of folders import this file without DeepSpeed
+    """Write the weights and the configuration of a model. Implements `DynatrainEngine.save_pretrained`."""
+    # imported here, because readers of folders import this file without DeepSpeed
+    from ds_dynatrain.weights.weight_source import source
 
     given, parts = source(engine), engine._parts
     folder, kept = Path(path).absolute(), dtype or given.dtype
@@ -58,7 +60,7 @@ def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: 
         if given.rank == 0:
             try:
                 write_parts(folder, shards, chain((tensor for _, tensor in stream), buffers.values()))
-            except CheckpointError as failed:  # all ranks have to come to the end of the stream
+            except CheckpointError as failed:  # all ranks must read the stream to its end
                 error = failed
         for _ in stream:
             pass
@@ -72,16 +74,16 @@ def save_pretrained(engine: Any, path: str | os.PathLike[str], max_shard_bytes: 
 
 
 def write_parts(folder: Path, shards: Sequence[Sequence[ParamMeta]], tensors: Iterator[torch.Tensor]) -> None:
-    """Write tensors, in the order of their metadata, to files that `put_in_place` then gives their names.
+    """Write tensors, in the order of their metadata, to files with temporary names, which `put_in_place` later renames.
 
-    Raise CheckpointError if a write fails; errors of `tensors` pass through.
+    Raises CheckpointError if a write fails. Errors of the iterator `tensors` pass through.
     """
 
     @contextmanager
     def saying() -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # also no memory for a copy on the host
+        except Exception as error:  # includes a lack of host memory for a copy
             raise CheckpointError(f"{error}; nothing of {folder} was replaced") from error
 
     for name, shard in zip(names_of(shards), shards, strict=True):
@@ -100,14 +102,14 @@ def write_parts(folder: Path, shards: Sequence[Sequence[ParamMeta]], tensors: It
                 file.flush()
                 os.fsync(file.fileno())
         finally:
-            with suppress(OSError):  # it tries once more to write what could not be written
+            with suppress(OSError):  # close() tries once more to write the data that could not be written
                 file.close()
 
 
 def put_in_place(folder: Path, shards: Sequence[Sequence[ParamMeta]], model: nn.Module, dtype: torch.dtype) -> int:
-    """Put the written files in the place of those of an earlier call, with index and configuration.
+    """Replace the files of an earlier call, and write index and configuration. Return the number of files.
 
-    Return the number of files. Raise CheckpointError if a replacement fails.
+    Raises CheckpointError if a replacement fails.
     """
     names = names_of(shards)
     files = {meta.name: name for name, shard in zip(names, shards, strict=True) for meta in shard}
@@ -130,14 +132,14 @@ def put_in_place(folder: Path, shards: Sequence[Sequence[ParamMeta]], model: nn.
 
 
 def remove_parts(folder: Path, shards: Sequence[Sequence[ParamMeta]]) -> None:
-    """Remove what is left of files that are not whole."""
+    """Remove the temporary files that a failed or interrupted save has left."""
     for name in (*names_of(shards), INDEX):
         with suppress(OSError):
             (folder / (name + PART)).unlink()
 
 
 def names_of(shards: Sequence[object]) -> list[str]:
-    """Return transformers' names for files of weights."""
+    """Return the file names that transformers uses for this many files of weights."""
     count = len(shards)
     if count == 1:
         return [SINGLE]
@@ -145,7 +147,7 @@ def names_of(shards: Sequence[object]) -> list[str]:
 
 
 def configure(folder: Path, model: Any, dtype: torch.dtype) -> None:
-    """Write the configuration of a model of transformers beside its weights; nothing for another model."""
+    """Write the configuration of a transformers model to the folder. Does nothing for other models."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(config, "save_pretrained"):

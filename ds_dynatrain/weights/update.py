@@ -1,8 +1,8 @@
 """`send`: one update of a receiver's weights, with a version, a proof of coverage and the digests of what was sent.
 
-All ranks of the trainer's world call `send`. They agree on a version by one small collective, the receiver class moves
-the weights, and a second collective adds up how many elements of each tensor were sent, and their digests. Only then
-does a receiver make the new weights visible. A rank that fails reports so in that collective, and all ranks raise.
+All ranks of the trainer's world call `send`. They agree on a version by one small collective. The receiver class then
+moves the weights. A second collective adds up how many elements of each tensor were sent, and their digests. Only after
+that does a receiver use the new weights. A rank that fails reports this in the second collective, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Update:
 
 
 class Receiver:
-    """Base class of receivers; one object on each rank of the trainer lives as long as the rollouts do.
+    """Base class of receivers. Each rank of the trainer has one object, for as long as the rollouts run.
 
-    full_on: what `send` of the class reads: full tensors that are real on the first rank or on all ranks
-    (`Outgoing.full`), or each rank's own parts ("none", `Outgoing.runs`). has_deltas: whether it can send changed
-    elements only. always_claims: whether ranks claim a version before each update, and not only before the first one in
-    a world.
+    full_on: the input of the class's `send`: full tensors, which have values on the "first" rank or on "all" ranks
+        (`Outgoing.full`), or each rank's own parts ("none", `Outgoing.runs`).
+    has_deltas: whether the class can send only changed elements.
+    always_claims: whether ranks agree on a version before each update; otherwise only before the first one in a world.
     """
 
     full_on: ClassVar[Literal["first", "all", "none"]] = "first"
@@ -71,16 +71,17 @@ class Receiver:
     """Version of the newest update in which this rank took part; 0 before the first."""
 
     def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
-        """Return the version that this rank proposes, and two numbers of the class's own, for all ranks to see.
+        """Return the version that this rank proposes, and two numbers for the class itself. All ranks see
+        them.
 
         Called on each rank before an update; must not run collectives. The highest proposal becomes the version.
         """
         return self.version + 1, 0, 0
 
     def send(self, out: Outgoing) -> None:
-        """Move the weights; call `out.prove` on all ranks before the receiver makes them visible.
+        """Move the weights. Overrides must call `out.prove` on all ranks before the receiver makes the weights visible.
 
-        By default the first rank does so in `deliver`, and an error of it is raised on all ranks.
+        By default the first rank sends everything by `deliver`, and its error is raised on all ranks.
         """
         error: Exception | None = None
         try:
@@ -97,7 +98,9 @@ class Receiver:
 
 
 class Outgoing:
-    """One update under way, on one rank. Iterating `full` or `runs` notes what passes; `prove` compares all ranks."""
+    """One update in progress, on one rank. Iterating over `full` or `runs` counts what is sent; `prove` compares all
+    ranks.
+    """
 
     def __init__(self, source: Any, table: list[list[int]], label: str | None, is_delta: bool) -> None:
         self.source = source
@@ -119,15 +122,17 @@ class Outgoing:
         self._sums = np.zeros((2, len(self._numbers)), np.uint64)
 
     def begin(self) -> None:
-        """Get the first full tensor, before the receiver hears of the update: only then do all ranks know that the
-        weights can be read. Called on all ranks.
+        """Get the first full tensor before the receiver hears of the update. Called on all ranks.
+
+        If the weights cannot be read, all ranks learn it here.
         """
         self._passing = chain(list(islice(self._passing, 1)), self._passing)
 
     def full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over all tensors in the order of the metadata; all ranks must do so in lockstep, to the end.
+        """Yield (name, tensor) in the order of the metadata. All ranks must iterate together, to the end.
 
-        A tensor is real on the ranks that the receiver's `full_on` names, and valid until the next one.
+        A tensor has values on the ranks that the receiver's `full_on` names, and is valid until the next one is
+        requested.
         """
         for name, tensor in self._passing:
             if self.source.rank == 0:
@@ -140,7 +145,9 @@ class Outgoing:
             yield name, tensor
 
     def runs(self) -> Iterator[tuple[int, Extent, torch.Tensor]]:
-        """Iterate over what this rank owns, without messages: (tensor's number, extent, flat values on the host)."""
+        """Yield (tensor number, extent, flat values on the host) of the elements that this rank owns, without
+        communication.
+        """
         if not self.has_runs:
             for name, tensor in self.full():
                 if self.source.rank == 0:
@@ -153,7 +160,10 @@ class Outgoing:
             yield self._numbers[name], extent, flat
 
     def settle(self, error: Exception | None) -> None:
-        """Take what is left of the full tensors, to whose end all ranks must come, and call `prove`. A collective."""
+        """Read the full tensors to their end, as all ranks must, and call `prove`. All ranks must call this together.
+
+        error: the error because of which this rank could not send its part; None if there was none.
+        """
         try:
             for _ in self._passing:
                 pass
@@ -162,7 +172,7 @@ class Outgoing:
         self.prove(error)
 
     def extents(self) -> Iterator[tuple[int, Extent]]:
-        """Iterate over what this rank owns, as `runs` does, without the values."""
+        """Yield (tensor number, extent) of the elements that this rank owns: the result of `runs` without values."""
         if not self.has_runs:
             metadata = self.source.metadata if self.source.rank == 0 else ()
             yield from ((number, Extent(0, meta.numel)) for number, meta in enumerate(metadata))
@@ -178,7 +188,7 @@ class Outgoing:
     def prove(self, error: Exception | None = None) -> None:
         """Add up what all ranks have sent, and raise on all of them if anything is missing. A collective.
 
-        error: why this rank could not send its part.
+        error: the error because of which this rank could not send its part; None if there was none.
         """
         own = [int(error is not None), self.nbytes]
         sums = torch.from_numpy(np.append(self._sums.view(np.int64).reshape(-1), np.array(own, np.int64)))
@@ -193,11 +203,13 @@ class Outgoing:
         self._judge(sums[:-2].numpy().view(np.uint64).reshape(2, -1))
 
     def check_whole(self) -> None:
-        """Raise TransferError unless all elements have passed here, on the rank that iterated over full tensors."""
+        """Raise TransferError unless all elements were sent. Called on the rank that has iterated over all full
+        tensors.
+        """
         self._judge(self._sums)
 
     def _judge(self, sums: Any) -> None:
-        """Keep the digests. Raise TransferError unless each element of each tensor was counted once."""
+        """Store the digests. Raises TransferError unless each element of each tensor was counted once."""
         digests, counts = sums.tolist()
         for meta, count in zip(self.source.metadata, counts, strict=True):
             if count != meta.numel:
@@ -214,13 +226,13 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
     engine: the engine, or a source of it (`source(engine, ...)`) that was made since the last switch.
 
     delta: send only elements whose bits have changed since the last update if the receiver has that update; otherwise
-    send all elements.
+        send all elements.
 
     version: a label for receivers that show one; by default the number of the version.
 
-    Raises TransferError, on all ranks, if an update did not arrive as a whole. `Group` and `Folder` keep the weights
-    before it; a vLLM or SGLang server overwrites them while it receives, and needs another update. Raises WorldChanged
-    in a discarded global batch; such an error of the trainer's own world is raised as it is.
+    Raises TransferError, on all ranks, if an update does not arrive completely. `Group` and `Folder` then keep the
+    previous weights. A vLLM or SGLang server has already overwritten some of its weights, and needs another update.
+    Raises WorldChanged in a discarded global batch, and if the trainer's own world changes meanwhile.
     """
     if delta and not receiver.has_deltas:
         raise UnsupportedError(f"{type(receiver).__name__} takes whole tensors only: call send without delta=True")
@@ -230,7 +242,7 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
         from ds_dynatrain.engine.discarded import DISCARDED
         from ds_dynatrain.weights.weight_source import source
 
-        if engine.is_discarded:  # newcomers do not go through the batch, so they would not answer
+        if engine.is_discarded:  # new members do not take part in this batch, so they would not answer
             raise WorldChanged(f"send: {'; '.join(DISCARDED)}")
         turn, found = engine.turn(), source(engine, full_on="first" if receiver.full_on == "none" else receiver.full_on)
     with turn:
@@ -240,7 +252,8 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
         else:
             table = _claims(found, receiver, delta)
         out = Outgoing(found, table, version, delta)
-        receiver.version, receiver.world = out.version, None  # also if it fails: its number is not used again
+        # set even if the update fails, because its number is not used again
+        receiver.version, receiver.world = out.version, None
         receiver.send(out)
         receiver.world = world
     collectives = 2 - is_known + (0 if receiver.full_on == "none" and out.has_runs else found.collectives)
@@ -251,7 +264,7 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
 
 
 def _claims(source: Any, receiver: Receiver, delta: bool) -> list[list[int]]:
-    """Return the claims of all ranks; raise on all ranks if one of them cannot take part."""
+    """Return the claims of all ranks. Raises on all ranks if one of them cannot take part."""
     error: Exception | None = None
     try:
         mine = receiver.claim(source, delta)

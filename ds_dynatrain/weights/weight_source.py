@@ -2,9 +2,10 @@
 
 `WeightSource` has the methods of vLLM's class of that name, without importing vLLM.
 
-Shards are those that torch's `DTensor` describes. The mesh has the axis that ZeRO divides (data x sequence), and the
-tensor axis if that has more than one rank. ZeRO 0 to 2 replicate weights. ZeRO-3 cuts dimension 0 where a rank's part
-is whole rows. Pipelines and experts have no such form, nor have tensors that AutoTP cuts in several blocks or unevenly.
+Shards have the form of torch's `DTensor`. The mesh has the axis that ZeRO divides (data x sequence), and the tensor
+axis if that has more than one rank. ZeRO stages 0 to 2 replicate weights. Stage 3 cuts dimension 0 if each rank's part
+is whole rows. Weights in pipelines, experts, and tensors that AutoTP cuts in several blocks or unevenly have no such
+form.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ def source(
     *,
     poison: bool = False,
 ) -> WeightSource:
-    """Return the weights of an engine's present world; call it on every working member, and again after a switch.
+    """Return the weights of an engine's current world. Call it on every working member, and again after a switch.
 
-    names: "hf" for the names of the model's Hugging Face checkpoint. A mapping, or a function, from the model's own
-    parameter names to others; for a PipelineModule, whose parameters are named by the numbers of their layers.
-    full_on: where `iter_full` gives real tensors: on rank 0, on all ranks, or on none.
-    bucket_bytes: the most bytes that are gathered at once; by default a layer is.
-    poison: overwrite a tensor with NaN when the next is asked for, to find code that keeps one too long.
+    names: "hf" for the names in the model's Hugging Face checkpoint; or a mapping or function from the model's own
+        parameter names to others, for example for a PipelineModule, which names parameters by the numbers of their
+        layers.
+    full_on: the ranks on which `iter_full` yields tensors with values: the "first", "all", or "none".
+    bucket_bytes: the maximum number of bytes that are gathered at once; by default, a layer is gathered.
+    poison: whether to overwrite a tensor with NaN when the next one is requested, to find code that keeps one too long.
     """
     parts: EngineParts = engine._parts
     if full_on not in get_args(FullOn):
@@ -62,9 +64,11 @@ def source(
 class WeightSource:
     """The weights of one world of an engine. Made by `source`.
 
-    step: optimizer steps done when the source was made; iterating gives the weights of the moment. layout, rank,
-    world_size: the world that it was made in. dtype: the type of all tensors. collectives: how many the last
-    `iter_full` has used so far.
+    step: number of optimizer steps done when the source was made. Iterating yields the weights at the time of
+        iteration.
+    layout, rank, world_size: describe the world in which the source was made.
+    dtype: the type of all tensors.
+    collectives: number of collectives that the last `iter_full` has used so far.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class WeightSource:
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
-        """Descriptions of all output tensors, in the order of iteration; the same on every rank, without messages."""
+        """Descriptions of all output tensors, in the order of iteration. They are the same on every rank."""
         owners = tuple(range(self.world_size))
         found = []
         for output, form in zip(self._outputs, self._forms, strict=True):
@@ -96,12 +100,12 @@ class WeightSource:
         return [form_of(self._vps, self.layout, each) for each in self._outputs]
 
     def owned_names(self, rank: int) -> list[str]:
-        """Return the names of the tensors that a rank takes part in sending: all of them on every rank."""
+        """Return the names of the tensors that a rank takes part in sending, which are all tensors."""
         return [each.name for each in self.metadata if rank in (each.owners or ())]
 
     @cached_property
     def buckets(self) -> list[list[Output]]:
-        """The output tensors in the groups that `iter_full` gathers at once."""
+        """The output tensors, in the groups that `iter_full` gathers at once."""
         return bucketed(self._outputs, self.dtype.itemsize, self._bucket_bytes)
 
     @cached_property
@@ -120,9 +124,9 @@ class WeightSource:
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) in the order of `metadata`. All ranks iterate together, to the end.
 
-        A tensor may be changed or freed when the next one is asked for, and must not be written to. Where the tensor is
-        not wanted (`full_on`) it is on the meta device. Raise WeightsError, on all ranks alike, if the world is another
-        by now, a global batch is open, or the weights are not where the layout says.
+        A tensor must not be written to, and may be changed or freed when the next one is requested. On ranks without
+        values (see `full_on`) the tensor is on the meta device. Raises WeightsError, on all ranks alike, if the world
+        has changed, a global batch is open, or the weights are not where the layout says.
         """
         self._check_world("source.iter_full")
         engine, self.collectives = self._engine, 0
@@ -153,11 +157,11 @@ class WeightSource:
 
     @property
     def has_runs(self) -> bool:
-        """Whether `runs` can give all tensors, which it cannot where an adapter is added to one."""
+        """Whether `runs` can yield all tensors. It cannot if an adapter is merged into one of them."""
         return not any(each.deltas for each in self._outputs)
 
     def runs(self) -> Iterator[tuple[str, Extent, torch.Tensor]]:
-        """Yield (name, extent, values) of the elements that this rank owns, in the order of `metadata`; no messages.
+        """Yield (name, extent, values) of the elements that this rank owns, in the order of `metadata`. Sends nothing.
 
         Each element of an output tensor is owned by exactly one rank. The values are views of the weights, one row per
         run of the extent, and must not be written to.
@@ -175,9 +179,9 @@ class WeightSource:
                     yield output.name, replace(extent, start=extent.start - run.start + run.at), values
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, this rank's shard) in the order of `metadata`, which has mesh and placements; no messages.
+        """Yield (name, this rank's shard) in the order of `metadata`, which has the placements. No communication.
 
-        Shards are views of the weights and must not be written to. Raise WeightsError, before the first one, if a
+        Shards are views of the weights and must not be written to. Raises WeightsError, before the first one, if a
         tensor has no shards that `DTensor` can describe.
         """
         live = self._live("source.iter_local")
@@ -196,13 +200,13 @@ class WeightSource:
                 yield output.name, flat.view(form.shape)
 
     def _live(self, what: str) -> dict[BufferId, torch.Tensor]:
-        """Return this rank's flat weights, without messages; raise WeightsError if they cannot be read now."""
+        """Return this rank's flat weights, without communication. Raises WeightsError if they cannot be read now."""
         self._check_world(what)
         engine = self._engine
         return of_kind(read_buffers(engine, what, engine.in_the_way(of_reading=True)), WEIGHT)
 
     def _check_world(self, what: str) -> None:
-        """Raise WeightsError if the engine is in another world than the one that the source was made in."""
+        """Raise WeightsError if the engine is no longer in the world in which the source was made."""
         engine = self._engine
         if engine.idle or engine.generation != self._generation or engine.vps.line is not self._vps.line:
             now = "no world" if engine.idle else f"generation {engine.generation}, {engine.layout}"
@@ -217,7 +221,7 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class LocalForm:
-    """How the ranks cut an output tensor: a placement for each axis of the mesh, and the shape of this rank's shard."""
+    """The sharding of an output tensor: a placement for each axis of the mesh, and the shape of this rank's shard."""
 
     mesh_shape: tuple[int, ...]
     placements: tuple[Any, ...]
@@ -225,7 +229,7 @@ class LocalForm:
 
 
 def form_of(vps: VirtualParameterSpace, layout: Layout, output: Output) -> LocalForm | None:
-    """Return how an output tensor is cut; None if its shards have no form that `DTensor` knows."""
+    """Return the sharding of an output tensor; None if `DTensor` cannot describe it."""
     ranks = layout.data * layout.sequence
     if len(output.runs) != 1 or output.deltas or layout.pipe > 1:
         return None
@@ -253,9 +257,10 @@ def form_of(vps: VirtualParameterSpace, layout: Layout, output: Output) -> Local
 
 
 def read_buffers(engine: EngineParts, what: str, in_the_way: str) -> Buffers:
-    """Return this rank's buffers, without a message; raise WeightsError if they cannot be read now.
+    """Return this rank's buffers, without communication. Raises WeightsError if they cannot be read now.
 
-    in_the_way: a reason that is already known, or "".
+    what: the name of the call, for messages.
+    in_the_way: a reason that is already known; "" if there is none.
     """
     if in_the_way:
         raise WeightsError(f"{what}: {in_the_way}; call it after engine.step()")
@@ -269,10 +274,10 @@ def read_buffers(engine: EngineParts, what: str, in_the_way: str) -> Buffers:
 
 
 def agreed_buffers(engine: EngineParts, what: str, in_the_way: str) -> tuple[Session, Buffers]:
-    """Return a session of all ranks and this rank's buffers, once all of them can be read.
+    """Return a session of all ranks and this rank's buffers, once the buffers of all ranks can be read.
 
-    Called on all ranks. Raise WeightsError, on all of them alike, if the buffers of one cannot be read. Raise
-    WorldChanged in a discarded global batch, which newcomers do not go through, so they would not answer.
+    Called on all ranks. Raises WeightsError, on all ranks alike, if one rank's buffers cannot be read. Raises
+    WorldChanged in a discarded global batch, because new members do not take part in it and would not answer.
     """
     if engine.is_discarded:
         raise WorldChanged(f"{what}: {'; '.join(DISCARDED)}")
@@ -292,7 +297,12 @@ def agreed_buffers(engine: EngineParts, what: str, in_the_way: str) -> tuple[Ses
 
 
 def raise_first(said: dict[int, str], end: str, cause: Exception | None = None) -> None:
-    """Raise WeightsError with the first problem that members report, if any does. end: added to the message."""
+    """Raise WeightsError with the first problem that a member has reported, if there is one.
+
+    said: the problem of each member; "" if it has none.
+    end: text to add to the message.
+    cause: the cause of the error.
+    """
     for member, problem in sorted(said.items()):
         if problem:
             raise WeightsError(f"member {member}: {problem}{end}") from cause

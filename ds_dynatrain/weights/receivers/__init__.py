@@ -1,12 +1,9 @@
 """Receivers of weights, which are the destinations of `send`.
 
-| file | receiver |
-|---|---|
-| `group` | plain torch processes; `group_receiver` is their side, `board` and `deltas` are used by both |
-| `version_folders` | a folder of safetensors for each version |
-| `servers` | vLLM and SGLang, by requests and packed broadcasts |
-| `trl` | the object that AsyncGRPOTrainer takes as `weight_transfer` |
-| `verl` | shards for verl's delta engine |
+| file | receiver | |---|---| | `group` | plain torch processes; `group_receiver` is their side, and both sides use
+`board` and `deltas` | | `version_folders` | a folder of safetensors for each version | | `servers` | vLLM and SGLang,
+by requests and packed broadcasts | | `trl` | the object that AsyncGRPOTrainer takes as `weight_transfer` | | `verl` |
+shards for verl's delta engine |
 """
 
 from __future__ import annotations

@@ -44,15 +44,15 @@ PREFIX = "dynatrain-weights"
 
 
 def serve(address: str) -> tuple[TCPStore, str]:
-    """Return a store that listens at HOST:PORT, and its address; port 0 takes a free one."""
+    """Start a store that listens at HOST:PORT, and return it with its address. Port 0 selects a free port."""
     place = Address.parse(address)
-    listener = listen(place, is_guarded=True)  # records have the seal of the receivers' token, if there is one
+    listener = listen(place, is_guarded=True)  # with a token, all records in the store are signed
     place = Address(place.host, listener.getsockname()[1])
     return serve_store(place.host, listener), str(place)
 
 
 def board_at(address: str, rank: int, seconds: float, token: str | None) -> Control:
-    """Return the board of the receivers at an address. Raise TransferError if nothing answers within `seconds`."""
+    """Return the board of the receivers at an address. Raises TransferError if nothing answers within `seconds`."""
     place = Address.parse(address)
     try:
         store = open_store(place.host, place.port, PREFIX, seconds)
@@ -64,10 +64,12 @@ def board_at(address: str, rank: int, seconds: float, token: str | None) -> Cont
 
 
 class LinkConnection:
-    """One gloo group of all ranks of a link: the trainer's ranks, then the receiving ones.
+    """A gloo group of all ranks of a link: first the trainer's ranks, then the receiving ranks.
 
-    Raises MemberMissing with the ranks that did not come in time. trainers: how many ranks the trainer has, which come
-    first. stop: called while waiting; it may raise.
+    The constructor raises MemberMissing, with the missing ranks, if not all ranks connect in time.
+
+    trainers: the number of the trainer's ranks.
+    stop: called while waiting; may raise to end the wait.
     """
 
     def __init__(
@@ -82,15 +84,18 @@ class LinkConnection:
             self._group: Any = td.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=self.seconds))
 
     def send(self, values: torch.Tensor, rank: int, what: str) -> Callable[[], None]:
-        """Start sending flat values on the host to a rank; return a function that waits for the end of it.
+        """Start sending flat values, which must be in host memory, to a rank. Return a function that waits until they
+        are sent.
 
-        what: for messages. Both raise TransferError, which names the rank, if it fails, or takes too long.
+        Both raise TransferError, naming the rank, if sending fails or takes too long.
+
+        what: a description of the values, for messages.
         """
         with self._naming(rank, what):
             return partial(self._finish, self._group.send([values], rank, 0), rank, what)
 
     def receive(self, values: torch.Tensor, rank: int, what: str) -> Callable[[], None]:
-        """Start receiving flat values on the host from a rank, as `send` does."""
+        """Start receiving flat values into host memory from a rank. Return and errors are as for `send`."""
         with self._naming(rank, what):
             return partial(self._finish, self._group.recv([values], rank, 0), rank, what)
 
@@ -111,14 +116,14 @@ class LinkConnection:
             ) from error
 
     def close(self) -> None:
-        """Shut the connections down; calls of the other ranks that wait for this one raise at once."""
+        """Close the connections. Calls of other ranks that wait for this rank raise at once."""
         with suppress(OSError):
             self._sockets.abort()
 
 
 @dataclass(frozen=True)
 class TargetTensor:
-    """A tensor that receivers get: its name, element type and full shape, and the bucket that it travels in."""
+    """A tensor that receivers get: its name, element type and full shape, and the number of its bucket."""
 
     name: str
     dtype: torch.dtype
@@ -127,9 +132,9 @@ class TargetTensor:
 
 
 def targets_of(rows: Sequence[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> list[TargetTensor]:
-    """Return tensors with their buckets: consecutive ones of one type, of `bucket_bytes` unless one alone is larger.
+    """Assign tensors to buckets: consecutive tensors of one type, up to `bucket_bytes` unless a tensor is larger.
 
-    rows: name, element type and shape of each tensor.
+    rows: (name, element type, shape) of each tensor.
     """
 
     def nbytes(row: tuple[str, str, Sequence[int]]) -> int:
@@ -141,5 +146,5 @@ def targets_of(rows: Sequence[tuple[str, str, Sequence[int]]], bucket_bytes: int
 
 
 def rows_to_post(metadata: Sequence[Any]) -> list[tuple[str, str, list[int]]]:
-    """Return the rows of `targets_of` for the metadata of a source."""
+    """Return the metadata of a source in the form that `targets_of` takes."""
     return [(each.name, name_of(each.dtype), list(each.shape)) for each in metadata]

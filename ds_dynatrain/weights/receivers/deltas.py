@@ -1,7 +1,8 @@
-"""Deltas: the elements of a message whose bits have changed, in about one byte for the place and one for the change.
+"""Deltas: the elements of a message whose bits have changed, in about one byte for the position and one for the change.
 
-Between two updates of a small learning rate an element changes by few units in the last place, if at all. Its bits,
-read as an integer, change by a small number then, which is exact to add. Larger changes travel as whole values.
+Between two updates with a small learning rate, an element changes by a few units in the last place, if at all. If its
+bits are read as an integer, this integer changes by a small number, and adding that number restores the value exactly.
+Larger changes are sent as whole values.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DeltaCounts(NamedTuple):
-    """Sizes that the receiver of a delta must know first: bytes of places, number of changes, and of whole values.
+    """The sizes that the receiver of a delta must know first.
 
-    places: `WHOLE` if all elements of the message follow, changed or not.
+    places: number of bytes of the positions; `WHOLE` if all elements of the message follow, changed or not.
     """
 
     places: int
@@ -45,8 +46,8 @@ def bits(flat: torch.Tensor) -> torch.Tensor:
 
 
 def packed(values: torch.Tensor, before: torch.Tensor) -> tuple[DeltaCounts, torch.Tensor]:
-    """Return the changes since the values `before` as bytes, or the values as they are if that is shorter."""
-    change = bits(values) - bits(before)  # integers that wrap around
+    """Return the changes from the values `before` as bytes, or the values themselves if these are shorter."""
+    change = bits(values) - bits(before)  # integers wrap around on overflow
     at = change.nonzero().view(-1)
     skipped = at.diff(prepend=torch.tensor([-1])) - 1
     ends = (skipped // SKIP + 1).cumsum(0)
@@ -62,7 +63,9 @@ def packed(values: torch.Tensor, before: torch.Tensor) -> tuple[DeltaCounts, tor
 
 
 def check(counts: DeltaCounts, numel: int) -> DeltaCounts:
-    """Return counts that a trainer announced. Raise TransferError if no delta of `numel` elements can have them."""
+    """Return the counts that a trainer has announced. Raises TransferError if no delta of `numel` elements can have
+    them.
+    """
     changes, large = counts.changes, counts.large
     if counts.places != WHOLE and not (
         0 <= large <= changes <= min(counts.places, numel) and counts.places <= 2 * numel
@@ -72,9 +75,9 @@ def check(counts: DeltaCounts, numel: int) -> DeltaCounts:
 
 
 def apply(flat: torch.Tensor, data: torch.Tensor, counts: DeltaCounts) -> None:
-    """Change a message's values, which are on the host, by the bytes that `packed` has returned.
+    """Apply the bytes that `packed` returned to a message's values, which must be in host memory.
 
-    Raises TransferError if the bytes are something else.
+    Raises TransferError if the bytes are not such a delta.
     """
     places, small, large = data.split([counts.places, counts.changes, len(data) - counts.places - counts.changes])
     ends = (places != SKIP).nonzero().view(-1)

@@ -1,7 +1,8 @@
 """`Group`: receivers that are plain torch processes. Each gets exactly its part, from the ranks that own it.
 
-A link is one gloo group of a trainer's world and all receiving ranks. It lasts while both stay as they are; a switch, a
-join, a death or a receiver that starts anew leads to another one. `group_receiver` is the other side.
+A link is one gloo group of all ranks of a trainer's world and all receiving ranks. It is used as long as both sides
+stay the same. A switch, a join, a death or a restarted receiver requires a new link. `group_receiver` is the receivers'
+side.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BUCKET_BYTES = 64 << 20
 
 
 class OwnedPart(NamedTuple):
-    """A part of tensor `number` that a rank owns, and the moves from it to each receiving rank."""
+    """A part of tensor `number` that a rank owns, and the moves that copy it to each receiving rank."""
 
     number: int
     extent: Extent
@@ -37,11 +38,14 @@ class OwnedPart(NamedTuple):
 
 @dataclass
 class TrainerLink:
-    """The connections of one world of the trainer to the receivers, and what this rank sends over them.
+    """The connections of one world of the trainer to the receivers, and the parts that this rank sends over them.
 
-    world: the world's group and layout, and the tensors that it sends. trainers, receivers: how many ranks there are of
-    each. plan: this rank's parts, in the order of `Outgoing.runs`. base: the version that all receivers have and
-    `previous` has, or 0. previous: this rank's values of that version, in the order of the plan, if deltas are wanted.
+    world: the world's group and layout, and the tensors that it sends.
+    trainers: the number of the trainer's ranks.
+    receivers: the number of receiving ranks.
+    plan: this rank's parts, in the order of `Outgoing.runs`.
+    base: the version that all receivers have and whose values are in `previous`; 0 if there is none.
+    previous: this rank's values in version `base`, in the order of the plan; empty unless deltas are wanted.
     """
 
     number: int
@@ -56,10 +60,12 @@ class TrainerLink:
 
 
 class Group(Receiver):
-    """Plain torch processes that made a `GroupReceiver` each; make one object on each rank of the trainer.
+    """Receivers in plain torch processes, each with a `GroupReceiver`. Make one object on each rank of the trainer.
 
-    address: HOST:PORT of the receivers' rank 0. timeout_seconds: the longest wait for a receiver's answer.
-    bucket_bytes: the most bytes of weights that are sent at once. token: the receivers' token, if they have one.
+    address: HOST:PORT of the receivers' rank 0.
+    timeout_seconds: the longest wait for a receiver's answer.
+    bucket_bytes: the maximum number of bytes of weights that are sent at once.
+    token: the receivers' token, if they have one.
     """
 
     full_on: ClassVar[Literal["first", "all", "none"]] = "none"
@@ -74,7 +80,7 @@ class Group(Receiver):
         self._link: TrainerLink | None = None
 
     def close(self) -> None:
-        """Close all connections; another update makes new ones."""
+        """Close all connections. A later update connects again."""
         self._drop()
         self._board = None
 
@@ -86,7 +92,10 @@ class Group(Receiver):
     # ---- one update --------------------------------------------------------------------------------------------------
 
     def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
-        """Return the next version (0 except on rank 0), the link that can be used again, and the version it has."""
+        """Return (next version, number of the reusable link, version that a delta can build on).
+
+        The version is 0 except on rank 0. The others are 0 if there is no such link or version.
+        """
         board, link = self._connected(source.rank), self._link
         if link is not None and link.world != _world_of(source):
             self._drop()
@@ -103,7 +112,7 @@ class Group(Receiver):
         return board.count("versions"), number, base
 
     def send(self, out: Outgoing) -> None:
-        """Send one update, and return once all receivers show it. Raise TransferError on all ranks if they do not."""
+        """Send one update, and return once all receivers use it. Raises TransferError on all ranks if they do not."""
         board, rank, verdict = self._connected(out.source.rank), out.source.rank, f"verdict/{out.version}"
         error: Exception | None = None
 
@@ -137,7 +146,7 @@ class Group(Receiver):
             raise
         link.base = out.version if out.wants_delta else 0
         if rank == 0:
-            with suppress(MemberMissing):  # the next update finds that it has another version
+            with suppress(MemberMissing):  # the next update will find that this receiver has another version
                 board.gather(f"shown/{out.version}", range(link.receivers), "receivers that show the update")
 
     def _connected(self, rank: int) -> Control:
@@ -149,7 +158,7 @@ class Group(Receiver):
     # ---- links -------------------------------------------------------------------------------------------------------
 
     def _linked(self, out: Outgoing, board: Control, stop: Callable[[], None]) -> TrainerLink:
-        """Offer the update on rank 0; return the link over which all ranks send it."""
+        """Announce the update on rank 0, and return the link by which all ranks send it. Connects anew if necessary."""
         source, rank = out.source, out.source.rank
         links = {row[1] for row in out.table}
         old = self._link if len(links) == 1 and links != {0} else None
@@ -184,7 +193,7 @@ class Group(Receiver):
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def _ship(self, out: Outgoing, link: TrainerLink) -> None:
-        """Send what this rank owns to the receivers that need it, bucket by bucket."""
+        """Send the elements that this rank owns to the receivers that need them, bucket by bucket."""
         if not out.wants_delta:
             link.previous.clear()
         seen, under_way = 0, list[Callable[[], None]]()
@@ -199,7 +208,7 @@ class Group(Receiver):
                     for at, step, _, _, length, count in moves:
                         for found, of in sides:
                             found[receiver].append(matrix_in(of, at, step, length, count).flatten())
-                if out.wants_delta:  # in a tensor of its own: `before` may have views of the present one
+                if out.wants_delta:  # copied, because `before` may contain views of the current values
                     link.previous[seen : seen + 1] = [flat.clone()]
                 seen += 1
             waits = []
@@ -213,7 +222,7 @@ class Group(Receiver):
                     if len(part):
                         waits.append(link.connection.send(part, link.trainers + receiver, f"version {out.version}"))
                         out.nbytes += len(part)
-            for wait in under_way:  # one bucket is under way while the next one is packed
+            for wait in under_way:  # while one bucket is being sent, the next one is packed
                 wait()
             under_way = waits
         for wait in under_way:

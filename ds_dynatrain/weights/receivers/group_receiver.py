@@ -1,7 +1,8 @@
-"""`GroupReceiver`: the side of `Group` in any torch process.
+"""`GroupReceiver`: the receivers' side of `Group`, for any torch process.
 
-New values are received beside the present ones, and take their place once all receiving ranks hold what the trainer
-says that it sent: the digests of all parts add up to those of the whole tensors. Otherwise nothing has changed.
+New values are received into separate memory. They replace the current ones once all receiving ranks have proved that
+they hold what the trainer sent: the digests of all parts add up to those of the whole tensors. If the proof fails, the
+current values stay.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ Row = tuple[int, Move]
 
 @dataclass
 class ReceiverLink:
-    """One link, on a receiving rank.
+    """A link to the trainer, as a receiving rank sees it.
 
-    targets: the tensors. parts: where this rank's part lies in each. plan: by bucket and trainer's rank, the moves that
-    make up one message, in order. beside: memory for the parts of the next version.
+    targets: the tensors to receive.
+    parts: the extent of this rank's part of each tensor.
+    plan: a map from each bucket and each of the trainer's ranks to the moves that form one message, in order.
+    beside: memory for the parts of the next version, keyed by tensor name.
     """
 
     number: int
@@ -49,13 +52,17 @@ class ReceiverLink:
 
 
 class GroupReceiver:
-    """A rank that receives weights from a trainer, which may change its layout and size, and may start anew.
+    """A rank that receives weights from a trainer. The trainer may change its layout and size, and may be restarted.
 
-    address: HOST:PORT at which rank 0 listens, and which the trainer's ranks can reach. Port 0 takes a free port, which
-    the attribute `address` then contains. rank, world_size: this rank's place among the receiving ones. placements: the
-    dimension of each tensor, by its Hugging Face name, that the ranks cut, as `torch.chunk` does; the same on all
-    ranks. They all hold any other tensor as a whole. device: where the weights lie. timeout_seconds: the longest wait
-    for another rank during an update. token: a secret that trainer and receivers share; records without it are refused.
+    address: HOST:PORT at which rank 0 listens, and which the trainer's ranks can reach. With port 0, a free port is
+        chosen and written into the attribute `address`.
+    rank: this rank's number among the receiving ranks.
+    world_size: the number of receiving ranks.
+    placements: a map from a tensor's Hugging Face name to the dimension that the ranks cut, as `torch.chunk` does; the
+        same on all ranks. Every rank holds all other tensors whole.
+    device: the device on which the weights are stored.
+    timeout_seconds: the longest wait for another rank during an update.
+    token: a secret that trainer and receivers share. Records without it are refused.
     """
 
     def __init__(
@@ -84,17 +91,18 @@ class GroupReceiver:
         self._link: ReceiverLink | None = None
         self._beside: dict[str, torch.Tensor] = {}
         self._seen = 0
-        if offer := self._board.read("offer"):  # it was meant for the process before in this rank's place
+        if offer := self._board.read("offer"):  # the address was meant for a previous process with this rank
             self._seen = int(offer["version"])
             self._board.decide(f"verdict/{self._seen}", f"receiving rank {rank} started anew")
         self._board.post(f"receiver/{rank}", {"size": world_size, "placements": self.placements})
         self._report()
 
     def update(self, timeout_seconds: float | None = None) -> Update:
-        """Wait for the trainer's next version, take it, and return its record. All receiving ranks call this.
+        """Wait for the trainer's next version, receive it, and return its record. All receiving ranks call this.
 
-        An update that fails half-way is logged and changes nothing; the wait goes on, also for another trainer's world.
-        Raises MemberMissing if no version arrived within `timeout_seconds` (the receiver's by default).
+        An update that fails half-way is logged and changes nothing, and the call continues to wait. The next update may
+        come from another world of the trainer. Raises MemberMissing if no version arrives within `timeout_seconds` (by
+        default those of the receiver).
         """
         begin, patience = time.monotonic(), self.timeout_seconds if timeout_seconds is None else timeout_seconds
         while True:
@@ -115,7 +123,7 @@ class GroupReceiver:
                 self._give_up(offer["version"], error)
 
     def close(self) -> None:
-        """Close all connections; another update raises."""
+        """Close all connections. A later call of `update` raises."""
         self._drop()
         self._store = None
 
@@ -131,7 +139,10 @@ class GroupReceiver:
     # ---- one update --------------------------------------------------------------------------------------------------
 
     def _take(self, offer: dict[str, Any]) -> Update:
-        """Receive, prove and show one version. Raise TransferError, RuntimeError or DistError if it fails."""
+        """Receive and prove one version, and make it the current one.
+
+        Raises TransferError, RuntimeError or DistError if this fails.
+        """
         begin, version, board = time.monotonic(), int(offer["version"]), self._board
         verdict, base = f"verdict/{version}", int(offer["base"])
 
@@ -170,7 +181,7 @@ class GroupReceiver:
         return Update(version, offer["step"], offer["layout"], len(digests), nbytes, seconds, digests, bool(base))
 
     def _give_up(self, version: int, error: Exception) -> None:
-        """Discard a version on all ranks. Raise OutcomeUnknown if the others may show it."""
+        """Discard a version on all ranks. Raises OutcomeUnknown if other ranks may already use it."""
         try:
             reason = self._board.decide(f"verdict/{version}", f"receiving rank {self.rank}: {error}")
             self._drop()
@@ -196,7 +207,9 @@ class GroupReceiver:
     # ---- links -------------------------------------------------------------------------------------------------------
 
     def _join(self, number: int, stop: Any) -> ReceiverLink:
-        """Connect to a world of the trainer, and check that its ranks together write each element once."""
+        """Connect to a world of the trainer, and check that its ranks together write each element of this rank's parts
+        once.
+        """
         record = self._board.wait({0: f"link/{number}"}, f"link {number} of the trainer", stop=stop)[0]
         trainers, targets = int(record["trainers"]), targets_of(record["tensors"], int(record["bucket_bytes"]))
         if unknown := sorted(self.placements.keys() - {target.name for target in targets}):
@@ -223,7 +236,7 @@ class GroupReceiver:
     def _room(
         self, held: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the tensor that is held under a name if it fits, else a new one."""
+        """Return the tensor with this name in `held` if its shape and type match, otherwise a new tensor."""
         old = held.get(name)
         if old is not None and (old.shape, old.dtype) == (shape, dtype):
             return old
@@ -242,7 +255,7 @@ class GroupReceiver:
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def _receive(self, link: ReceiverLink, bucket: int, is_delta: bool, version: int) -> int:
-        """Receive one bucket from all ranks of the trainer; return the bytes."""
+        """Receive one bucket from all ranks of the trainer. Return the number of bytes."""
         plan, what = link.plan[bucket], f"version {version}"
         dtype = link.targets[next(iter(plan.values()))[0][0]].dtype
         numels = {trainer: sum(move.numel for _, move in rows) for trainer, rows in plan.items()}
@@ -279,7 +292,11 @@ class GroupReceiver:
         return np.array(found, np.uint64)
 
     def _judged(self, link: ReceiverLink, proof: Any, held: Mapping[int, Any]) -> str:
-        """Return why a version is discarded; "" if all ranks hold what the trainer sent."""
+        """Return the reason to discard a version; "" if all ranks hold what the trainer sent.
+
+        proof: the digest of each tensor from the trainer.
+        held: the digests of the values that each rank received.
+        """
         for number, target in enumerate(link.targets):
             parts = [int(each[number]) for each in held.values()]
             is_cut = target.name in self.placements
@@ -293,7 +310,9 @@ class GroupReceiver:
 
 
 def _blocks(link: ReceiverLink, rows: list[Row], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of equal blocks: in the tensors of the next version, and in a message that consists of `rows`."""
+    """Yield pairs of corresponding blocks: in the tensors of the next version, and in a message that consists of
+    `rows`.
+    """
     at = 0
     for tensor, (_, _, to, pace, length, count) in rows:
         flat = link.beside[link.targets[tensor].name].view(-1)

@@ -1,11 +1,11 @@
-"""Servers that take weights by a few requests and packed broadcasts: vLLM and SGLang.
+"""Servers that receive weights by a few requests and packed broadcasts: vLLM and SGLang.
 
 The first rank of the trainer is rank 0 of a group with the servers' workers. It packs the tensors of a bucket into one
-buffer and broadcasts that, while the server's request that receives it is under way.
+buffer and broadcasts the buffer, while a request to the server lets the workers receive it.
 
 The routes and fields are those of vLLM 0.33, whose server runs with `VLLM_SERVER_DEV_MODE=1` and
 `--weight-transfer-config '{"backend": "nccl"}'`, and of SGLang 0.5.23. SGLang's `weights_checker` hashes tensors in the
-server's own form, which this side cannot compute; replicas of one tensor rank must agree, and do not otherwise.
+server's own form, which cannot be computed here. Only the replicas of one tensor rank are therefore compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Broadcast(Protocol):
     """The trainer's end of a group with a server's workers."""
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Any:
-        """Send the tensor to all workers. src: 0, the trainer."""
+        """Broadcast the tensor to all workers. src: always 0, the trainer's rank."""
 
 
 LOOK_SECONDS = 0.01
@@ -48,7 +48,10 @@ Endpoint = Callable[[Mapping[str, Any]], Broadcast]
 
 
 class Requests:
-    """JSON requests to one server. count: how many were made."""
+    """Client for JSON requests to one server.
+
+    count: number of requests made so far.
+    """
 
     def __init__(self, url: str, timeout_seconds: float = 300.0) -> None:
         parts = urlsplit(url)
@@ -57,8 +60,9 @@ class Requests:
         self.url, self.timeout_seconds, self.count, self._parts = url, timeout_seconds, 0, parts
 
     def ask(self, method: str, route: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
-        """Return the answer to a request, None if it is empty. Raise TransferError unless the server says that it went
-        well."""
+        """Make a request and return the answer; None if it is empty. Raises TransferError unless the server reports
+        success.
+        """
         self.count += 1
         kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=self.timeout_seconds)
@@ -82,43 +86,46 @@ class Requests:
             return text
 
     def own_address(self) -> str:
-        """Return this machine's address as the server's machine sees it."""
+        """Return the address of this machine from which packets to the server are sent."""
         family, _, _, _, place = socket.getaddrinfo(
             self._parts.hostname, self._parts.port or 80, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # of UDP: sends nothing
+            probe.connect(place)  # connecting a UDP socket sends nothing
             return str(probe.getsockname()[0])
 
 
 class TorchEndpoint:
-    """A group of torch's, made as `torch.distributed` makes one of that name, without its global state.
+    """A process group of torch, made as `torch.distributed` would, but without its global state.
 
-    gloo if `device` is the CPU, else the accelerator's library. info: see `Endpoint`; `group_name` and `backend` as
-    SGLang has them. joining: the request that lets the workers join; what it fails with is raised.
+    It uses gloo if `device` is the CPU, otherwise the accelerator's library.
+
+    info: see `Endpoint`; also `group_name` and `backend`, as in SGLang.
+    joining: the request that lets the workers join. If it fails, its error is raised.
     """
 
     def __init__(self, info: Mapping[str, Any], device: torch.device, seconds: float, joining: Future[Any]) -> None:
-        from ds_dynatrain.adapters.groups.process_groups import join_programs  # receivers import this without DeepSpeed
+        # imported here, because receivers import this file without DeepSpeed
+        from ds_dynatrain.adapters.groups.process_groups import join_programs
 
         name, size = str(info.get("group_name", "weights")), int(info["world_size"])
         self._timeout, self._sockets = timedelta(seconds=seconds), WorldSockets()
         address, port = str(info["master_address"]), int(info["master_port"])
         self._store = TCPStore(address, port, size, is_master=True, wait_for_workers=False, timeout=self._timeout)
         while device.type == "cpu" and self._store.num_keys() == 0 and not joining.done():
-            time.sleep(LOOK_SECONDS)  # gloo would wait for the workers also after the request has failed
+            time.sleep(LOOK_SECONDS)  # gloo would continue to wait for the workers after the request has failed
         if joining.done():
             joining.result()
         with self._sockets.building():
             self._group = join_programs(PrefixStore(name, self._store), name, 0, size, device, seconds)
 
     def abort(self) -> None:
-        """Make a waiting broadcast raise. This works for gloo, on Linux."""
+        """Make a waiting broadcast raise. Works for gloo on Linux."""
         with suppress(OSError):
             self._sockets.abort()
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Broadcast, and wait for the end of it; raise TransferError if that fails."""
+        """Broadcast the tensor, and wait until it is sent. Raises TransferError if that fails."""
         try:
             options = td.BroadcastOptions()
             options.rootRank, options.rootTensor, options.timeout = src, 0, self._timeout
@@ -136,7 +143,9 @@ def free_port() -> int:
 
 
 def grouped(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
-    """Return consecutive rows of the metadata in buckets: one is closed once it is larger than `bucket_bytes`."""
+    """Divide consecutive rows of the metadata into buckets. A bucket ends with the row that makes it exceed
+    `bucket_bytes`.
+    """
     found: list[list[Any]] = [[]]
     filled = 0
     for meta in metadata:
@@ -149,9 +158,9 @@ def grouped(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
 
 
 def meeting_place(master: str | None, own_address: Callable[[], str]) -> dict[str, Any]:
-    """Return the address at which workers reach the trainer's rank 0: `master`, or its own address with a free port.
+    """Return the address at which workers reach the trainer's rank 0, as entries of a request.
 
-    master: HOST, HOST:PORT or [IPv6]:PORT.
+    master: HOST, HOST:PORT or [IPv6]:PORT. Without it, the result is this machine's own address and a free port.
     """
     if not master:
         return {"master_address": own_address(), "master_port": free_port()}
@@ -161,7 +170,7 @@ def meeting_place(master: str | None, own_address: Callable[[], str]) -> dict[st
 
 
 class Server(Receiver):
-    """Base class of receivers that are servers; `deliver` runs on the first rank."""
+    """Base class of receivers that are servers. `deliver` runs on the trainer's first rank."""
 
     always_claims: ClassVar[bool] = False
     _group: Broadcast | None = None
@@ -174,11 +183,12 @@ class Server(Receiver):
         self._master, self._timeout_seconds = master, timeout_seconds
 
     def deliver(self, out: Outgoing) -> None:
-        """Send one update; the server shows it if all tensors have passed, each as announced."""
+        """Send one update. The server uses the new weights if all tensors have arrived as announced."""
         with ThreadPoolExecutor(1, "weights-request") as beside:
             try:
                 self._deliver(out, out.full(), beside)
-            except BaseException:  # before the request is awaited, which may itself wait for a broadcast
+            # abort first: the request, which is awaited next, may itself be waiting for a broadcast
+            except BaseException:
                 group, self._group = self._group, None
                 if isinstance(group, TorchEndpoint):
                     group.abort()
@@ -195,7 +205,13 @@ class Server(Receiver):
         workers: int,
         **more: Any,
     ) -> Broadcast:
-        """Return the trainer's end of a new group, which the workers join by the request `join`."""
+        """Return the trainer's end of a new group.
+
+        join: the request that lets the workers join the group; called in the thread `beside`.
+        own_address: function that returns this machine's address.
+        workers: number of the workers.
+        more: further entries of the request.
+        """
         info = {**meeting_place(self._master, own_address), "rank_offset": 1, "world_size": workers + 1, **more}
         request = beside.submit(join, info)
         if self._endpoint is None:
@@ -209,7 +225,10 @@ class Server(Receiver):
 def packed(
     out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], buckets: Sequence[Sequence[Any]], device: torch.device
 ) -> Iterator[tuple[Sequence[Any], torch.Tensor]]:
-    """Yield each bucket with the bytes of its tensors, valid until the next one: of one tensor, or of a buffer."""
+    """Yield (bucket, its tensors as bytes). The bytes are valid until the next ones are requested.
+
+    A bucket with one tensor is not copied; the tensors of other buckets are packed into one buffer.
+    """
     sizes = [[meta.nbytes for meta in bucket] for bucket in buckets]
     room = torch.empty(max((sum(each) for each in sizes if len(each) > 1), default=0), dtype=torch.uint8, device=device)
     for bucket, nbytes in zip(buckets, sizes, strict=True):
@@ -225,7 +244,7 @@ def packed(
 
 
 def broadcast(group: Broadcast, data: torch.Tensor, request: Future[Any]) -> None:
-    """Broadcast to the workers that a request lets receive. Raise what the request fails with, as soon as it does."""
+    """Broadcast data to workers that receive it during a request. If the request fails, raise its error at once."""
 
     def give_up(ended: Future[Any]) -> None:
         if ended.exception() is not None and isinstance(group, TorchEndpoint):
@@ -248,7 +267,7 @@ BUFFERS = 2
 
 
 class VLLMClient(Requests):
-    """vLLM's weight-sync client over HTTP; `VLLM` takes any object with these methods, such as vLLM's Ray client."""
+    """vLLM's weight-sync client over HTTP. `VLLM` takes any object with these methods, such as vLLM's Ray client."""
 
     def get_world_size(self) -> int:
         """Return the number of workers."""
@@ -263,11 +282,11 @@ class VLLMClient(Requests):
         self.ask("POST", "/start_weight_update", {"is_checkpoint_format": True})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Let the workers receive; returns once they have."""
+        """Let the workers receive weights. Returns once they have."""
         self.ask("POST", "/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Make the weights the present ones."""
+        """Make the received weights the current ones."""
         self.ask("POST", "/finish_weight_update", {"weight_version": weight_version})
 
     def shutdown_weight_transfer_engine(self) -> None:
@@ -284,14 +303,17 @@ class VLLMClient(Requests):
 
 
 class VLLM(Server):
-    """A vLLM server as a receiver; make one object on each rank of the trainer.
+    """A vLLM server as a receiver. Make one object on each rank of the trainer.
 
-    client: the server's URL, or an object with the methods of `VLLMClient`. workers: how many
-    workers there are; the server is asked by default. master: HOST or HOST:PORT of the trainer's
-    rank 0, as the workers reach it; by default this machine's address and a free port. endpoint: makes the trainer's
-    end of the group; by default `nccl_of_vllm` on a GPU, which needs vLLM installed here, and torch's gloo on a CPU.
-    pause: how generation is paused meanwhile ("keep", "wait" or "abort"); None if it is paused by other means. After an
-    update that failed once it had started, generation stays paused until another one succeeds.
+    client: the server's URL, or an object with the methods of `VLLMClient`.
+    workers: the number of workers; by default, the server is asked.
+    master: HOST or HOST:PORT of the trainer's rank 0, as the workers reach it; by default this machine's address and a
+        free port.
+    endpoint: function that makes the trainer's end of the group; by default `nccl_of_vllm` on a GPU, which needs vLLM
+        installed here, and torch's gloo on a CPU.
+    pause: how generation is paused during an update ("keep", "wait" or "abort"); None if the caller pauses it.
+
+    After an update that fails half-way, generation stays paused until another update succeeds.
     """
 
     def __init__(
@@ -319,7 +341,7 @@ class VLLM(Server):
             if self._group is None:
                 self._group = self._connected(beside)
         except Exception:
-            if self._pause is not None:  # no weight was touched
+            if self._pause is not None:  # no weight has been changed yet
                 with suppress(Exception):
                     self.client.resume()
             raise
@@ -342,7 +364,8 @@ class VLLM(Server):
 
     def _connected(self, beside: ThreadPoolExecutor) -> Broadcast:
         """Return the trainer's end of a new group."""
-        with suppress(Exception):  # the workers may be in no group; before vLLM 0.33 a new group replaces the old one
+        # fails if the workers are in no group; before vLLM 0.33 a new group replaces the old one
+        with suppress(Exception):
             self.client.shutdown_weight_transfer_engine()
         return self._joined(
             beside,
@@ -356,7 +379,7 @@ class VLLM(Server):
 
 
 def nccl_of_vllm(info: Any) -> Broadcast:
-    """Return the trainer's end of the group that vLLM's workers make, by vLLM's own code."""
+    """Return the trainer's end of the NCCL group with vLLM's workers, made by vLLM's own code."""
     from vllm.distributed.weight_transfer.nccl_common import trainer_init  # type: ignore[import-not-found]
 
     found: Broadcast = trainer_init(dict(info))
@@ -369,12 +392,14 @@ GROUP = "dynatrain_weights"
 
 
 class SGLang(Server):
-    """An SGLang server as a receiver; make one object on each rank of the trainer.
+    """An SGLang server as a receiver. Make one object on each rank of the trainer.
 
-    url: http://HOST:PORT of the server. workers: its tensor ranks times its pipeline and data ranks. master: HOST or
-    HOST:PORT of the trainer's rank 0, as the workers reach it; by default this machine's address and a free port.
-    checks: whether to compare the checksums of replicas after each update. device: the group's device; NCCL on a
-    GPU, gloo on a CPU.
+    url: http://HOST:PORT of the server.
+    workers: the number of its tensor ranks times its pipeline and data ranks.
+    master: HOST or HOST:PORT of the trainer's rank 0, as the workers reach it; by default this machine's address and a
+        free port.
+    checks: whether to compare the checksums of replicas after each update.
+    device: the group's device: NCCL is used on a GPU, gloo on a CPU.
     """
 
     def __init__(
@@ -427,7 +452,7 @@ class SGLang(Server):
         return answer
 
     def _connected(self, beside: ThreadPoolExecutor) -> Broadcast:
-        with suppress(TransferError):  # it may have none
+        with suppress(TransferError):  # the server may have no group yet
             self._post("/destroy_weights_update_group", {"group_name": GROUP})
         backend = "gloo" if self.device.type == "cpu" else "nccl"
         join = partial(self._post, "/init_weights_update_group")
@@ -435,7 +460,7 @@ class SGLang(Server):
 
 
 def _compare(ranks: list[Any]) -> None:
-    """Raise CertificateError if data ranks of the server that hold the same part have other checksums."""
+    """Raise CertificateError if data ranks of the server that hold the same part have different checksums."""
     found = defaultdict[tuple[Any, ...], dict[str, Any]](dict)
     for rank in ranks:
         place = rank.get("parallelism_info", {})

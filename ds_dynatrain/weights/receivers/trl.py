@@ -1,7 +1,8 @@
-"""`TRLWeights`: the object that TRL's AsyncGRPOTrainer takes as `weight_transfer`, over any receiver of this package.
+"""`TRLWeights`: the object that TRL's AsyncGRPOTrainer takes as `weight_transfer`, for any receiver of this package.
 
-TRL's trainer walks its own parameters, one by one, which a ZeRO-3 or tensor parallel engine does not hold; on the other
-ranks it does so in the method `_streaming_iter`. `attach` puts `send` in the place of both.
+On the main process, TRL's trainer iterates over its own parameters one by one, which an engine with ZeRO-3 or tensor
+parallelism does not hold. The other ranks do this in the trainer's method `_streaming_iter`. `attach` replaces both
+with `send`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from ds_dynatrain.weights.update import Receiver, Update, send
 
 
 class TRLWeights:
-    """TRL's `WeightTransferProtocol`; make one on each rank, and `attach` the trainer before it trains.
+    """TRL's `WeightTransferProtocol`. Make one on each rank, and `attach` it to the trainer before training begins.
 
-    receiver: where the weights go. engine: returns the engine, which the trainer makes late. delta: see `send`. pause,
-    resume: functions that stop generation during an update, and continue it; a `VLLM` receiver does that itself.
+    receiver: the receiver of the weights.
+    engine: function that returns the engine, which the trainer makes only later.
+    delta: see `send`.
+    pause: function that stops generation before an update; not needed for a `VLLM` receiver.
+    resume: function that continues generation after an update; not needed for a `VLLM` receiver.
     """
 
     def __init__(
@@ -37,9 +41,9 @@ class TRLWeights:
         """The last update."""
 
     def attach(self, trainer: Any) -> None:
-        """Let all ranks of a trainer send by this object. Call it on every rank, after the trainer was made.
+        """Make all ranks of a trainer send by this object. Call it on every rank, after the trainer has been made.
 
-        Raises UnsupportedError for a trainer without TRL's `_streaming_iter`: its other ranks would not take part.
+        Raises UnsupportedError if the trainer has no `_streaming_iter`, because its other ranks would not take part.
         """
         if not hasattr(trainer, "_streaming_iter"):
             raise UnsupportedError(
@@ -51,14 +55,19 @@ class TRLWeights:
             trainer.weight_transfer = self
 
     def init_weight_transfer(self) -> None:
-        """Connect; nothing to do before the first update."""
+        """Do nothing, because the first update connects. Part of TRL's protocol."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Send the present weights; called by TRL on its main process. iterator: TRL's, which is not used."""
+        """Send the current weights. TRL calls this on its main process.
+
+        iterator: TRL's iterator over parameters; not used.
+        """
         self.last = send(self._engine(), self.receiver, delta=self._delta)
 
     def _on_other_ranks(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Take part in an update. TRL iterates over this on the other ranks; on the main process nothing runs it."""
+        """Take part in an update. TRL iterates over the result on all ranks except the main process, where it does not
+        run.
+        """
         self.send_weights(iter(()))
         yield from ()
 

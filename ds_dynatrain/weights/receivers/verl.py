@@ -1,6 +1,7 @@
-"""`shards`: what a rank has of each parameter, as verl's delta engine takes it from `get_per_tensor_param_shard`.
+"""`shards`: each rank's shard of every parameter, in the form that verl's delta engine gets from
+`get_per_tensor_param_shard`.
 
-verl compares these shards with those of the step before, and gathers the changed elements over `gather_group`.
+verl compares these shards with those of the previous step, and gathers the changed elements over `gather_group`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from ds_dynatrain.errors import UnsupportedError
 
 @dataclass
 class ShardSpec:
-    """The fields of verl's class of that name that are used here.
+    """The fields of verl's `ShardSpec` that are used here.
 
-    full_shape: the shape of the whole tensor. place: the row-major index of the shard's first element in it.
-    gather_group: all ranks of the world. contributes: whether this rank has a shard.
+    full_shape: the shape of the whole tensor.
+    place: the row-major index in the tensor of the shard's first element.
+    gather_group: the group of all ranks of the world.
+    contributes: whether this rank has a shard.
     """
 
     full_shape: tuple[int, ...]
@@ -33,9 +36,13 @@ class ShardSpec:
 def shards(source: Any, spec: Callable[..., Any] = ShardSpec) -> Iterator[tuple[str, torch.Tensor, Any]]:
     """Yield (name, flat local shard, spec) for each parameter in the order of the metadata, the same on every rank.
 
-    source: from `weights.source(engine)`, made anew after a switch, as are verl's snapshots. spec: verl's `ShardSpec`.
-    Each element is on one rank alone. Raises UnsupportedError where a rank has several runs of a tensor, which one flat
-    offset cannot tell: send whole tensors by `source.iter_full` instead.
+    Each element is in the shard of one rank only.
+
+    source: a source made by `weights.source(engine)`. After a switch, make a new source and new snapshots in verl.
+    spec: verl's `ShardSpec`.
+
+    Raises UnsupportedError if a rank has several runs of a tensor, which a single offset cannot describe. Send whole
+    tensors by `source.iter_full` in this case.
     """
     group = td.group.WORLD
     owned = {name: list(runs) for name, runs in groupby(source.runs(), key=lambda run: run[0])}

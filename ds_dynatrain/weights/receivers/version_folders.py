@@ -30,11 +30,13 @@ _NAME = re.compile(r"v(\d{8})")
 
 
 class Folder(Receiver):
-    """A folder that rollouts read; make one object on each rank of the trainer. Rank 0 writes.
+    """A folder from which rollouts read versions. Make one object on each rank of the trainer; rank 0 writes.
 
-    path: the folder, on a file system that rank 0 and the readers see. model: a model of transformers whose
-    configuration and persistent buffers are written too, for engines that load a folder. keep: how many of the newest
-    versions stay. max_shard_bytes: most bytes of a file.
+    path: the folder, on a file system that rank 0 and the readers share.
+    model: a transformers model whose configuration and persistent buffers are also written, for engines that load a
+        folder.
+    keep: the number of newest versions to keep.
+    max_shard_bytes: the maximum size of a file in bytes.
     """
 
     def __init__(
@@ -51,19 +53,19 @@ class Folder(Receiver):
         self._model = nn.Module() if model is None else model
 
     def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
-        """Return the version after the newest in the folder (rank 0)."""
+        """Return the version that follows the newest one in the folder, on rank 0."""
         versions = _versions(self.path) if source.rank == 0 else []
         return max([self.version, *versions]) + 1, 0, 0
 
     def send(self, out: Outgoing) -> None:
-        """Write a version beside the others, and remove the oldest ones."""
+        """Write a new version, and remove the oldest ones."""
         super().send(out)
         if out.source.rank == 0:
             for version in _versions(self.path)[: -self.keep]:
                 shutil.rmtree(self.path / f"v{version:08d}", ignore_errors=True)
 
     def deliver(self, out: Outgoing) -> None:
-        """Write a version, and give it its name once all tensors are in it."""
+        """Write a version under a hidden name, and rename it once all tensors are in it."""
         hidden = self.path / f".v{out.version:08d}"
         shutil.rmtree(hidden, ignore_errors=True)
         try:
@@ -96,7 +98,7 @@ def newest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version. Raise CheckpointDamaged if they are not those that were sent."""
+    """Return the tensors of a version. Raises CheckpointDamaged if they differ from those that were sent."""
     from safetensors.torch import load_file
 
     digests = json.loads((folder / RECORD).read_text(encoding="utf-8"))["digests"]
