@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ds_dynatrain.elastic.messages import LARGEST_GREETING, LONGEST_WORDS, encode
-from ds_dynatrain.membership.tally import Clock, told
+from ds_dynatrain.membership.tally import Clock, switch_message
 from ds_dynatrain.report import Side, SwitchEvent
 from ds_dynatrain.report.monitors import rows
 
@@ -99,7 +99,7 @@ def event(**given: object) -> SwitchEvent:
 
 
 def test_a_switch_is_told_in_what_a_message_may_hold() -> None:
-    said = told(2, event(reason="a\nlong " * 200))
+    said = switch_message(2, event(reason="a\nlong " * 200))
     assert (said.engine, said.number, said.step, said.members, said.committed) == (2, 4, 17, 2, True)
     assert said.target == "data=2 zero_stage=3" and said.phases_ms == {"move": 3.0}
     assert len(said.reason) == LONGEST_WORDS and "\n" not in said.reason and len(encode(said)) < LARGEST_GREETING
