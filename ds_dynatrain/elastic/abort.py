@@ -1,10 +1,10 @@
 """A way out of a collective that will never end: shutting down the sockets of its group makes the collective raise.
 
-gloo cannot abort. If a rank dies, only its neighbours in the ring see a connection end; the other ranks wait for their
-time-out. If a rank hangs, no connection ends, and all ranks wait for their time-out. Calling shutdown(2) on a group's
-established connections from another thread makes every collective that is blocked on them raise within milliseconds,
-even while the group is still connecting. The listening sockets are left open, because gloo ends the process if it loses
-one.
+gloo cannot abort a collective. If a rank dies, only its neighbours in the ring see a connection end; the other ranks
+wait for their time-out. If a rank hangs, no connection ends, and all ranks wait for their time-out. Calling shutdown(2)
+on a group's established connections from another thread makes every collective that is blocked on them raise within
+milliseconds, even while the group is still connecting. The listening sockets are left open, because gloo ends the
+process if it loses one of them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class WorldSockets:
 
         Sockets of stores to which this thread connects inside the block are added as well (`count_store`).
 
-        is_wanted: called as soon as `abort` has an effect. If it returns False, WorldChanged is raised; this covers an
-        abort that was requested just before.
+        is_wanted: called at the start of the block, from which on `abort` reaches the new sockets. If it returns False,
+            because the world was aborted just before, WorldChanged is raised.
         """
         self._before = before = gloo_sockets()
         outer, _here.building = getattr(_here, "building", None), self
@@ -93,7 +93,8 @@ def gloo_sockets() -> dict[int, int]:
     """Return a map from descriptor to inode for the sockets that gloo watches by epoll.
 
     An epoll descriptor belongs to gloo if it watches a listening socket and is woken by a pipe (libuv and gRPC use an
-    eventfd, asyncio a socket pair). Descriptors may come and go during the call; each is read once.
+    eventfd, asyncio a socket pair). Other threads may open and close descriptors during the call; each descriptor is
+    read once.
     """
     found: dict[int, int] = {}
     for name in os.listdir(_DESCRIPTORS):

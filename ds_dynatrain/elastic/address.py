@@ -61,7 +61,7 @@ class Address:
         return cls(host, port)
 
     def locate(self, is_guarded: bool) -> Address:
-        """Return this address itself; the counterpart of `Announced.locate`."""
+        """Return this address itself, as `Announced.locate` returns the address in a file."""
         return self
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class Announcement(WireRecord):
 
     coordinator: the address at which the coordinator listens.
     host: the machine on which the coordinator runs.
-    job: the name of its job.
+    job: the name of the coordinator's job.
     mark: a random id that distinguishes this coordinator's announcement from those of other coordinators.
     """
 
@@ -193,7 +193,7 @@ def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], 
                 if found.mark != mark:
                     others.append(found)
                     on_replaced()
-            except (OSError, MessageError) as error:  # the folder may be away for a while, and the job does not need it
+            except (OSError, MessageError) as error:  # the folder may be unavailable for a while
                 logger.warning(
                     "the announcement cannot be seen (%s); the job goes on, and processes that start now do not find "
                     "it",

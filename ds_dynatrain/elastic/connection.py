@@ -1,5 +1,4 @@
-"""Client side of a connection to the coordinator, for threads that may block, and the tags that authenticate its
-messages.
+"""Client side of a connection to the coordinator, for threads that may block, and the tags that authenticate messages.
 
 Both ends choose a random number. A key for each direction is derived from the token and both numbers. The first message
 with a valid tag proves that its sender knows the token. A message taken from another connection, direction or position
@@ -78,10 +77,11 @@ def new_nonce() -> str:
 
 
 class Channel:
-    """Computes and checks the tags of one connection at one end. Without a token the tags match but prove nothing.
+    """Computation and verification of the tags at one end of a connection. Without a token the tags match but prove
+    nothing.
 
     nonces: the random numbers of the coordinator and of the peer.
-    here: which of the two this end is.
+    here: the role of this end, "coordinator" or "peer".
     """
 
     def __init__(self, token: str | None, nonces: tuple[str, str], here: Role) -> None:
@@ -193,11 +193,11 @@ class Connection:
             self._socket.sendall(self._channel.seal(wire))
 
     def receive(self, seconds: float) -> Message:
-        """Return the next message; a generation always comes in full, as `Changed`.
+        """Return the next message. A generation always comes in full, as `Changed`.
 
-        Raises PeerRefused if the message is a refusal, JobFinished if it says that the job has finished, TimeoutError
-        after `seconds`, ConnectionError at the end of the connection, and MessageError if the message is malformed, was
-        not sent by the coordinator, or is a generation that cannot be verified.
+        Raises PeerRefused if the message is a refusal, and JobFinished if it says that the job has finished. Raises
+        TimeoutError after `seconds`, and ConnectionError at the end of the connection. Raises MessageError if the
+        message is malformed, was not sent by the coordinator, or is a generation that cannot be verified.
         """
         message = self._proved(*self._next(seconds))
         _raise_refusal(message)
@@ -241,7 +241,8 @@ class Connection:
         return self._frames.popleft()
 
     def _proved(self, wire: bytes, tag: bytes) -> Message:
-        """Return a message of the coordinator, and `Changed` in place of `Amended`."""
+        """Check a message's tag and return the message. A change of a generation (`Amended`) is returned as the whole
+        generation (`Changed`)."""
         self._channel.check(wire, tag)
         message = decode(wire[HEADER.size :])
         if isinstance(message, Amended):
@@ -285,7 +286,7 @@ def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> 
 def ask_status(endpoint: Endpoint, token: str | None = None, seconds: float = ANSWER_SECONDS) -> Status:
     """Return the job's status.
 
-    Raises OSError if no coordinator answers within `seconds`, PeerRefused or MessageError if the answer is not a
+    Raises OSError if no coordinator answers within `seconds`, and PeerRefused or MessageError if the answer is not a
     status.
     """
     return _ask(endpoint, token, Query(), Status, seconds)
@@ -303,7 +304,7 @@ def ask_to_leave(
     Returns before the workers have left. Raises PeerRefused if the node has no workers, and the same errors as
     `ask_status`.
 
-    is_spare: see `Dismiss`.
+    is_spare: whether the job itself asks, because the node has no work (see `Dismiss.is_spare`).
     """
     return _ask(endpoint, token, Dismiss(node=node, is_spare=is_spare), Dismissed, seconds).members
 

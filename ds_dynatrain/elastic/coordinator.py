@@ -1,7 +1,7 @@
 """The coordinator: serves a job's membership over a socket.
 
 Each peer has its own task that reads its messages. A faulty peer (slow, malformed, too long, silent, unknown) loses its
-connection, and nothing else is affected. One task keeps the time and carries out the membership's decisions.
+connection, and nothing else is affected. Another task keeps the time and carries out the decisions of the membership.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Coordinator:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for ended in done:
-                ended.result()  # raises the error with which it ended, if any
+                ended.result()  # raises the error of the task, if it has ended with one
         finally:
             for task in tasks:
                 task.cancel()
@@ -112,7 +112,7 @@ class Coordinator:
     # -- one peer ----------------------------------------------------------------------------------------------------
 
     async def _take(self, peer: Peer, hello: Hello) -> None:
-        """Handle a peer that has proved the token. If the peer is refused, send it the reason."""
+        """Serve a peer that has proved the token. If the peer is refused, send it the reason."""
         self._peers.add(peer)
         try:
             said = await asyncio.wait_for(self._introduction(peer, hello), GREETING_SECONDS)
@@ -136,10 +136,10 @@ class Coordinator:
             self._peers.discard(peer)
 
     def _dismiss(self, said: Dismiss) -> Dismissed:
-        """Ask the workers of a node to leave, and return them.
+        """Ask the workers of a node to leave, and return the workers that were asked.
 
-        Raises PeerRefused if the node has no workers (the message names the nodes that have some), or if the job asks
-        and the node has to stay.
+        Raises PeerRefused if the node has no workers; the message names the nodes that have some. Raises PeerRefused if
+        the job itself asks (`is_spare`) but needs the node.
         """
         node, least = said.node, self.membership.settings.min_nodes
         members = tuple(member for member in self._workers if node_of(member) == node)
@@ -205,7 +205,7 @@ class Coordinator:
             while True:
                 message = await peer.receive()
                 if self._workers.get(member) is not peer:
-                    return  # another connection of the same process has taken its place
+                    return  # the same process has opened a newer connection
                 now = time.monotonic()
                 match message:
                     case Bye():
@@ -255,17 +255,17 @@ class Coordinator:
                 del self._agents[node], self.membership.watched[node]
             self._stirred.set()
 
-    # -- the whole ---------------------------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _stir(self) -> None:
-        """Have `_keep_time` run soon if it has anything to do earlier than it expects."""
+        """Wake `_keep_time` if something is due earlier than the time at which it would wake by itself."""
         is_over = self.membership.is_finished and not self.connected
         if is_over or self.membership.deadline < self._wakes_at:
             self._stirred.set()
 
     async def _keep_time(self) -> None:
-        """Carry out the membership's decisions when they are due. Returns once the job has finished and all peers have
-        disconnected."""
+        """Carry out the decisions of the membership when they are due. Returns once the job has finished and all peers
+        have disconnected."""
         end: float | None = None
         while True:
             self._stirred.clear()
@@ -301,7 +301,8 @@ class Coordinator:
                 self._send_all(encode(Finished()), to)
 
     def _publish(self, world: Generation, to: tuple[str, ...]) -> None:
-        """Send members a generation: as a change of the one that they were sent before, or in full."""
+        """Send members a generation. A member that was sent an earlier generation gets only the difference, if there
+        can be one."""
         wires = dict[str, bytes]()
         for peer in (self._workers[member] for member in to if member in self._workers):
             base = "" if peer.told is None else peer.told.digest

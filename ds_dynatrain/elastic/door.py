@@ -1,9 +1,10 @@
 """Server side of connections: a peer must soon prove that it knows the token, or its connection is closed.
 
-Honest peers prove it within milliseconds. While too many connections are unproved, further ones wait in the kernel's
-queue, so thousands of workers that connect at once get in one after another. An unproved connection is closed for them
-only once it has had its fair time, so honest peers get in however many strangers connect. Reads may wait, but are
-bounded in bytes and time; writes never wait.
+A *stranger* is a peer that has not proved the token. Honest peers prove it within milliseconds. While there are too
+many strangers, further connections wait in the kernel's queue, so that thousands of workers that connect at once are
+served one after another. To make room, the oldest stranger is disconnected once it has had a fair time to prove the
+token. Honest peers therefore get in, however many strangers connect. Reads may wait, but are bounded in bytes and time;
+writes never wait.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ MOST_STRANGERS = 4096
 The number is also limited to a quarter of the files that this process may open.
 """
 STRANGERS_A_SECOND = 4096
-"""The rate of silent connections up to which nobody has to wait for them. It sets the fair time of each."""
+"""The rate at which silent strangers may connect without making anybody wait. The fair time of a stranger is the number
+of connections allowed at once, divided by this rate."""
 ACCEPTED_TOGETHER = 16
 """Maximum number of connections that the coordinator accepts in one turn of its event loop."""
 ROOM_SECONDS = 0.005
-"""Interval between two looks for room while too many connections are unproved."""
+"""Interval between two checks for room while there are too many strangers."""
 PROVE_SECONDS = 5.0
 """How long a new connection may take to prove that its peer knows the token."""
 LINE_SECONDS = 1.0
@@ -102,7 +104,7 @@ class Peer:
 
 
 class Door:
-    """Server that accepts connections at a listening socket and passes peers that prove the token to `attend`.
+    """Server that accepts connections at a listening socket, and calls `attend` for each peer that proves the token.
 
     refusal: the reason given to a peer that has no token or a wrong one.
     """
@@ -134,7 +136,7 @@ class Door:
                 for _ in range(ACCEPTED_TOGETHER):
                     await self._make_room()
                     await self._accept()
-                await asyncio.sleep(0)  # an accept that does not wait would starve other tasks
+                await asyncio.sleep(0)  # other tasks run here even if an accept never waits
         finally:
             self._listener.close()
             for task in self._tasks:
@@ -142,7 +144,7 @@ class Door:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _make_room(self) -> None:
-        """Wait until there is room for another unproved connection. Closes the oldest one once it has had its time."""
+        """Wait until there is room for another stranger. Disconnects the oldest stranger once its fair time is over."""
         while len(self._unproved) >= self._most:
             if time.monotonic() - next(iter(self._unproved.values())) >= self._fair_seconds:
                 self._close_oldest()
@@ -152,7 +154,7 @@ class Door:
     async def _accept(self) -> None:
         try:
             link, there = await asyncio.get_running_loop().sock_accept(self._listener)
-        except OSError as error:  # out of descriptors, for example: drop a stranger first
+        except OSError as error:  # for example no free descriptor: drop a stranger
             self._complaints.say(f"no connection can be accepted: {error}; raise `ulimit -n`")
             self._close_oldest()
             await asyncio.sleep(RETRY_SECONDS)
@@ -213,8 +215,8 @@ class Door:
 
 
 class Complaints:
-    """Rate limiter for warnings that strangers can cause: at most one line a second, with the number of lines
-    suppressed since the last one."""
+    """Rate limiter for warnings that strangers can cause: logs at most one line a second, and the next line says how
+    many were suppressed."""
 
     def __init__(self) -> None:
         self._next = 0.0

@@ -24,7 +24,7 @@ AGENT = "DYNATRAIN_AGENT"
 agent's process id."""
 LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""Restart count of the workers, set by torchrun.
+"""Name of torchrun's variable that counts how often the workers were restarted.
 
 torchrun also sets `LOCAL_RANK` and `LOCAL_SIZE`. Both describe the node's own world until a worker has joined.
 """
@@ -77,9 +77,9 @@ def job_token(
     """Return the token of the job whose coordinator is at `endpoint`, and the file that holds it ("" if the token was
     given as text).
 
-    A job without a given token uses one that is created for this user. That token is kept beside the file in which the
-    coordinator announces itself, or in the user's own folder if there is no such file; all jobs share the one in the
-    user's folder. Raises ConfigError under the same conditions as `token_from` and `made_token`.
+    If no token is given, one is created and kept in a file. The file is beside the file in which the coordinator
+    announces itself, if there is such a file, so that the job has its own token. Otherwise it is in the user's folder,
+    and all jobs of the user share it. Raises ConfigError under the same conditions as `token_from` and `made_token`.
     """
     given, named = token_from(variables, file), file or variables.get(TOKEN_FILE)
     if given is not None:

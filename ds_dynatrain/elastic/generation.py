@@ -1,5 +1,5 @@
-"""Record of one generation: the members that train together, in the order of their ranks, and why; and the change from
-one generation to the next.
+"""Record of one generation: the members that train together, in the order of their ranks, and the reason. Also the
+change from one generation to the next.
 
 A member's id is `NODE/LOCAL_RANK`. A node gets a new id whenever its agent starts its workers, so no id is used twice.
 """
@@ -56,12 +56,13 @@ class GenerationHead(WireRecord):
     lost: Members = ()
     """Members of the previous world that are dead."""
     broken: Annotated[int, Field(ge=0)] = 0
-    """The newest generation known when a collective failed or a hand-over was interrupted; 0 if neither ever happened.
+    """The newest generation that was known when a collective failed or a hand-over was interrupted; 0 if neither ever
+    happened.
 
     No member continues to train in that generation or an earlier one, whatever else this record says.
     """
     hangs: Annotated[int, Field(ge=0)] = 0
-    """Number of consecutive hung collectives, each within a few steps of the previous one.
+    """How many collectives have hung in a row, each within a few steps of the previous one.
 
     0 if this generation has another reason. The second such collective ends the job.
     """
@@ -123,8 +124,8 @@ class Generation(GenerationHead):
 
 
 class Amendment(WireRecord):
-    """A generation as a change of an earlier one, which its receiver has: a few hundred bytes in place of the list of
-    all members."""
+    """A generation, given as its difference from an earlier one that the receiver has. It takes a few hundred bytes
+    instead of the list of all members."""
 
     head: GenerationHead
     base: Digest

@@ -2,7 +2,7 @@
 
 No decision depends on this record, and its size is bounded. Members report, by their own clocks, how long they spent in
 steps and how long they were stopped (`messages.Tally`); only the report of rank 0 counts. The coordinator knows why
-they were stopped. Causes of lost time are named after the closest ones of Google's `ml-goodput-measurement`
+they were stopped. Causes of lost time have the names of the closest causes in Google's `ml-goodput-measurement`
 (`BadputType`).
 """
 
@@ -56,12 +56,12 @@ class Blame:
 
     cause: the name of the cause; `MEANING` explains it.
     since: when the cause began.
-    stands: whether training is stopped until the cause is over, rather than only pausing.
+    is_standstill: whether no step is taken until the cause is over. If not, training only pauses for a while.
     """
 
     cause: Cause
     since: float
-    stands: bool
+    is_standstill: bool
 
 
 class Goodput:
@@ -73,35 +73,35 @@ class Goodput:
         self._lost: defaultdict[Cause, float] = defaultdict(float)
         self._blames: list[Blame] = []
         self._pause, self._attributed = 0.0, 0.0
-        """Seconds of pauses that switches have reported for the current cause, and seconds already attributed to that
-        cause from the member's own clock."""
+        """Seconds of pauses that switches have reported for the current cause, and seconds of other lost time that
+        already count towards that cause."""
         self._begin: float | None = None
         self._end: float | None = None
         self._step_seconds = 0.0
 
     def begin(self, now: float) -> None:
-        """Open the account when the first peer has connected; later calls do nothing."""
+        """Start the account. Called when a peer connects; only the first call has an effect."""
         if self._begin is None:
             self._begin = now
-            self.blame("PROGRAM_STARTUP", now, stands=True)
+            self.blame("PROGRAM_STARTUP", now, is_standstill=True)
 
     def end(self, now: float) -> None:
-        """Close the account when the job has finished; later calls do nothing."""
+        """Close the account. Called when the job has finished; only the first call has an effect."""
         if self._end is None:
             self._end = now
             self._lost.update(self.lost(now))
             self.over()
 
-    def blame(self, cause: Cause, now: float, stands: bool) -> None:
+    def blame(self, cause: Cause, now: float, is_standstill: bool) -> None:
         """Attribute lost time to this cause from now on, until `over` is called.
 
-        stands: whether training is stopped until `over` is called.
+        is_standstill: whether no step is taken until `over` is called.
         """
-        if self._blames and not self._blames[-1].stands:
+        if self._blames and not self._blames[-1].is_standstill:
             self._blames.pop()
         if len(self._blames) == MOST_BLAMES or (self._blames and self._blames[-1].cause == cause):
             return
-        self._blames.append(Blame(cause, now, stands))
+        self._blames.append(Blame(cause, now, is_standstill))
         self._pause = self._attributed = 0.0
 
     def paused(self, seconds: float) -> None:
@@ -111,9 +111,11 @@ class Goodput:
     def add(self, steps: int, lost_steps: int, stepping: float, held: float, saving: float, now: float) -> float:
         """Add the work of the member of rank 0, and return for how many seconds training was stopped.
 
-        The member may have missed part of a standstill, so the caller's clock counts as well.
+        The member may have joined in the middle of a standstill. Its report alone would miss the beginning, so the
+        duration by the caller's clock counts as well.
 
-        steps: number of optimizer steps taken; `lost_steps` of them no longer count.
+        steps: number of optimizer steps taken.
+        lost_steps: number of these steps that no longer count.
         stepping: time spent in steps.
         held: time spent at boundaries (the points between two optimizer steps) and in discarded global batches.
         saving: the part of `held` that was spent on checkpoints.
@@ -132,7 +134,7 @@ class Goodput:
         return still
 
     def over(self) -> None:
-        """Forget all causes of lost time, because training continues."""
+        """End all causes of lost time, because training continues."""
         self._blames.clear()
         self._pause = self._attributed = 0.0
 
@@ -159,7 +161,7 @@ class Goodput:
         `now`."""
         ends = [*(blame.since for blame in self._blames[1:]), now]
         pairs = zip(self._blames, ends, strict=False)
-        return [(blame, max(0.0, end - blame.since)) for blame, end in pairs if blame.stands]
+        return [(blame, max(0.0, end - blame.since)) for blame, end in pairs if blame.is_standstill]
 
     def _spread(self, seconds: float, now: float) -> None:
         """Distribute lost seconds over their causes: each standstill gets its duration by the caller's clock, and the
@@ -171,7 +173,7 @@ class Goodput:
             seconds -= taken
         last = self._blames[-1].cause if self._blames else "OTHER"
         self._lost[last] += seconds
-        self._blames = [Blame(each.cause, now, each.stands) for each in self._blames[-1:]]
+        self._blames = [Blame(each.cause, now, each.is_standstill) for each in self._blames[-1:]]
         self._attributed += seconds if self._blames else 0.0
 
 
@@ -202,8 +204,8 @@ class Point:
 class GenerationChange(WireRecord):
     """Record of a published generation and of what entering it cost.
 
-    still_seconds: how long training was stopped for it. None until the duration is known; stays None if another
-    generation was published before any member entered this one.
+    still_seconds: how long training was stopped until the generation was entered. None until the duration is known;
+        stays None if another generation was published before any member entered this one.
     """
 
     generation: Count
@@ -263,7 +265,7 @@ class JobHistory:
         self._leader = ""
         self._known: deque[tuple[int, int]] = deque(maxlen=MOST_CHANGES)
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def gone(self, member: str) -> None:
         """Forget the last report of a member that has left."""
@@ -272,8 +274,8 @@ class JobHistory:
     def published(self, world: Generation, term: str, now: float) -> None:
         """Record a new generation.
 
-        term: the id of this coordinator's run. If the world carries a different one, it was taken over from an earlier
-        coordinator and is already training.
+        term: the id of this coordinator's run. A generation with a different id was taken over from an earlier
+            coordinator, and its members are already training.
         """
         kind = _kind(world, term)
         self.changes.append(
@@ -292,7 +294,7 @@ class JobHistory:
         if cause is None:
             self.goodput.over()
         else:
-            self.goodput.blame(cause[0], now, stands=cause[1])
+            self.goodput.blame(cause[0], now, is_standstill=cause[1])
 
     def reported(self, member: str, said: Report, world: Generation | None, now: float) -> None:
         """Process a worker's report.
@@ -308,8 +310,8 @@ class JobHistory:
             self._go_on(before, said, world, now)
 
     def switched(self, said: Switched, now: float) -> None:
-        """Record the outcome of a switch. Repeated reports are ignored: a member sends its last ones again after it has
-        reconnected."""
+        """Record the outcome of a switch. Ignores repeated reports: after a member has reconnected, it sends its last
+        ones again."""
         key = said.engine, said.number
         if key in self._known:
             return
@@ -325,10 +327,10 @@ class JobHistory:
             counts.phase_seconds[name] += 1e-3 * milliseconds
         if said.engine == 1:
             if not self.changes or self.changes[-1].still_seconds is not None:
-                self.goodput.blame("ELASTIC_REINITIALIZATION", now, stands=False)
+                self.goodput.blame("ELASTIC_REINITIALIZATION", now, is_standstill=False)
             self.goodput.paused(seconds)
 
-    # -- what follows ------------------------------------------------------------------------------------------------
+    # -- figures from reports ----------------------------------------------------------------------------------------
 
     def _go_on(self, before: Report, said: Report, world: Generation, now: float) -> None:
         """Add the steps, samples and times of rank 0 between two of its reports to the job's history."""
@@ -381,7 +383,8 @@ def _kind(world: Generation, term: str) -> Kind:
 
 
 def _cause(kind: Kind, world: Generation) -> tuple[Cause, bool] | None:
-    """Return the cause of the time that is lost from now on, and whether training is stopped until that cause is over.
+    """Return the cause of the time that is lost from now on, and whether training stands still until that cause is
+    over.
 
     Returns None if no time is lost.
     """

@@ -91,7 +91,7 @@ class CoordinatorHost:
         if self._loop is None:
             self._is_ended.set()
         else:
-            with suppress(RuntimeError):  # it has returned
+            with suppress(RuntimeError):  # `run` has returned
                 self._loop.call_soon_threadsafe(self._is_ended.set)
 
     def start(self) -> None:
@@ -102,8 +102,8 @@ class CoordinatorHost:
         self._is_up.wait()
 
     def outlive(self) -> None:
-        """Wait until the job has finished or all peers have disconnected, and `stop` after that. Called after
-        `start`."""
+        """Wait until the job has finished or all peers have disconnected, and `stop` then. Called after `start`, by an
+        agent whose own workers have ended."""
         while self._thread.is_alive() and self.coordinator.connected:
             self._thread.join(POLL_SECONDS)
         self.stop()

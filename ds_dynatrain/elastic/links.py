@@ -1,8 +1,8 @@
 """Hosts of a job that cannot reach each other, and the largest set of nodes that can.
 
-This is the coordinator's side, without sockets and without a clock. When the world has been stopped for a while, its
+This is the coordinator's side, without sockets and without a clock. When no member has taken a step for a while,
 members try to connect to each other (`reach`), and their results are collected here. A host is identified by the
-address that its process groups use, so the results about a host outlive its processes.
+address that its process groups use, so the results about a host remain valid after its processes have ended.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ds_dynatrain.elastic.roster import ProbeMembers, Roster
 
 Node = TypeVar("Node", bound=Hashable)
 STANDSTILL = 2
-"""The world is at a standstill once no member has taken a step or entered a generation for this many times
+"""The world is at a standstill once no member has taken a step or entered a generation for this multiple of
 `silent_seconds`."""
 RAREST = 12
-"""The longest interval between probes, as a multiple of `silent_seconds`. Used in a standstill in which all hosts reach
-each other, such as an evaluation."""
+"""The longest interval between probes, as a multiple of `silent_seconds`. It applies if all hosts reach each other and
+the standstill has another reason, such as an evaluation."""
 FAILURES = 2
 """Number of consecutive failures in each direction after which two hosts count as disconnected; fewer failures may be
 packet loss."""
@@ -58,7 +58,7 @@ class HostLinks:
         return now - self._moved_at
 
     def stands_still(self, now: float) -> bool:
-        """Return whether the standstill has lasted long enough that the network may be the reason."""
+        """Return whether the world is at a standstill, so that the network may be the reason."""
         return self.still_for(now) > STANDSTILL * self._seconds
 
     def probes(self, roster: Roster, there: Iterable[str], now: float) -> list[ProbeMembers]:
@@ -67,7 +67,7 @@ class HostLinks:
         In a standstill one member of each host tries all other hosts. Otherwise only pairs of hosts with recorded
         failures are tried.
 
-        there: members of the world.
+        there: members of the world that are connected.
         """
         if now < self._probe_at:
             return []
@@ -87,7 +87,8 @@ class HostLinks:
         return probes
 
     def hear(self, host: str, said: Probed, now: float) -> bool:
-        """Record the probe results of a member of `host`, and return whether the set of disconnected hosts has changed.
+        """Record the probe results of a member of `host`, and return whether other pairs of hosts than before count as
+        disconnected.
 
         A connection needs packets in both directions, so a success clears the failures of both directions.
         """
@@ -109,7 +110,8 @@ class HostLinks:
         return {pair for pair in self._failures if pair[0] < pair[1] and self._are_parted(*pair)}
 
     def outside(self, roster: Roster, there: Sequence[str]) -> dict[str, str]:
-        """Return a map from each member outside the largest set of nodes that reach each other to the reason."""
+        """Return a map from each member whose node is outside the largest set of nodes that reach each other to the
+        reason."""
         hosts = {node_of(one): roster[one].host for one in there}
         kept = largest_reaching(tuple(hosts), lambda one, other: self._are_parted(hosts[one], hosts[other]))
         found = dict[str, str]()
@@ -137,7 +139,7 @@ class HostLinks:
         return min(self._failures[one, other], self._failures[other, one]) >= FAILURES
 
     def _doubted(self) -> dict[str, set[str]]:
-        """Return a map from each host with a recorded failure, to or from it, to the other hosts of these failures."""
+        """Return a map from each host with a recorded failure to the hosts at the other end of these failures."""
         found = defaultdict[str, set[str]](set)
         for one, other in self._failures:
             found[one].add(other)

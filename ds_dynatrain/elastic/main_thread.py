@@ -1,8 +1,7 @@
 """Progress of this process's main thread, as another thread can observe it.
 
-Heartbeats come from a thread of their own: they show that a process is alive, not that its script makes progress. A
-call that never returns (a deadlock, a file system that is gone) holds up all members, because each step needs all of
-them.
+Heartbeats come from a separate thread: they show that a process is alive, not that its script makes progress. A call
+that never returns (a deadlock, a file system that is gone) holds up all members, because each step needs all of them.
 
 The method is a pending call of the interpreter, which the main thread runs as soon as it runs any Python code. NVIDIA's
 resiliency extension does the same (`progress_watchdog`).
@@ -24,7 +23,7 @@ processes are at fault."""
 
 
 class OwnWaits:
-    """Intended waits of the main thread: calls of this library that may take arbitrarily long."""
+    """Declared waits of the main thread: calls of this library that may take arbitrarily long and count as progress."""
 
     def __init__(self) -> None:
         self._waits: list[tuple[str, float]] = []
@@ -35,7 +34,7 @@ class OwnWaits:
 
         It has no effect outside the main thread, because no other thread can hold up members.
 
-        what: a word for people, such as "saving".
+        what: a word that the status shows, such as "saving".
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -77,7 +76,7 @@ class MainThread:
         modules of `waits_in`."""
         if not self._is_asked:
             self._asked_at, self._is_asked = time.monotonic(), True
-            self._is_asked = self._ask(self._callback, None) == 0  # if too many are pending, try again next time
+            self._is_asked = self._ask(self._callback, None) == 0  # with too many pending calls, try again next time
         seconds = time.monotonic() - self._asked_at
         return 0.0 if str(OWN_WAITS) or is_in(self._waits_in) else seconds
 

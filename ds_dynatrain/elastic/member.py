@@ -1,8 +1,8 @@
 """A worker's side of membership.
 
 One thread keeps the connection to the coordinator. It sends heartbeats, receives messages and watches for SIGTERM. If
-the coordinator is lost, the thread reconnects, however long that takes. Training continues during that time, because it
-needs the coordinator only when the world changes.
+the coordinator is lost, the thread reconnects, however long that takes. Meanwhile training continues, because it needs
+the coordinator only when the world changes.
 """
 
 from __future__ import annotations
@@ -183,12 +183,13 @@ class Member:
             self._say(entered=world.generation, hung="")
 
     def broken(self, world: Generation) -> None:
-        """Report that this member could not form a generation, so all members have to form a later one."""
+        """Report that this member could not form the world of a generation, so that all members have to form a later
+        one."""
         with self._reporting:
             self._say(broken=max(world.generation, self._report.broken))
 
     def lacks(self, world: Generation) -> None:
-        """Report that a generation has too few members for any layout."""
+        """Report that no layout is possible with the members of a generation, because they are too few."""
         if self._report.lacking < world.generation:
             self._say(lacking=world.generation)
 
@@ -214,10 +215,11 @@ class Member:
         protected: Protected = "",
         tally: Tally = Tally(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Record progress for the status. It is sent with the next heartbeat, with two exceptions.
+        """Record this member's progress for the status.
 
-        The first step is reported at once, because state can be lost from that step on. The first call in a new
-        generation is sent at once, because it shows that the change is over.
+        The record is sent with the next heartbeat, with two exceptions. The first step is reported at once, because
+        state can be lost from that step on. The first call in a new generation is sent at once, because it shows that
+        the change is over.
         """
         with self._reporting:
             is_first = step > 0 == self._report.step or self._has_just_entered
@@ -229,7 +231,7 @@ class Member:
 
     def switched(self, said: Switched) -> None:
         """Report a switch for people who watch the job; called on the member of rank 0."""
-        with self._reporting, suppress(OSError):  # it is sent again after the next connect
+        with self._reporting, suppress(OSError):  # sent again after the next connect
             self._switched.append(said)
             self._send(said)
 
@@ -241,7 +243,7 @@ class Member:
         self._waits_for = clipped(whom, LONGEST_TEXT)
 
     def is_newest(self, world: Generation) -> bool:
-        """Return whether this member has received no later generation."""
+        """Return whether no later generation has reached this member."""
         newest = self.newest
         return newest is None or newest.generation <= world.generation
 
@@ -273,7 +275,7 @@ class Member:
         return open_store(self._connection.address.host, self._connection.welcome.store_port, prefix, seconds)
 
     def stop(self, has_ended: bool = True) -> None:
-        """Say good-bye and close the connection, because the script has ended or its state was handed over.
+        """Say good-bye and close the connection, because the script has ended or the state was handed over.
 
         has_ended: False if the script ends with an error, so that the others count this member as lost.
         """
@@ -296,7 +298,7 @@ class Member:
             return True
         return self._report.leaving and (newest is None or self.id not in newest.everyone)
 
-    # -- what it says ------------------------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------------------------
 
     def _note(self, **fields: object) -> None:
         """Change fields of the report; they are sent with the next heartbeat."""
@@ -430,7 +432,8 @@ class Member:
             self.leave()
 
     def _come_back(self) -> bool:
-        """Reconnect and announce this member again. Returns False if the process has to end or is stopping."""
+        """Reconnect and announce this member again. Returns False if this fails for good, so that the process has to
+        end, or if `stop` was called."""
         begin = time.monotonic()
         while not self._stopping.wait(retry_pause()):
             self._see_termination()
@@ -445,7 +448,7 @@ class Member:
                 self._announce()
                 logger.warning("%s: a coordinator is there again after %.1f s", self.id, time.monotonic() - begin)
                 return True
-            except (OSError, MessageError, CoordinatorUnproved) as error:  # also if another process has taken its port
+            except (OSError, MessageError, CoordinatorUnproved) as error:  # also if another process listens at the port
                 if time.monotonic() - begin > self._orphan_seconds:
                     self._end(Ending.ORPHANED, f"no coordinator for {self._orphan_seconds:g} s ({error})")
                     return False

@@ -67,8 +67,7 @@ class Missed:
 
 
 class MembershipStateMachine:
-    """State machine of a job's membership. `now` is the time in seconds by any monotonic clock, the same clock in all
-    calls."""
+    """State machine of a job's membership. In all methods `now` is the time in seconds by one monotonic clock."""
 
     def __init__(self, settings: Settings, term: str, now: float) -> None:
         self.settings = settings
@@ -88,25 +87,25 @@ class MembershipStateMachine:
         """The highest generation number that this coordinator has published or taken over."""
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
-        """Members of the current world whose scripts have ended. Their exit code counts as 0 until their agent reports
-        otherwise."""
+        """Members of the current world whose scripts have ended. Such a script counts as successful unless its agent
+        later reports a failure."""
         self.watched: dict[str, float] = {}
-        """Map from the node of each connected agent to the time at which the agent connected. The agent will report how
-        its workers ended. Maintained by the coordinator."""
+        """Map from the node of each connected agent to the time at which the agent connected. Each of these agents will
+        report how its workers ended. The coordinator keeps the map up to date."""
         self._entered = 0
         self._has_begun = False
         """Whether any member has reported a step; see `Generation.begun`."""
         self._breach = ""
         self._is_hang, self._hangs, self._hung_at = False, 0, 0
-        """Whether the failure in `_breach` is a hung collective, the number of consecutive such failures, and the step
-        of the last one."""
+        """Whether the failure in `_breach` is a collective that hung, how many collectives have hung in a row, and the
+        step at which the last one hung."""
         self._mute: dict[str, list[float]] = {}
-        """Map from each member to the times at which generations failed and the member reported neither entry nor
-        failure."""
+        """Map from each mute member to the times at which generations failed without a word from it. Other members
+        reported the failure; this member reported neither the failure nor that it had entered."""
         self._decide_at: float | None = None
         self._advanced = now
         self._held_at = now
-        """The last time at which silence was blamed on the coordinator's own link."""
+        """The last time at which so many members were silent that the coordinator's own link was at fault."""
         self._missed: dict[str, Missed] = {}
         """Members that were given up for silence and may still come back, keyed by member id."""
         self._back: dict[str, Missed] = {}
@@ -166,7 +165,7 @@ class MembershipStateMachine:
         return entry is not None and said.nonce != "" and (entry.pid, entry.nonce) == (said.pid, said.nonce)
 
     def _hear_again(self, member: str, now: float) -> None:
-        """Readmit a member that was given up for silence; do nothing for any other member.
+        """Readmit a member that was given up for silence. Do nothing for any other member.
 
         Raises PeerRefused if the others have continued without the member.
         """
@@ -188,14 +187,14 @@ class MembershipStateMachine:
                 self._back[member] = missed
                 self._breach = f"{member} was heard of again"
             else:
-                self._owed.append(Publish(self._world, (member,)))  # its generation is over: send it the newest one
+                self._owed.append(Publish(self._world, (member,)))  # send it the newest generation
         self._note(now)
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
-        """Return whether the other members no longer need a silent member.
+        """Return whether the other members no longer need a member that fell silent.
 
-        They do not if the member's state has been handed over, or if another member has entered a later generation
-        without it.
+        They do not need it if its state was handed over, or if another member has entered a later generation without
+        it.
         """
         if member in self._world.leavers and self._is_handed_over:
             return True
@@ -222,7 +221,7 @@ class MembershipStateMachine:
         if self.roster.report(member, said, now):
             if _answered(said) >= newest:
                 self._mute.pop(member, None)
-            if self._recovery is None or member not in self._recovery.told:  # otherwise the world is another job's
+            if self._recovery is None or member not in self._recovery.told:  # else this generation may be another job's
                 self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._break(member, said)
@@ -338,8 +337,8 @@ class MembershipStateMachine:
         return effects
 
     def _give_up_silent(self, now: float) -> list[GiveUpMember]:
-        """Give up members that have been silent for too long. Time in which the coordinator itself did not run does not
-        count."""
+        """Give up members that have been silent for too long. Time during which the coordinator itself was not running
+        is not counted."""
         asleep = now - self._advanced - self.settings.beat_seconds
         if asleep > self.settings.beat_seconds:
             self.roster.forgive(asleep)
@@ -368,13 +367,11 @@ class MembershipStateMachine:
         return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
 
     def _part_with_missed(self, now: float) -> list[GiveUpMember]:
-        """Give up for good the silent members that the others have continued without.
-
-        None of them may come back after this call.
-        """
+        """Give up for good the silent members without which the others have continued, so that they can no longer come
+        back."""
         over = [member for member, missed in self._missed.items() if self._goes_on_without(member, missed)]
         effects = [GiveUpMember(one, self._missed[one].entry.pid, self._missed.pop(one).reason) for one in over]
-        if self._is_entered:  # a member entered the generation before it could be replaced
+        if self._is_entered:  # the returned members came too late for a new generation
             effects += self._give_up(dict.fromkeys(self._back, self._goes_on), now)
         return effects
 
@@ -400,7 +397,7 @@ class MembershipStateMachine:
             }
         if not stuck or 2 * len(stuck) > len(there):
             return []
-        failed.clear()  # the others may have waited for these alone
+        failed.clear()  # other members may have been mute only because they waited for the stuck ones
         return self._give_up(stuck, now)
 
     def _give_up(self, reasons: Mapping[str, str], now: float) -> list[GiveUpMember]:
@@ -415,7 +412,7 @@ class MembershipStateMachine:
 
     @property
     def _goes_on(self) -> str:
-        """Reason for which members are given up that the newest generation does not list."""
+        """Reason to give a member up because the newest generation does not list it."""
         return f"generation {self._newest} goes on without it"
 
     def _give_up_unreached(self, now: float) -> list[GiveUpMember]:
@@ -449,16 +446,16 @@ class MembershipStateMachine:
     def _may_recall(self, world: Generation, now: float) -> bool:
         """Return whether a world from before the coordinator's restart can still be taken over.
 
-        A world can also be taken over if a new job was started here by mistake: for a while, members of the earlier job
-        may be alive and hold more state.
+        This is also possible if this coordinator has started a new job by mistake: for a while, members of the earlier
+        job may be alive and hold more state.
         """
         if self._recovery is not None or self.world is None:
             return True
         return self._is_starter and world.term != self.term and now < self._orphaned_at
 
     def _recall(self, recovery: Recovery, now: float) -> list[Effect]:
-        """End the recovery: take over the newest world, and give up members that this world does not list or that have
-        not returned."""
+        """End the recovery: take over the newest world known to returned members. Give up members that this world does
+        not list, and members that have not returned."""
         self._recovery, world, told = None, recovery.choose(), recovery.told
         started = dict.fromkeys(self._world.everyone)
         if world is None:
@@ -490,11 +487,11 @@ class MembershipStateMachine:
         return [*effects, self._published]
 
     def _may_stay(self, entry: RosterEntry, recovery: Recovery) -> bool:
-        """Return whether a member that has come back, and that the world does not list, may go on.
+        """Return whether a member that has come back may go on although the world taken over does not list it.
 
-        A leaving member may until it has received the generation in which the others continue without it. Another
-        member may still join if it holds no state, and knows only an older world or one that the others formed without
-        it.
+        A leaving member may go on until it has received the generation in which the others continue without it. Another
+        member may go on, and join again, if it holds no state and knows only an older world or one that was formed
+        without it.
         """
         world, told = self._world, recovery.told[entry.member]
         is_older = told.generation < world.generation
@@ -520,7 +517,8 @@ class MembershipStateMachine:
     def _next_world(self, now: float) -> Generation | None:
         """Return the generation that the connected members should form next.
 
-        Returns None if the current generation needs no change, or if a planned change has to wait until it is entered.
+        Returns None if the current generation needs no change. Returns None, too, if a planned change has to wait until
+        the current generation is entered.
         """
         old, members = self._world, self._world.members
         dead = tuple(one for one in members if one not in self.roster and one not in self._done)
@@ -531,7 +529,7 @@ class MembershipStateMachine:
         is_late = is_failure and (self._can_go_alone or self._have_others_waited(now))
         leaving, late = self._leaving(old), frozenset(self._late if is_late else ())
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
-        needs_who_leaves = bool(leaving) and not stay  # newcomers wait for the state that these save
+        needs_who_leaves = bool(leaving) and not stay  # newcomers wait until leaving members have saved it
         joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
         is_ending = not self._done.isdisjoint(members)  # members that have ended take part in no change
         if not is_failure and (stay + joined == members or is_ending):
@@ -567,10 +565,9 @@ class MembershipStateMachine:
 
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
         """Return the members that should join the staying ones: whole nodes, up to MAX nodes in all, and at least MIN
-        to start a job.
+        nodes to start a job.
 
-        Members that entered a past generation may join only after `LEAVER_SECONDS`. A member that held state there ends
-        within this time.
+        A member that was in an earlier generation may join only after `LEAVER_SECONDS`, because it may be about to end.
 
         stay: the staying members.
         are_built: whether to return only nodes that have built their engines.
@@ -589,8 +586,8 @@ class MembershipStateMachine:
 
     @property
     def _may_rejoin(self) -> bool:
-        """Whether members of past generations have had time to end. A member that is still connected was idle in its
-        generation."""
+        """Whether members of earlier generations may join again: enough time has passed since the last change that
+        members that had to end have ended. The members that are still connected were idle."""
         return bool(self.changes) and self._advanced - self.changes[-1][1] > LEAVER_SECONDS
 
     def _was_left_behind(self, member: str) -> bool:
@@ -599,8 +596,7 @@ class MembershipStateMachine:
     def _leaving(self, old: Generation) -> tuple[str, ...]:
         """Return the leaving members that are still connected.
 
-        Members that the old generation lists as leaving are included even if they have not reported yet that they
-        leave.
+        This includes members that the old generation lists as leaving even if their own reports do not say so yet.
         """
         known = dict.fromkeys((*self._in_order(old.members), *old.leaving, *self._back))
         return tuple(one for one, said in self._present(known).items() if said.leaving or one in old.leavers)
@@ -632,8 +628,8 @@ class MembershipStateMachine:
         return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
 
     def _have_others_waited(self, now: float) -> bool:
-        """Return whether late nodes have kept others waiting for too long: members of the world, or nodes outside
-        it."""
+        """Return whether late nodes have kept others waiting for too long. The others are members of the world, or
+        nodes that wait outside it."""
         world, late, most = self._world, self._late, self.settings.stuck_seconds
         if not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
             return False
@@ -642,7 +638,8 @@ class MembershipStateMachine:
         return bool(others or self._newcomers(world.members))
 
     def _is_overdue(self, now: float) -> bool:
-        """Return whether members must not wait any longer for the current generation to be entered."""
+        """Return whether members must stop waiting for the current generation, although no member has entered it
+        yet."""
         world = self._world
         if self._recovery is not None or self._is_entered:
             return False
@@ -655,7 +652,7 @@ class MembershipStateMachine:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether all surviving members of the current generation have entered it."""
+        """Whether all connected members of the current generation have entered it."""
         there = self._present(self._world.members).values()
         return all(said.entered == self._world.generation for said in there)
 
@@ -664,7 +661,7 @@ class MembershipStateMachine:
         """Whether the leaving members of the current generation are no longer needed, because all others hold the
         state.
 
-        If all members leave, there are no others, and each member is waited for until it has gone.
+        If all members leave, the property stays false, so that each of them is waited for until it has gone.
         """
         return bool(self._world.members) and self._is_settled
 
@@ -679,7 +676,7 @@ class MembershipStateMachine:
 
     def _publish(self, world: Generation, now: float) -> Publish:
         passed_over = self._present(self._world.members)
-        for member in self._world.members if self._breach else ():  # each of them should have reported the failure
+        for member in self._world.members if self._breach else ():  # each member should have reported it
             if member in passed_over and _answered(passed_over[member]) < self._world.generation:
                 self._mute.setdefault(member, []).append(now)
             else:
@@ -698,7 +695,7 @@ class MembershipStateMachine:
 
     def _finish(self) -> list[Finish]:
         """End the job when some scripts have ended and none of the remaining workers has ever been in a world."""
-        is_watched = any(node_of(member) in self.watched for member in self._done)  # an agent may say that they failed
+        is_watched = any(node_of(member) in self.watched for member in self._done)  # an agent may yet report a failure
         there = [
             entry.report for entry in self.roster.values() if self._works(entry.member) and not entry.report.leaving
         ]
@@ -707,7 +704,7 @@ class MembershipStateMachine:
         self.is_finished = True
         return [Finish(tuple(self.roster))]
 
-    # -- small things ------------------------------------------------------------------------------------------------
+    # -- queries and small steps -------------------------------------------------------------------------------------
 
     def phase(self, entry: RosterEntry) -> Phase:
         """Return the phase of a member for the status."""
@@ -746,5 +743,5 @@ class MembershipStateMachine:
 
 
 def _answered(report: Report) -> int:
-    """Return the last generation whose outcome a member has reported."""
+    """Return the last generation of which a member has reported that it entered it or that it failed."""
     return max(report.entered, report.broken)

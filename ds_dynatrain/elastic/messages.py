@@ -155,13 +155,14 @@ class Tally(WireRecord):
     saving_seconds: Seconds = 0.0
     """The part of `held_seconds` that was spent on checkpoints."""
     saved_member_seconds: Seconds = 0.0
-    """The sum of the times for which members were free because balance found fewer to be enough."""
+    """Seconds for which balance has kept members free because fewer members were enough, added up over these
+    members."""
     generation: Count = 0
-    """The worker's generation when it left its last boundary."""
+    """The generation in which the worker left its last boundary."""
 
 
 class Report(WireRecord):
-    """Current state of a worker. Serves as its heartbeat, too."""
+    """Current state of a worker. It is also the worker's heartbeat."""
 
     kind: Literal["report"] = "report"
     ready: bool = False
@@ -181,14 +182,13 @@ class Report(WireRecord):
     step: Count = 0
     layout: Text = ""
     pause_ms: Seconds = 0.0
-    """How long, in milliseconds, the worker's last change of world held up training."""
+    """How long the worker's last change of world held up training, in milliseconds."""
     protected: Protected = ""
     """Whether the worker's death would cost no more than a step or two. For people only."""
     blocked_seconds: Seconds = 0.0
     """How long the worker's main thread has run no Python code while it was not waiting for another process."""
     engines: Engines = "none"
-    """Whether the worker is building its engines for a running job, and whether its script has reached its loop with
-    them."""
+    """How far the worker is in building its engines for a running job; "built" once its script has reached its loop."""
     lacking: Count = 0
     """The last generation that had too few members for any layout. With more members there may be a layout."""
     waits_for: Text = ""
@@ -267,8 +267,8 @@ class Dismiss(WireRecord):
     kind: Literal["dismiss"] = "dismiss"
     node: NodeId
     is_spare: bool = False
-    """Whether the job asks, because the node has no work. Refused if the node hosts the coordinator, or if fewer than
-    MIN nodes would stay."""
+    """Whether the job itself asks, because it has no work for the node. Refused if the node hosts the coordinator, or
+    if fewer than MIN nodes would stay."""
 
 
 class Dismissed(WireRecord):
@@ -286,7 +286,7 @@ class Changed(WireRecord):
 
 
 class Amended(WireRecord):
-    """New generation, sent as the difference to the previous one on the same connection."""
+    """New generation, sent as its difference from the previous one on the same connection."""
 
     kind: Literal["amended"] = "amended"
     change: Amendment
@@ -306,9 +306,10 @@ class Probe(WireRecord):
 
 
 class Fence(WireRecord):
-    """Order to an agent to end one of its workers that is silent and without which the others continue.
+    """Order to an agent to end one of its workers, which is silent and without which the others continue.
 
-    pid: None if the coordinator never learned it, because the worker hung while the coordinator was restarted.
+    pid: the process to end; None if the coordinator never learned it, because the worker hung while the coordinator was
+        restarted.
     """
 
     kind: Literal["fence"] = "fence"
@@ -350,7 +351,8 @@ class ChangeStatus(WireRecord):
 
 
 class StartingNode(WireRecord):
-    """A node whose agent is connected while its workers are not: they are still importing or building their model."""
+    """A node whose agent is connected but whose workers are not, because they are still importing or building their
+    model."""
 
     node: NodeId
     seconds: Seconds

@@ -40,7 +40,8 @@ class Reach:
         self._listener: socket.socket | None = None
 
     def listen(self) -> str:
-        """Listen on the network interface of the process groups, and return the address; empty if it is unknown."""
+        """Listen on the network interface of the process groups, and return the address; "" if the interface is
+        unknown."""
         host = group_host()
         with suppress(OSError):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -71,7 +72,7 @@ class Reach:
             self._listener = None
 
     def _try(self, addresses: Sequence[str]) -> None:
-        with suppress(OSError):  # the coordinator is gone
+        with suppress(OSError):  # the connection to the coordinator is closed
             self._tell(reached_of(addresses))
 
 

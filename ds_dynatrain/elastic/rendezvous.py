@@ -46,7 +46,7 @@ FOREIGN_ADDRESS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 class NodeRendezvous(RendezvousHandler):
-    """Rendezvous of one node alone. It never waits for another node, and never reports a waiting one."""
+    """Rendezvous of one node alone. It never waits for another node, and never tells torchrun that one is waiting."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         show_by_default()
@@ -96,7 +96,7 @@ class NodeRendezvous(RendezvousHandler):
         host.start()
         return host
 
-    # -- what the agent asks -----------------------------------------------------------------------------------------
+    # -- torchrun's rendezvous interface -----------------------------------------------------------------------------
 
     def get_backend(self) -> str:
         """Return the name of the back-end as the user gave it."""
@@ -163,7 +163,7 @@ class NodeRendezvous(RendezvousHandler):
             self._host.outlive()
         return True
 
-    # -- small things ------------------------------------------------------------------------------------------------
+    # -- the connection to the coordinator ---------------------------------------------------------------------------
 
     def _end_line(self, failed: bool) -> None:
         if self._line is not None:
@@ -193,7 +193,7 @@ class AgentLine:
         self._thread.start()
 
     def close(self, failed: bool = False) -> None:
-        """Say good-bye after all workers have ended.
+        """Say good-bye and close the connection, after all workers have ended.
 
         failed: whether one of the workers ended with a nonzero exit code.
         """
@@ -251,14 +251,14 @@ class AgentLine:
 
 
 def workers_of(member: str, pid: int | None) -> list[psutil.Process]:
-    """Return the processes below this one that belong to a member.
+    """Return the processes started by this one, directly or indirectly, that belong to a member.
 
-    pid: the member's process; None if it is unknown, for all processes that were started as this member.
+    pid: the member's process. If it is None (unknown), all processes that were started as this member are returned.
     """
     node, _, local_rank = member.rpartition("/")
     found = list[psutil.Process]()
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the process has ended
             if process.pid == pid or (
                 pid is None
                 and (variables := process.environ()).get(NODE) == node

@@ -83,7 +83,8 @@ class RosterEntry:
 
 
 class Roster(dict[str, RosterEntry]):
-    """The workers that count as alive, keyed by id in the order in which they were added, and the same ones by node."""
+    """The workers that count as alive, keyed by id in the order in which they were added. They can also be found by
+    node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,9 +132,9 @@ class Roster(dict[str, RosterEntry]):
         return entry
 
     def report(self, member: str, report: Report, now: float) -> bool:
-        """Store a worker's report, and return whether the report can matter for membership.
+        """Store a worker's report, and return whether it changes a value that matters for membership.
 
-        Raises PeerRefused if the report takes back what an earlier one said.
+        Raises PeerRefused if the report withdraws what an earlier one said.
         """
         entry = self[member]
         old = entry.report
@@ -163,19 +164,22 @@ class Roster(dict[str, RosterEntry]):
         return [tuple(entry.member for entry in sorted(node, key=lambda one: one.local_rank)) for node in complete]
 
     def forgive(self, seconds: float) -> None:
-        """Deduct `seconds` from every worker's silence, because the coordinator received nothing during that time."""
+        """Do not count the last `seconds` as silence of any worker, because the coordinator received nothing during
+        that time."""
         for entry in self.values():
             entry.heard += seconds
 
 
 def _standing(report: Report) -> tuple[int, ...]:
-    """Return the values of a report that matter for membership. None of them ever decreases."""
+    """Return the values of a report that matter for membership. From one report to the next, none of them may
+    decrease."""
     engines = get_args(Engines).index(report.engines)
     return report.ready, report.leaving, report.entered, report.broken, report.lacking, engines
 
 
 class Recovery:
-    """Record of the worlds that returning members know. One of these worlds is chosen when the recovery ends.
+    """Record, after a restart of the coordinator, of the worlds that returning members know. One of these worlds is
+    chosen when the recovery ends.
 
     The recovery ends when all members of the newest world have returned, or `seconds` after the last return. If no
     member has returned but some still may, the recovery lasts until the time given to `expect`.
@@ -224,8 +228,8 @@ class Recovery:
     def choose(self) -> Generation | None:
         """Return the newest world that any returning member knows; None if there is none.
 
-        If two worlds have the same number, prefer the one in whose job a step was taken, and among those the one known
-        to more members. Members that know only an older world, or none, are informed of the chosen world next.
+        If two worlds have the same number, the one in whose job a step was taken comes first, and among several of
+        these the one that most members know.
         """
         if not self._worlds:
             return None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from ds_dynatrain.errors import ConfigError
 
 ORPHAN_SECONDS = 30.0
-"""How long a member continues without a coordinator. If the network is cut, the coordinator has given the member up by
-that time."""
+"""How long a member continues without a coordinator. If the network between the two is cut, the coordinator gives the
+member up within this time."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Settings:
     """How long a training member's main thread may run no Python code before the member is given up; 0 for no limit.
     Time in which the thread waits for another process does not count."""
     recovery_seconds: float = 3.0
-    """How long a coordinator waits for further members of a running job before it makes any decision.
+    """How long a restarted coordinator waits for members of a running job before it makes any decision.
 
     The time counts from the coordinator's start, and again from the return of each such member.
     """

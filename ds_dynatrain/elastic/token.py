@@ -41,9 +41,9 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 def read_token(path: str | Path) -> str:
     """Return the token in a file, stripped of white space.
 
-    A group may have rights to another user's file, because this may be the way in which this user reads the file, as in
-    a Kubernetes pod. Raises ConfigError if the file cannot be read, if others can read it, or if the token is too
-    short.
+    The file's group may have rights only if the file belongs to another user: then the group may be how this user reads
+    it, as in a Kubernetes pod. Raises ConfigError if the file cannot be read, if others can read it, or if the token is
+    too short.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
@@ -112,7 +112,7 @@ def derive(token: str | None, purpose: str) -> bytes:
 def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
     """Return the path of a secret that all jobs of this user share, and create its folder."""
     folder = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain"
-    with suppress(OSError):  # reported when the file cannot be made
+    with suppress(OSError):  # `made_token` reports that the file cannot be made
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / name
 
@@ -132,11 +132,11 @@ class Reading:
 
     @classmethod
     def of(cls, address: str | None, token_file: str | Path | None, job_token: str) -> Reading | None:
-        """Return the port for readers; None if there is none.
+        """Return the port for readers; None if the job has none.
 
         address: HOST:PORT, or "off"; by default a free port for this machine alone, if prometheus_client is installed.
 
-        Raises ConfigError if a given address or token file is invalid, or if the token equals the job's own.
+        Raises ConfigError if a given address or token file is invalid, or if the readers' token equals the job's own.
         """
         is_default = not address and token_file is None
         if address == OFF or (is_default and find_spec("prometheus_client") is None):

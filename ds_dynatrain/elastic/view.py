@@ -185,8 +185,8 @@ def _before_the_start(status: Status) -> str:
 
 
 def _awaited(members: Iterable[MemberStatus]) -> str:
-    """Return a description of the members that are waited for, or of those that the given members report to wait
-    for."""
+    """Return a description of the members for which the given members report to wait or, if none reports a wait, of the
+    given members themselves."""
     members = list(members)
     said = [f"{one.member} waits for {one.waits_for}" for one in members if one.waits_for]
     if said:
@@ -251,7 +251,7 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
 class Feed(Generic[Value]):
     """The newest value made by one function, for readers on other threads.
 
-    make: makes the value. It runs through `call_soon`, and only after a reader has asked.
+    make: makes the value. It runs through `call_soon`, and only if a reader has asked since the last value.
     call_soon: schedules a call on the thread that may make values.
     """
 

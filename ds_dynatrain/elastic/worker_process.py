@@ -1,8 +1,9 @@
 """Signals and process lifetime of a worker: it ends with its agent, notices SIGTERM, and keeps its forked children
 silent.
 
-Python runs a signal's handler when the main thread is back in Python. While that thread waits inside a collective, this
-is seconds late, or never. The interpreter's wake-up descriptor receives a byte at once, and a thread reads it.
+Python runs a signal's handler only once the main thread executes Python code again. While that thread waits inside a
+collective, the handler runs seconds late, or never. The interpreter's wake-up descriptor receives a byte at once, and
+another thread reads it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _is_alive(process: int) -> bool:
 
 
 class Termination:
-    """Watcher for SIGTERM with a descriptor that becomes readable when the signal arrives. The user's own handler is
+    """Watcher for SIGTERM, with a descriptor that becomes readable when the signal arrives. The user's own handler is
     still called."""
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class Termination:
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._wakes = taken == -1
-        if not self._wakes:  # an event loop keeps its own descriptor: SIGTERM is noticed a little later
+        if not self._wakes:  # keep an event loop's descriptor; SIGTERM is noticed a little later
             signal.set_wakeup_fd(taken)
         self._is_watching = True
         in_forked_children(self._leave_to_the_parent)
@@ -111,7 +112,7 @@ class Termination:
         return self._receiver.fileno()
 
     def read(self) -> bool:
-        """Return whether SIGTERM was among the signals received since the last call. Never blocks."""
+        """Return whether SIGTERM has arrived since the last call. Never blocks."""
         try:
             return SIGTERM in self._receiver.recv(4096)
         except BlockingIOError:
