@@ -30,8 +30,8 @@ from ds_dynatrain.space import MASTER, Layout, VirtualParameterSpace
 ELSEWHERE = "this member came late, and the others"
 COUNT = "loop over engine.epochs(n), which counts the job's epochs"
 EXPERT_SIZE = "ds_dynatrain_expert_size.json"
-"""File among DeepSpeed's with the expert size, which these do not state. DeepSpeed reads masters and optimizer states
-of experts by rank, so at another size it would give them to other experts."""
+"""File that records the expert size beside the files of a DeepSpeed checkpoint, which do not state it. DeepSpeed reads
+masters and optimizer states of experts by rank, so at another expert size it would give them to the wrong experts."""
 
 
 class SavingEngine(LoadingEngine):
@@ -49,9 +49,9 @@ class SavingEngine(LoadingEngine):
         return pending if background else pending.wait()
 
     def load(self, path: str | os.PathLike[str], tag: str | None, part: CheckpointPart) -> Restored:
-        """Load a checkpoint; see `DynatrainEngine.load`. Like a switch, this uses up a generation number.
+        """Load a checkpoint; see `DynatrainEngine.load`. The load uses up a generation number, as a switch does.
 
-        part: see `FromCheckpoint`.
+        part: the part of the checkpoint to load.
         """
         agreed = self._arrive("load", path, tag)
         if agreed is None:
@@ -129,16 +129,18 @@ class SavingEngine(LoadingEngine):
         return result
 
     def _key(self, call: str) -> str:
-        """Return a key in the job's key-value store that no other call uses."""
+        """Return a key for a call that no other call of this job uses."""
         return f"{call}/{self.place_in_training()}"
 
     def _refuse_late(self, call: str) -> None:
-        """Raise CheckpointError on all members while part of the state is still moving after a late switch."""
+        """Raise CheckpointError on all members if a late switch is incomplete, so that part of the state is still
+        moving."""
         if self.awaits_late:
             raise CheckpointError(f"{call}: {self.in_the_way()}; call it after that")
 
     def _refuse_map(self, call: str, way_out: str) -> None:
-        """Raise CheckpointError under a map of experts, because DeepSpeed numbers the files of experts by place."""
+        """Raise CheckpointError if the layout has a map of experts. DeepSpeed numbers the files of experts by their
+        place, not by expert."""
         if self.layout.experts is not None:
             raise CheckpointError(
                 f"{call}: the layout has a map of experts, and DeepSpeed's files would mix up experts that are not at "
@@ -146,8 +148,8 @@ class SavingEngine(LoadingEngine):
             )
 
     def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
-        """Return the agreed folder and tag; None on a member that joined late, because the others are elsewhere in
-        their scripts.
+        """Return the folder and tag on which all members agree. Return None on a member that joined late and is not at
+        the same call as the others.
 
         Raises CheckpointError on an idle member, in a discarded batch, and during a late switch.
         """
@@ -164,7 +166,8 @@ class SavingEngine(LoadingEngine):
     # ---- whether DeepSpeed reads a checkpoint itself, or our code reads it -------------------------------------------
 
     def _is_for_us(self, load_dir: Any, tag: Any, part: CheckpointPart) -> bool:
-        """Return whether our code reads a checkpoint: one in our format, or one of DeepSpeed's that it may not read.
+        """Return whether our code reads a checkpoint: one in our format, or a DeepSpeed checkpoint that DeepSpeed
+        cannot load here.
 
         Rank 0 decides and informs all working members, which must act the same.
 
@@ -201,7 +204,7 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointP
                     f"call engine.switch(expert={size}) first, or load a checkpoint of engine.save, which loads into "
                     "any layout"
                 )
-        with suppress(CheckpointError):  # it is no checkpoint, or has experts or others that our code cannot read
+        with suppress(CheckpointError):  # no checkpoint, or one that our code cannot read
             held = ZeroFolder.open(path, part.trust_pickle)
     if part.is_read_here:
         if held is not None:
@@ -224,14 +227,14 @@ def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
             return True
         return (engine.layout.pipe > 1 and not _trains_alike(engine, held)) or _is_cut_anew(engine, held)
     except CheckpointError:
-        return False  # content that our code cannot read: DeepSpeed needs the same layout
+        return False  # our code cannot read it; DeepSpeed needs the same layout
 
 
 def _is_beyond(engine: EngineCore, held: ZeroFolder, part: CheckpointPart) -> bool:
-    """Return whether DeepSpeed would fail to read this part of a checkpoint, or read nothing.
+    """Return whether DeepSpeed would fail to read the requested part of a checkpoint, or would read nothing.
 
-    DeepSpeed gathers the weights of stage 3 from files of an equal number of ranks, and reads none if only
-    `load_module_only` is set.
+    DeepSpeed gathers the weights of stage 3 from the files of an equal number of ranks. If only `load_module_only` is
+    set, it reads no weights of stage 3.
     """
     if part.load_optimizer_states and not part.load_module_only:
         return _differs(engine, held)
@@ -247,8 +250,8 @@ def _is_same_layout(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether ranks held different parts than now, as with another `round_robin_gradients` or
-    `sub_group_size`."""
+    """Return whether ranks held other parts of the state when the checkpoint was saved, as with another
+    `round_robin_gradients` or `sub_group_size`."""
     layout, now = engine.layout, engine.vps
     if not layout.zero_stage:
         return False
@@ -267,7 +270,7 @@ def _cut(space: VirtualParameterSpace, layout: Layout, rank: int) -> list[Any]:
 
 
 def _trains_alike(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether each stage trained the same tensors as now.
+    """Return whether each pipeline stage trained the same tensors when the checkpoint was saved.
 
     The checkpoint does not record the boundaries of stages.
     """

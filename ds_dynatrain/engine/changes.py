@@ -12,8 +12,8 @@ from ds_dynatrain.space import Layout
 class Place:
     """Place of a member in the job.
 
-    layout: the layout of the current world, also on an idle member.
-    members: the member at each rank of the current world, also on an idle member.
+    layout: the layout of the current world, even if this member is idle.
+    members: the member at each rank of the current world, even if this member is idle.
     rank: this member's rank; -1 on an idle member.
     generation: the number of this member's world; 0 on an idle member.
     """

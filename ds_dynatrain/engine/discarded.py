@@ -1,8 +1,8 @@
-"""Discarded global batches: DeepSpeed's calls after the world was aborted in the middle of a global batch.
+"""Discarded global batches: what DeepSpeed's calls do after the world was aborted in the middle of a global batch.
 
 A new world is formed at once. The open global batch is discarded: its gradients are dropped, and `backward` and `step`
-do nothing until the loader returns the same batch again. Until that point nothing is sent or received, because other
-members may be at another line of the script, and newcomers have not started it.
+do nothing until the loader returns the same batch again. Until then the engine sends and receives nothing, because
+other members may be at another line of the script, and newcomers have not run this part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ DISCARDED = (
 
 @dataclass(eq=False)
 class DiscardableEngine(EngineCore):
-    """An engine whose open global batch can be discarded: its beginning is recorded, so that it is trained again."""
+    """An engine whose open global batch can be discarded: the engine records where the batch begins, so that it can be
+    trained again."""
 
     _loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     _streams: streams.Streams | None = None
@@ -51,7 +52,7 @@ class DiscardableEngine(EngineCore):
         self._streams = streams.capture()
 
     def discard_window(self) -> None:
-        """Drop the gradients of the open global batch, and go back to the batch's beginning."""
+        """Drop the gradients of the open global batch, and go back to its beginning."""
         dealt = self.open_batch.is_dealt
         self.host.break_off()
         self.go_back(dealt)
@@ -76,21 +77,22 @@ class DiscardableEngine(EngineCore):
                 streams.restore(self._streams)
 
     def refuse_switch(self) -> None:
-        """Raise SwitchRefused in a discarded batch. Newcomers do not go through the batch, so they would not answer."""
+        """Raise SwitchRefused in a discarded batch. Newcomers do not run that batch, so they would not answer the
+        request."""
         if self.is_discarded:
             raise SwitchRefused(*DISCARDED)
 
     def remember(self, output: Any) -> Any:
-        """Return the output of a forward pass, and keep it if other ranks would be needed to compute it again."""
+        """Return the output of a forward pass. Keep the output, too, if computing it again would need other ranks."""
         if needs_peers(self.layout) and (self.host.module.training or self._output is None):
             self._output = pytree.tree_map(_leaf, output)
         return output
 
     def forward_again(self, forward: Callable[[], Any], needed_peers: bool) -> Any:
-        """Return a substitute for a forward pass's output, after a new world was formed. The value trains nothing.
+        """Return a substitute for a forward pass's output after a new world was formed. The substitute trains nothing.
 
-        The substitute is the real output if computing it needs no other rank. Otherwise it is the last output kept, or
-        NaN in its place if the module is evaluating. Raises WorldChanged if no output was kept.
+        It is the real output if computing it needs no other rank. Otherwise it is the last output that was kept, filled
+        with NaN if the module is evaluating. Raises WorldChanged if no output was kept.
 
         needed_peers: whether the forward pass needed other ranks in the old world.
         """
@@ -113,8 +115,8 @@ def needs_peers(layout: Layout) -> bool:
 
 
 def _leaf(value: Any) -> Any:
-    """Return a tensor detached from its graph. `backward` still works on it if it did before, but reaches no
-    parameter."""
+    """Return a tensor without its autograd history, and any other value unchanged. `backward` can still be called on
+    the tensor if it could before, but reaches no parameter."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
@@ -125,9 +127,9 @@ def _unknown(value: Any) -> Any:
 
 
 class Loss(torch.Tensor):
-    """A scalar tensor with a graph, whose `backward` survives a lost world.
+    """A scalar tensor with an autograd graph, whose `backward` survives the loss of the world.
 
-    Any result computed from it is a plain tensor, whose `backward` raises WorldChanged.
+    Any result computed from it is a plain tensor, whose `backward` raises WorldChanged if the world is lost.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

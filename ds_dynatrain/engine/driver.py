@@ -1,7 +1,7 @@
-"""Driver of `BoundaryMachine`: reports the state of this process's engines to it, and carries out its decisions.
+"""Driver of `BoundaryMachine`: gives it the state of this process's engines, and carries out its decisions.
 
 A switch covers a list of engines: one engine if the script requested the switch, all of them in a change of members.
-None of them commits unless all of them can.
+Either all of them commit or none.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ T = TypeVar("T")
 
 
 class Driver:
-    """Driver of the boundary machine: reports the state of this process's engines, and carries out the machine's
-    actions.
+    """Driver of the boundary machine: gives it the state of this process's engines, and carries out the actions that it
+    returns.
 
     elastic: the membership of the process; None in a launch of fixed size, whose generation never changes.
     leave: ends the process; its argument is `EndProcess.must_save`.
@@ -137,9 +137,10 @@ class Driver:
             logger.warning("%s", what)
 
     def on_board(self, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`. If the board (the job's key-value store) is lost, reopen it and return None.
+        """Return the result of `read`, which reads the board (the job's key-value store). If the board is lost, connect
+        to it again and return None.
 
-        In a launch of fixed size the loss of the board ends the job. In this case torch's DistError is raised.
+        In a launch of fixed size the loss of the board ends the job: torch's DistError is raised.
         """
         try:
             return read()
@@ -156,7 +157,7 @@ class Driver:
         next one."""
         return self.elastic.world if self._before is None else self._open_boards.world
 
-    # ---- what goes in ------------------------------------------------------------------------------------------------
+    # ---- facts for the machine ---------------------------------------------------------------------------------------
 
     def _decided(self) -> list[Action]:
         boards = () if self._boards is None else self._boards.fronts
@@ -178,7 +179,7 @@ class Driver:
             self.elastic.member.lacks(asked.world)
         return found
 
-    # ---- what comes out ----------------------------------------------------------------------------------------------
+    # ---- actions of the machine --------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -186,7 +187,7 @@ class Driver:
 
     @singledispatchmethod
     def _do(self, action: Action) -> None:
-        """Carry out one action, using the method below that is registered for the action's type."""
+        """Carry out one action, with the method that is registered for the action's type."""
         raise TypeError(f"no action: {action!r}")
 
     @_do.register
@@ -203,9 +204,9 @@ class Driver:
 
     @_do.register
     def _know(self, action: Know) -> None:
-        """Take over the members' numbers, because an idle member's number may have changed.
+        """Take over the registry of the members' numbers, because an idle member's number may have changed.
 
-        Idle members also take over what the others train: the layout, its members and the registered parameters.
+        On an idle engine, also take over the layout, its members and the registered parameters of the working engines.
         """
         self._open_boards.know(action.registry)
         for engine in self.engines:
@@ -280,7 +281,7 @@ class Driver:
         ]
         check = NodeMemory(mine, wanted, all_nodes).check
         checks = dict[int, Callable[[], None]]()
-        for engine, proposal in moving:  # before any thread starts: the first one asks each engine for its needs
+        for engine, proposal in moving:  # before the first thread asks every engine for its needs
             with engine.turn():
                 engine.vps.mesh(proposal.source_layout), engine.vps.mesh(proposal.layout)
                 if engine.idle:
@@ -378,8 +379,8 @@ class Driver:
         return votes
 
     def entered(self, engine: EngineParts) -> None:
-        """Move an engine to the next generation's boards if it trains in that generation before the generation is
-        entered."""
+        """Let an engine use the next generation's boards if it already trains in that generation because of a late
+        change."""
         machine = self.machine
         if engine.preparation is not None and machine.is_of_change(engine.preparation.proposal):
             self._before, boards = engine.context, self._open_boards
@@ -390,7 +391,7 @@ class Driver:
 
         proposal: the proposal for the first engine.
 
-        If this member cannot know how the switch ended, the world is aborted and all members have to report what they
+        If this member cannot know how the switch ended, the world is aborted, and all members have to report what they
         hold.
         """
         if outcome.is_uncertain:
@@ -420,7 +421,7 @@ class Driver:
     @_do.register
     def _spend(self, action: Spend) -> None:
         for engine, proposal in zip(self.engines, action.proposals, strict=True):
-            if engine.preparation is not None:  # the others have decided without this member
+            if engine.preparation is not None:  # the attempt ended without this member
                 self._own_error = engine.preparation.own_error or self._own_error
             with engine.turn():
                 engine.close_preparation()
@@ -460,7 +461,7 @@ class Driver:
     def _fail(self, action: Fail) -> None:
         raise action.error
 
-    # ---- boards of the generation to come ----------------------------------------------------------------------------
+    # ---- boards of the next generation -------------------------------------------------------------------------------
 
     @property
     def _open_boards(self) -> GenerationBoards:
@@ -475,7 +476,7 @@ class Driver:
 
 
 def held_by(engine: EngineParts, say: Callable[[str], None], elastic: Elastic | None) -> HeldState:
-    """Return what one engine of this process holds at this moment.
+    """Return what one engine of this process holds now.
 
     say: logs a message for users.
     elastic: the membership; None in a launch of fixed size, where communicators can be made before the pause.
@@ -520,7 +521,7 @@ def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) 
 
 
 def _since(engine: EngineParts, elastic: Elastic | None) -> tuple[int, ...] | None:
-    """Return the oldest stretch of training whose copies still count (see `Mark.stretch`); None if it is unknown.
+    """Return the `Mark.stretch` of the newest load of a state, from which on copies count; None if it is unknown.
 
     An idle member may not know it. A working member has taken part in every load, unless the others have continued
     without it.

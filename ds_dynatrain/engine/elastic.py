@@ -38,11 +38,12 @@ WAITING = (
     "ds_dynatrain.adapters.groups.managed_process_group",
     "ds_dynatrain.transfer",
 )
-"""Modules in which the main thread waits for other members: in collectives and transfers, at the gate, for a group."""
+"""Modules in which the main thread waits for other members: in a collective, in a transfer, or for a group to agree on
+results."""
 REOPEN_SECONDS = 0.5
 REPLACED = "replaced"
 NOBODY = -1
-"""Placeholder for the number of a member that does not know its own number yet."""
+"""Sentinel for the number of a member that has no number yet."""
 
 
 class Elastic(Membership):
@@ -94,12 +95,12 @@ class Elastic(Membership):
         return 0 if self.world is None else self.world.generation
 
     def is_harmless(self, world: Generation) -> bool:
-        """Return whether the current world can continue after a later generation is published.
+        """Return whether the current world can continue although a later generation was published.
 
-        After a failure it can if that generation has all currently training members and no collective of the current
-        world has failed. A planned change includes all of them; if it does not include this member, the current job was
-        started by mistake, and the world cannot continue. During the window of a late switch all members of both worlds
-        are needed, so no failure is harmless.
+        After a failure it can continue if the later generation includes all members that train now, and if no
+        collective of the current world has failed. A planned change always includes all of these; it is harmful only if
+        it does not list this member, which shows that the current job was started by mistake. During the window of a
+        late switch no failure is harmless, because all members of both worlds are needed.
         """
         if self._is_in_window and world.change == "failure":
             return False
@@ -110,8 +111,8 @@ class Elastic(Membership):
         return is_known if world.change == "planned" else self._training <= there
 
     def is_over(self, generation: int) -> bool:
-        """Return whether a failure was published after this generation, so that it no longer makes sense to build its
-        groups."""
+        """Return whether a failure was published after this generation, so that its groups need not be built any
+        more."""
         newest = self.member.newest
         return newest is not None and newest.generation > generation and newest.change == "failure"
 
@@ -148,7 +149,7 @@ class Elastic(Membership):
             self._see_newest(self.generation)
 
     def enter_window(self, generation: int) -> None:
-        """Begin the window of a late switch: the time until its masters and moments have arrived.
+        """Begin the window of a late switch, which lasts until masters and moments have arrived.
 
         Any failure published after this generation aborts the world during the window. The window ends with `settle` or
         `let_go`.
@@ -158,14 +159,14 @@ class Elastic(Membership):
             self._see_newest(generation)
 
     def _see_newest(self, generation: int) -> None:
-        """Abort the world if a newer generation harms it, given the members that hold the state now."""
+        """Abort the world if a newer generation than this one is not harmless to it; see `is_harmless`."""
         newest = self.member.newest
         if newest is not None and newest.generation > generation and not self.is_harmless(newest):
             self._lose_present(newest)
 
     def abort(self) -> None:
-        """Abort the world, because it is unknown what others hold. All members report what they hold in a new
-        generation."""
+        """Abort the world, because it is unknown what the other members hold. In a new generation all members report
+        what they hold."""
         with self._lock:
             self._lose_present(None)
             self.member.breach()
@@ -207,8 +208,8 @@ class Elastic(Membership):
             return True
 
     def _hangs_in(self, blocked_seconds: float) -> str:
-        """Return a description of the collective in which the main thread has waited for `collective_seconds`; "" if
-        none."""
+        """Return a description of the collective in which the main thread has waited for at least `collective_seconds`;
+        "" if it waits in none."""
         self._blocked_seconds = blocked_seconds
         what, seconds = self.waits(blocked_seconds)
         if seconds < self.collective_seconds or self.is_aborted or str(OWN_WAITS):
@@ -216,8 +217,8 @@ class Elastic(Membership):
         return f"{unfinished() or what}, {seconds:.0f} s"
 
     def _say_where(self, world: Generation) -> None:
-        """Log where the main thread is while a collective hangs. If this is the second hang, set the reason to end the
-        job."""
+        """Log where the main thread is while a collective hangs. If collectives hang repeatedly, also set `ending`, the
+        reason to end the job."""
         what, seconds = self.waits(self._blocked_seconds)
         here = [f"{what}, {seconds:.0f} s" if what else "no collective", f"at {stands_at()}", unfinished()]
         logger.error("%s; the main thread here is in %s", world.reason, "; ".join(filter(None, here)))
@@ -231,13 +232,14 @@ class Elastic(Membership):
     # ---- process groups ------------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """Forbid new collectives in the worlds of this process. Does nothing in this class, which has no engines."""
+        """Forbid new collectives in the worlds of this process. A hook for subclasses: this class has no engines."""
 
     def abandon(self) -> None:
-        """End all operations in the world of an engine that is still being made. Does nothing in this class."""
+        """End all operations in the worlds of engines that are still being made. A hook for subclasses."""
 
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
-        """Return what the main thread waits for, and for how many seconds; see `Gate.waits`."""
+        """Return what the main thread waits for in the worlds of this process, and for how many seconds; see
+        `Gate.waits`."""
         return "", 0.0
 
     @contextmanager
@@ -248,8 +250,8 @@ class Elastic(Membership):
         self.settle(engine)
 
     def building(self, generation: int, engine: int = 1) -> AbstractContextManager[None]:
-        """Return a context manager for building an engine's world. A failure published after this generation aborts
-        the building.
+        """Return a context manager for building an engine's world. A failure that is published after this generation
+        aborts the building.
 
         engine: the engine's number.
         """
@@ -260,14 +262,15 @@ class Elastic(Membership):
         return self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted)
 
     def settle(self, engine: int = 1) -> None:
-        """Make the world last built for this engine its current world, and close the window of a late switch."""
+        """Make the world last built for this engine its current world. If a late switch is in its window, the window
+        ends."""
         with self._lock:
             self._is_in_window = False
             if engine in self._coming:
                 self._present[engine] = self._coming.pop(engine)
 
     def let_go(self, engine: int = 1) -> None:
-        """Forget the world that was last built for an engine, and end the window of a late switch."""
+        """Forget the world last built for this engine. If a late switch is in its window, the window ends."""
         with self._lock:
             self._is_in_window = False
         if engine in self._coming:
@@ -278,7 +281,7 @@ class Elastic(Membership):
     def open_boards(
         self, world: Generation, number: int = NOBODY, seconds: float | None = None, engine: int = 1
     ) -> Boards:
-        """Open an engine's board (key-value store) of a generation twice: for the main thread and for background work.
+        """Open an engine's board (key-value store) of a generation twice, for the main thread and for background work.
 
         Raises torch's DistError if the coordinator's store cannot be reached.
         """
@@ -292,13 +295,15 @@ class Elastic(Membership):
         return boards[0], boards[1]
 
     def _seal(self, name: str) -> Seal | None:
-        """Return the seal for boards with this prefix; None in a job without a token."""
+        """Return the seal that authenticates records on boards with this prefix; None in a job without a token."""
         return None if self._token is None else Seal(derive(self._token, f"board {name}"))
 
-    # ---- what outlives generations -------------------------------------------------------------------------------
+    # ---- records for the whole job -------------------------------------------------------------------------------
 
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """Post that a state was loaded. The load begins this stretch of training (see `Mark.stretch`).
+        """Post that a state was loaded, which invalidates older copies.
+
+        stretch: the `Mark.stretch` that begins with the load.
 
         Raises torch's DistError if the store cannot be reached.
         """
@@ -306,11 +311,10 @@ class Elastic(Membership):
             self._job_board(self.world).post(REPLACED, list(stretch))
 
     def replaced(self) -> tuple[int, ...] | None:
-        """Return the newest stretch of training that `say_replaced` has posted; () if there is none, None if it is
-        unknown.
+        """Return the newest `Mark.stretch` that `say_replaced` has posted; () if there is none, None if it is unknown.
 
-        It is unknown if the store cannot be reached, or if the coordinator was restarted since this member entered its
-        generation, because the new coordinator's store is empty.
+        It is unknown if the store cannot be reached. It is also unknown if the coordinator was restarted since this
+        member entered its generation, because the new coordinator's store is empty.
         """
         newest = self.member.newest
         if self.world is None or newest is None or newest.term != self.world.term:
@@ -325,7 +329,7 @@ class Elastic(Membership):
         return Control(store, "board", NOBODY, self.timeout_seconds, seal=self._seal(f"job/{world.term}"))
 
     def candidates(self, world: Generation, registry: Registry) -> Candidates:
-        """Return the members of a generation, with their nodes, as candidates for work in a layout."""
+        """Return the members of a generation, and their nodes, as candidates for ranks of a layout."""
         mine = registry.numbers.get(self.member.id, NOBODY)
         return Candidates(mine, {registry.numbers[member]: node_of(member) for member in world.members})
 
@@ -362,7 +366,7 @@ class GenerationBoards:
         return self._opened[engine]
 
     def know(self, registry: Registry) -> None:
-        """Set this member's number on all boards."""
+        """Set this member's number on all boards, according to the registry."""
         for boards in self._opened:
             for board in boards:
                 board.member = registry.numbers[self._elastic.member.id]

@@ -48,15 +48,15 @@ T = TypeVar("T")
 WAIT_SECONDS = 0.02
 """Polling interval of a member that waits for work or for other members."""
 MEET_SECONDS = 1.0
-"""Time that a member waits at a boundary for the others if all were asked to leave, before it trains on."""
+"""Time that a member waits at a boundary for the others, before it trains on, if all members were asked to leave."""
 MOST_TRIES = 3
-"""Most attempts at one step by the same members if none of them has died. After that many, the script or the network is
+"""Most attempts at one step by the same members. If all fail although no member has died, the script or the network is
 at fault."""
 GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
 """Pattern of the file and line in gloo's source code that begin its error messages."""
 SPARE = 1000
-"""Number of discarded batches that a loop may take in one round, in addition to twice the maximum of any earlier
-round."""
+"""Number of discarded batches that a loop may take in one round (see `Rounds`), in addition to twice the maximum of any
+earlier round."""
 
 
 class ElasticMembership(Elastic):
@@ -71,11 +71,12 @@ class ElasticMembership(Elastic):
         self._clock, self._rounds, self._place = Clock(), Rounds(), ""
         self._jobs: list[Job] = []
         self._must_stay: dict[str, int] = {}
-        """The generation in which the coordinator refused to send a node home; in a later one it may be asked again."""
+        """Map from each node that the coordinator refused to send home to the generation of the refusal. In a later
+        generation the node may be released."""
         self._is_in_call = False
         """Whether one of DeepSpeed's calls is under way. A pipeline reads its samples within such a call."""
         self._failed: tuple[tuple[tuple[int, ...], tuple[str, ...]], int] = (((), ()), 0)
-        """The steps and members of the last attempt that failed, and how often it has."""
+        """The last attempt that failed, as the steps of all engines and the members, and how often it has failed."""
 
     @property
     def node(self) -> str:
@@ -89,7 +90,7 @@ class ElasticMembership(Elastic):
         world = self._driver.trains_in
         return (0, "") if world is None else (world.generation, world.reason)
 
-    # ---- an engine is made, and ends ---------------------------------------------------------------------------------
+    # ---- begin and end of an engine ----------------------------------------------------------------------------------
 
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
         """Raise UnsupportedError for a model that is partitioned over other processes, and for lean switches."""
@@ -98,7 +99,8 @@ class ElasticMembership(Elastic):
             raise usage("lean switches where members come and go").error()
 
     def new_status(self) -> GroupStatus:
-        """Return a status for process groups that turns a lost peer into WorldChanged."""
+        """Return the status for the process groups of an engine that is being made. With it, a lost peer raises
+        WorldChanged."""
         made = GroupStatus()
         self._first.add(made)
         return made
@@ -119,7 +121,7 @@ class ElasticMembership(Elastic):
         self._first.clear()
 
     def say_end(self, engine: EngineCore) -> None:
-        """Post that the script has ended, unless this process leaves and the job continues."""
+        """Post that the script has ended, unless this process leaves a job that continues."""
         if not self.member.is_leaving:
             post_end(engine.control)
 
@@ -147,13 +149,14 @@ class ElasticMembership(Elastic):
         return Watch(board, by_heartbeats=False)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """Make `torch.distributed` refer to the first engine's world while no engine has the turn."""
+        """Make `torch.distributed` refer to the world of this engine, the first one of the process, between the calls
+        of engines."""
         engine.activate()
 
     # ---- a loss, in any thread ---------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """Abort an accelerator's communicators, and forbid new collectives."""
+        """Abort an accelerator's communicators, and forbid new collectives in all worlds of this process."""
         engines = PROCESS.engines
         worlds = [engine.world for engine in engines if engine.world is not None]
         late = [world for engine in engines for world in engine.late_worlds]
@@ -199,7 +202,8 @@ class ElasticMembership(Elastic):
         return [world.status for world in worlds if world.status is not None]
 
     def check_losses(self) -> None:
-        """Raise WorldChanged if an earlier collective has failed or was aborted. An abort raises no error by itself."""
+        """Raise WorldChanged if an earlier collective has failed or was aborted. Needed because an abort by itself
+        raises no error."""
         failure = self.failure
         if failure is not None:
             raise WorldChanged("a collective of this world has failed before") from failure
@@ -216,7 +220,7 @@ class ElasticMembership(Elastic):
             status.is_closed = is_closed
 
     def explains(self, error: RuntimeError) -> bool:
-        """Return whether the loss of the world caused an error. If so, returns once the loss is known to all members.
+        """Return whether the loss of the world caused an error. If so, first wait until all members know of the loss.
 
         Any other error comes from the user's script. Raises ElasticError if this step has failed for the third time
         among the same members.
@@ -226,7 +230,7 @@ class ElasticMembership(Elastic):
         if not self.is_aborted:
             if not (isinstance(error, WorldChanged) or is_lost_peer(error)):
                 return False
-            # wait until a failure is published, and report one if the coordinator does not notice any by itself
+            # wait until a failure is published; if the coordinator notices none by itself, report one
             end, has_told = time.monotonic() + NOTICE_SECONDS, False
             while not self.is_aborted:
                 if time.monotonic() > end and not has_told:
@@ -241,7 +245,11 @@ class ElasticMembership(Elastic):
         return True
 
     def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
-        """Count a failed attempt at this step. Raises ElasticError after `MOST_TRIES` attempts by the same members."""
+        """Count a failed attempt at this step. Raises ElasticError after `MOST_TRIES` attempts by the same members.
+
+        members: the ids of the generation's members.
+        error: the error that ended the attempt.
+        """
         now = tuple(engine.global_steps for engine in PROCESS.engines), members
         tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
         self._failed = now, tries
@@ -261,8 +269,9 @@ class ElasticMembership(Elastic):
 
     @property
     def first(self) -> EngineParts:
-        """The engine that was made first. It represents all engines of the process: members come and go at its
-        boundaries, while no other engine is inside a global batch, and all engines change in one transaction."""
+        """The engine that was made first. It represents all engines of the process: members join and leave at its
+        boundaries, provided that no other engine is inside a global batch, and all engines change in one
+        transaction."""
         return self.engines[0]
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
@@ -280,7 +289,7 @@ class ElasticMembership(Elastic):
         self.see_failure()
         self._form_anew_if_aborted()
         for other in self.engines[1:]:
-            if other.is_discarded:  # its batches since the abort are trained again
+            if other.is_discarded:  # it will train its batches since the abort again
                 with other.turn():
                     other.discard_window()
                 other.is_discarded = False
@@ -312,9 +321,9 @@ class ElasticMembership(Elastic):
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
         """Take part in a requested switch, at a boundary of an engine other than the first.
 
-        Raises ConfigError if the first engine has not reached a boundary yet, because newcomers would wait at this one.
-        Raises WorldChanged if the script reaches this boundary again and again without reaching one of the first
-        engine.
+        Raises ConfigError if the first engine has not reached a boundary yet, because newcomers would wait at the first
+        engine's boundary. Raises WorldChanged if the script reaches this boundary again and again, and never one of the
+        first engine.
         """
         if not self.first.has_stood:
             raise ConfigError(
@@ -329,7 +338,7 @@ class ElasticMembership(Elastic):
             self._driver.advance(engine, place)
 
     def _busy_others(self) -> str:
-        """Return a description of the other engine that is inside a global batch; "" if none is.
+        """Return a description of an engine, other than the first, that is inside a global batch; "" if there is none.
 
         The result is the same on all members, because they run the same script.
         """
@@ -342,10 +351,10 @@ class ElasticMembership(Elastic):
         )
 
     def _work(self) -> None:
-        """Do everything that is due on a working member.
+        """Do everything that is due on a working member at a boundary.
 
-        If the job has fewer than MIN nodes, this saves the state at once, because the last nodes may disappear without
-        notice too, and waits for more nodes. If that takes too long, it ends the process.
+        If the job has fewer than MIN nodes, this saves the state at once, because the remaining nodes may disappear
+        without notice, too, and waits for more nodes. If that takes too long, the process ends.
         """
         begin, seconds, standing = time.monotonic(), self.wait_seconds, ""
         while not self.first.idle:
@@ -355,7 +364,7 @@ class ElasticMembership(Elastic):
             waits = all_leave and time.monotonic() - begin < MEET_SECONDS
             self._advance(has_waited=not waits)
             self._form_anew_if_aborted()
-            if self.first.awaits_late:  # the switch is decided before the next optimizer step
+            if self.first.awaits_late:  # the late switch is decided before the next optimizer step
                 return
             for extension in () if self.first.idle else self.first.extensions:
                 extension.at_boundary()
@@ -368,7 +377,7 @@ class ElasticMembership(Elastic):
             self._driver.say_once(
                 f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s; start more nodes"
             )
-            if standing != self.first.segment:  # all members of a world save once in it
+            if standing != self.first.segment:  # once in each segment, on all members
                 standing = self.first.segment
                 self._save()
             if time.monotonic() - begin > seconds:
@@ -390,7 +399,7 @@ class ElasticMembership(Elastic):
         watch = Watch(self.first.control, by_heartbeats=False)
         with self._long_wait() as wait:
             while self.first.idle:
-                if self._driver.machine.world is None:  # without a change, it waits for no member
+                if self._driver.machine.world is None:  # no change: this member waits for no other
                     wait.rest()
                 wait.look()
                 watch.control = self.first.control
@@ -418,7 +427,7 @@ class ElasticMembership(Elastic):
     # ---- after a loss ------------------------------------------------------------------------------------------------
 
     def see_failure(self) -> None:
-        """Form a new world if a collective has failed that the script itself called, outside all calls of an engine."""
+        """Form a new world if a collective of the script itself has failed, outside all calls of an engine."""
         failure = self.failure
         if failure is not None and self.explains(failure):
             self.form_anew()
@@ -433,7 +442,7 @@ class ElasticMembership(Elastic):
         Raises ElasticError if state was permanently lost, or if collectives hang again and again.
         """
         for engine in self.engines:
-            with engine.turn():  # afterwards all engines hold the state of one world, the old one or the new one
+            with engine.turn():  # all engines go back to the old world's state, or all have the new one's
                 engine.give_up_late("the world was aborted")
         for engine in self.engines:
             if not engine.idle:
@@ -448,7 +457,7 @@ class ElasticMembership(Elastic):
                     break
                 time.sleep(POLL_SECONDS)
         for engine in self.engines:
-            if not engine.idle:  # if this batch is discarded, training continues from here
+            if not engine.idle:  # the batch to be trained again begins here
                 with engine.turn():
                     engine.note_window()
         self._clock.start_over(self.first.global_steps)
@@ -505,7 +514,7 @@ class ElasticMembership(Elastic):
         return engine is not self.first and self.first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Form a new world if a collective has failed that the script itself called.
+        """Form a new world if a collective of the script itself has failed.
 
         Within a call that `surviving` runs, this raises WorldChanged instead, and `surviving` forms the new world.
         """
@@ -515,8 +524,8 @@ class ElasticMembership(Elastic):
             self.see_failure()
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
-        """Return the result of `call`. If the world is lost during the call, form a new one and return the result of
-        `again`."""
+        """Return the result of `call`, one of DeepSpeed's calls. If the world is lost during the call, form a new world
+        and return the result of `again`."""
         was = self._is_in_call
         try:
             self._is_in_call = True
@@ -534,7 +543,8 @@ class ElasticMembership(Elastic):
         return again()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the output of a forward pass, with losses whose own `backward` survives the death of a member."""
+        """Return the output of a forward pass, in which every loss is replaced by one whose `backward` survives the
+        death of a member."""
         return guarded(parts_of(engine).remember(output), engine, self)
 
     # ---- switches ----------------------------------------------------------------------------------------------------
@@ -564,9 +574,10 @@ class ElasticMembership(Elastic):
         return engine.members if PROCESS.is_shared else engine.candidates.members
 
     def vacant(self, engine: EngineCore) -> dict[str, tuple[int, ...]]:
-        """Return the nodes whose members are all idle, with their members, without nodes that have to stay.
+        """Return a map from each node that could be released to its members, which are all idle.
 
-        The nodes that joined last come first. So many are left out that MIN nodes would stay.
+        Nodes that joined last come first. Nodes that the coordinator wants to keep are left out. At least MIN nodes
+        would stay if all returned nodes were released.
         """
         by_node: dict[str, tuple[int, ...]] = {}
         for member, node in sorted(engine.candidates.nodes.items()):
@@ -591,7 +602,7 @@ class ElasticMembership(Elastic):
                 logger.warning("node %s stays for now, because the coordinator does not answer: %s", node, error)
 
     def guard(self, preparation: Preparation) -> None:
-        """Have a failure interrupt a preparation, so that the preparation does not wait for dead members."""
+        """Make a failure interrupt a preparation, so that the preparation does not wait for dead members."""
         generation = self._generation_ahead
         if self._abort is not None:  # no group is built during an abort
             self._abort.join()
@@ -603,8 +614,8 @@ class ElasticMembership(Elastic):
 
     @property
     def _generation_ahead(self) -> int:
-        """Number of the generation that this member is about to enter, or of its current one if it is not about to
-        enter any."""
+        """Number of the generation that this member is about to enter; otherwise the number of its current
+        generation."""
         machine = self._driver.machine
         world = self.world if machine.world is None else machine.world
         return 0 if world is None else world.generation
@@ -612,7 +623,7 @@ class ElasticMembership(Elastic):
     def _say_committed(self, preparation: Preparation) -> None:
         """Report to the coordinator at once that this member holds the state of the new generation.
 
-        This cannot wait, because other members may die before the change is complete.
+        The report cannot wait, because other members may die before the change is complete.
         """
         machine, member = self._driver.machine, self.member
         if (
@@ -623,7 +634,7 @@ class ElasticMembership(Elastic):
             member.enter(machine.world)
 
     def entered(self, engine: EngineCore) -> None:
-        """Treat any loss in either world as a failure until the late switch has ended."""
+        """Record that the window of a late switch begins: until it ends, any loss in either world is a failure."""
         self.enter_window(self._generation_ahead)
         self._driver.entered(parts_of(engine))
 
@@ -638,8 +649,8 @@ class ElasticMembership(Elastic):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return the result of the job's own `load_checkpoint` on a newcomer, which receives its state later; else
-        None."""
+        """Return the result of the job's own `load_checkpoint` call on a newcomer, which receives the state itself
+        later; None on any other member."""
         return tuple(self.loads.get(engine) or (None, {})) if self.is_newcomer else None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
@@ -648,11 +659,12 @@ class ElasticMembership(Elastic):
 
 
 class Rounds:
-    """Count of the batches that a loop takes from other engines between two global batches of the first engine.
+    """Count of the batches that a loop takes from other engines between two global batches of the first engine (a
+    round).
 
-    After a death all of these batches are discarded until the first engine begins its next batch. A loop over a fixed
-    number of batches gets that far. A loop over a number of another engine's steps never does, because a discarded
-    batch takes no step; in this case an error tells the user. Engines are identified by their numbers.
+    After a death all of these batches are discarded until the first engine begins its next batch. A loop that takes a
+    fixed number of batches gets to that point. A loop that takes a fixed number of steps of another engine never does,
+    because a discarded batch takes no step. The user then gets an error. Engines are identified by their numbers.
     """
 
     def __init__(self) -> None:
@@ -684,7 +696,7 @@ class Rounds:
 def plain_part(value: Any) -> Any:
     """Return the part of a value that JSON can hold.
 
-    Entries of a dictionary that JSON cannot hold are left out; any other such value becomes None.
+    Dictionary entries that JSON cannot hold are left out. Any other value that JSON cannot hold becomes None.
     """
     if isinstance(value, Mapping):
         parts = {str(key): plain_part(part) for key, part in value.items()}
@@ -697,5 +709,5 @@ def plain_part(value: Any) -> Any:
 
 def _loses_by_a_death(engine: EngineParts) -> bool:
     """Return whether the death of one node may lose state that no other node holds."""
-    nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # none if it leaves
+    nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]
     return needs_copies(engine.vps, engine.layout, nodes)

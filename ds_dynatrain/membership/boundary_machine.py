@@ -744,7 +744,7 @@ class BoundaryMachine:
         return [Prepare(proposals)]
 
     def _lead(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """As the leader, post what newcomers have to build, and post proposals once newcomers have built it and no
+        """Post, as the leader, what newcomers have to build, and post proposals once newcomers have built it and no
         switch is being prepared.
 
         A switch that was requested in the meantime comes first: members find a proposal at different times, and one of
