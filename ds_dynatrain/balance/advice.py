@@ -237,8 +237,7 @@ def _release(at: Situation, seconds: float) -> BalanceDecision | None:
 
 
 def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...] = ()) -> FittingLayout:
-    """Return the best layout without the ranks in `gone`. If members may go idle, it is the smallest that is good
-    enough.
+    """Return the best layout without the ranks in `gone`; if members may go idle, the smallest that is good enough.
 
     Idle members may take the places of ranks that go. The layout grows only if members may become idle; in that case
     idle members may work again.

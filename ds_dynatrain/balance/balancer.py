@@ -347,8 +347,7 @@ class Balancer:
         return found.course
 
     def _steps_if_changed(self, step: int) -> int:
-        """Return how many of the newest steps were made at the new costs, if this window confirms that costs have
-        changed.
+        """Return how many of the newest steps were made at the new costs, if this window confirms a change of costs.
 
         These are the steps since the doubted window began. The step of the doubted window may be later than this one,
         because loading a checkpoint may return to an earlier step.

@@ -335,8 +335,7 @@ class _Choosing:
         return _samples(deal, counts)
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[FittingLayout]:
-        """Yield the layouts that fit: with the best boundaries, and with the current boundaries if this is the current
-        layout.
+        """Yield the layouts that fit, with the best boundaries and, if this is the current layout, with its own.
 
         The current boundaries were chosen for other costs, so they may no longer fit.
         """
@@ -359,8 +358,7 @@ class _Choosing:
             yield choice
 
     def _with_matched_shares(self, layout: Layout, deal: Deal) -> dict[Layout, Deal]:
-        """Return variants of a layout whose shares suit its boundaries: with these boundaries, and with new ones for
-        the shares.
+        """Return variants of a layout whose shares suit its boundaries: with these boundaries, and with new ones.
 
         Returns {} if the shares would stay the same, or unless there are several stages, several data ranks and members
         of different speeds.

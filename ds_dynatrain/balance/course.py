@@ -222,14 +222,14 @@ class Course:
         return max(0, self.freed + before - after)
 
     def overtaken(self, step: int, after: int = 0, before: int = 0) -> Course:
-        """Return the course after a switch that the balancer did not request. If its last move was not judged yet, it
-        never is.
+        """Return the course after a switch that the balancer did not request. The last move gets no verdict any more.
 
         Such a switch was requested by the script, or caused by a change of members. Members that it puts to work are no
         longer free, and members that it takes out of the job do not count as freed by the balancer. Time lost is
         counted anew from this step on.
 
-        after: the number of members that work after the switch. before: the number of members that worked before it.
+        after: the number of members that work after the switch.
+        before: the number of members that worked before it.
         """
         freed = self._freed(max(after, before), before)
         history = replace(self.history, open=None, rivals=(), step=step, since=step)

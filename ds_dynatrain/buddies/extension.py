@@ -254,7 +254,7 @@ class Buddies(Extension):
 
     def before_leaving_world(self) -> None:
         """Wait, at most for the usual time-out, until no copy is under way in the world."""
-        self.settle()
+        self.wait_for_round()
 
     def before_load(self) -> None:
         """Void all copies, because they would bring back the state that the load replaces. This is a collective of the
@@ -292,14 +292,14 @@ class Buddies(Extension):
         """Forget all copies of this process, for every engine, and void the rounds under way."""
         first = self._first
         for one in self._all:
-            one.settle()
+            one.wait_for_round()
             one.kept.forget()
         for each in first._rounds:
             each.is_void = True
         first._is_protected, first._why = False, "another state was loaded: no copy of it is whole yet"
 
-    def settle(self) -> None:
-        """Wait, at most for the usual time-out, until no round is under way in the world's group."""
+    def wait_for_round(self) -> None:
+        """Wait until the round of copies in progress has ended, at most for the usual time-out."""
         if self._thread is not None:
             self._thread.join(self._engine.settings.timeout_seconds)
             self._thread = None
@@ -329,7 +329,7 @@ class Buddies(Extension):
         self._by_member = self._dealt(nodes) if is_needed and not self._cannot else {}
         self._lacks = next((lack for one in every if (lack := _lack(one._engine, nodes))), "")
         for one in every:
-            one.settle()
+            one.wait_for_round()
             one.world, members = one._engine.world, one._engine.members
             one.buddies = tuple(tuple(map(members.index, self._by_member[each])) for each in members if self._by_member)
         was_protected = self._is_protected
@@ -400,7 +400,7 @@ class Buddies(Extension):
         If no state of this engine is held by one member alone, all of its state is copied, because all engines of a
         process are restored together.
         """
-        self.settle()
+        self.wait_for_round()
         engine, begin = self._engine, time.perf_counter()
         rank, members, wards = engine.rank, engine.members, wards_of(self.buddies, engine.rank)
         own, rooms = self.kept.begin(mark, len(wards))

@@ -74,10 +74,10 @@ class Round:
         begin = time.perf_counter()
         try:
             self._carry_out()
-        except Exception as error:  # of any kind: training continues, and all members learn that the round is not whole
+        except Exception as error:  # any error: training continues, and all members learn that the round is not whole
             self._note(f"{type(error).__name__}: {error}")
         finally:
-            del self._transport, self._taken, self._under_way  # these hold the group
+            del self._transport, self._taken, self._under_way  # these objects would keep the process group alive
             self.seconds = time.perf_counter() - begin
             self.is_whole = not self.error
             self.is_over = True

@@ -23,7 +23,7 @@ class WeightType(str, Enum):
 
 
 class TransportChoice(str, Enum):
-    """The ways of bytes between members of a node, as in `dynatrain.transport`."""
+    """The transports between members of one node, as in `dynatrain.transport`."""
 
     AUTO = "auto"
     GLOO = "gloo"

@@ -158,7 +158,8 @@ def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | 
     else:
         kind = next((held for key, held in vars(torch.optim).items() if key.lower() == name), None)
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
-        refuse_optimizer_layout(kind.__new__(kind), own, layout, present)  # only its class is examined
+        # only the class is examined, so no instance is initialized
+        refuse_optimizer_layout(kind.__new__(kind), own, layout, present)
 
 
 def _ask_deepspeed(own: dict[str, Any], block: DynatrainConfig | None, layout: Layout, report: JobReport) -> None:
@@ -192,7 +193,7 @@ def _ask_deepspeed(own: dict[str, Any], block: DynatrainConfig | None, layout: L
                 "not given, so the number of ranks at the start decides, and an elastic launch refuses this file"
             )
         micro = sizes.micro_batch_size
-        alone = BatchArithmetic(micro, micro, 1)  # there is one rank outside of a launch
+        alone = BatchArithmetic(micro, micro, 1)  # outside of a launch there is one rank
         with redirect_stdout(sys.stderr):
             layout_config(own, layout.replace(data=1), alone)
     except Exception as error:  # any error here would also prevent the start

@@ -120,7 +120,7 @@ def _deepspeed() -> Iterator[Check]:
 
             device = str(get_accelerator().device_name())
             built = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
-        except Exception as error:  # a broken installation fails in many ways: each is what the user wants to know
+        except Exception as error:  # a broken installation fails in many ways, and each of them is worth showing
             yield Check("names", "not found", False, f"{type(error).__name__}: {error}")
             return
     yield Check("names", "all found", True, "the private names of DeepSpeed's that are relied on")
@@ -204,7 +204,8 @@ def _is_left(lock: Path) -> bool:
     if os.geteuid() not in (0, made.st_uid) or not Path("/proc/self/fd").is_dir():
         return False
     for held in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # it was closed, or another user's process has it, which does not hold this lock
+        # the file was closed, or a process of another user has it open and cannot hold this lock
+        with suppress(OSError):
             if os.path.samestat(held.stat(), made):
                 return False
     return True

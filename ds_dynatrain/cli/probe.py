@@ -49,11 +49,11 @@ Flows = Sequence[tuple[int, int]]
 
 
 def probe(way: str) -> str | None:
-    """Measure memory, pairs inside a node and pairs between nodes; called by all processes of a launch.
+    """Measure memory, links inside nodes and links between nodes. All processes of a launch call this.
 
-    way: "auto", or "gloo" to exchange by gloo inside a node as well, as with `dynatrain.transport`.
+    way: "auto", or "gloo" to use gloo inside nodes as well, as with `dynatrain.transport`.
 
-    Return the text of a cluster file on rank 0, and None on other ranks. Raises ConfigError outside of torchrun, and
+    Returns the text of a cluster file on rank 0, and None on other ranks. Raises ConfigError outside of torchrun, and
     TransferError if a process does not answer.
     """
     missing = [name for name in LAUNCH if name not in os.environ]
@@ -82,8 +82,9 @@ class Links:
     """The links between the processes of a launch.
 
     nodes: the node of each rank.
-    near: transport between members of a node; `far` between nodes. Both carry tensors in host memory.
-    device: where this rank's tensors lie. On an accelerator, NCCL carries them.
+    near: the transport between members of a node, for tensors in host memory.
+    far: the transport between nodes, for tensors in host memory.
+    device: the device of this rank's tensors. If it is an accelerator, NCCL transfers them instead.
     """
 
     rank: int
@@ -95,7 +96,7 @@ class Links:
 
     @staticmethod
     def between(device: torch.device, way: str) -> Links:
-        """Connect the processes of the launch; called by all of them."""
+        """Connect the processes of the launch. All of them call this."""
         rank, size = dist.get_rank(), dist.get_world_size()
         nodes = dict(enumerate(_gathered(os.environ.get(NODE) or socket.gethostname())))
         world = dist.group.WORLD
@@ -108,7 +109,7 @@ class Links:
         return Links(rank, nodes, RoutedTransport(neighbors, far), far, device)
 
     def measure(self) -> str:
-        """Measure each class of links, and return the text of a cluster file; called by all processes."""
+        """Measure each class of links, and return the text of a cluster file. All processes call this."""
         groups = [[r for r, node in self.nodes.items() if node == name] for name in dict.fromkeys(self.nodes.values())]
         width = min(map(len, groups))
         rows = [list(row) for row in zip(*(group[:width] for group in groups), strict=True)]
@@ -131,13 +132,15 @@ class Links:
         return topology.to_toml("\n".join(lines))
 
     def _with_overhead(self, topology: Topology) -> Topology:
-        """Return the topology with the overhead of moves: all members exchange their parts of a small model's state."""
+        """Return the topology with a switch's overhead, measured by exchanging the state of a small model between all
+        members.
+        """
         start, _ = self._moves(topology, width=8)
         seconds, links_alone = self._moves(topology, width=256)
         return replace(topology, overhead_seconds=start, overhead_factor=max(1.0, (seconds - start) / links_alone))
 
     def _moves(self, topology: Topology, width: int) -> tuple[float, float]:
-        """Let each member take over the state of the one before it; return the seconds (measured, expected)."""
+        """Let each member take over the state of the previous one. Return (measured seconds, expected seconds)."""
         size = len(self.nodes)
         shapes = [(3 * width, width), (width, width), (width,), (4 * width, width), (width, 4 * width), (width,)]
         tensors = [LogicalTensor(f"{layer}.{n}", shape) for layer in range(12) for n, shape in enumerate(shapes)]
@@ -155,7 +158,7 @@ class Links:
         return measured, topology.seconds(*pairs.T).expected
 
     def _state(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> Buffers:
-        """Return buffers for the state of a rank, touched."""
+        """Return buffers for the state of a rank, whose memory has been touched."""
         found: dict[tuple[str, BufferId], torch.Tensor] = {}
         for (kind, buffer), numel in vps.local(layout, rank).sizes().items():
             held = allocate(numel, torch.float32 if vps.kind(kind).itemsize == 4 else torch.bfloat16)
@@ -164,7 +167,7 @@ class Links:
         return found
 
     def _link(self, flows: Flows, width: int, way: Transport) -> LinkClass:
-        """Measure one class of links: the first of `flows` alone, and all of them together.
+        """Measure one class of links: the first of `flows` alone, and all flows together.
 
         width: the number of members of a node.
         """
@@ -174,7 +177,7 @@ class Links:
         return LinkClass(alone, latency, max(1.0, width * together / alone) if is_shared else None)
 
     def _speed(self, flows: Flows, way: Transport) -> float:
-        """Return the bytes per second of one of several flows that run at the same time."""
+        """Return the speed of one of several flows that run at the same time, in bytes per second."""
         nbytes = FIRST_BYTES
         while self._slowest(partial(self._act, flows, way, nbytes)) < LONG_SECONDS and nbytes < MOST_BYTES:
             nbytes *= GROWTH
@@ -182,7 +185,7 @@ class Links:
         return nbytes / statistics.median(self._slowest(act) for _ in range(REPEATS))
 
     def _slowest(self, act: Callable[[], object]) -> float:
-        """Return the time that the slowest process needs; all processes call it, and all get the same figure."""
+        """Return the time that the slowest process needs for `act`. All processes call this and get the same result."""
         dist.barrier()
         begin = time.perf_counter()
         act()
@@ -191,7 +194,11 @@ class Links:
         return float(seconds)
 
     def _act(self, flows: Flows, way: Transport, nbytes: int, messages: int = 1) -> None:
-        """Carry out this rank's part of flows."""
+        """Carry out this rank's part of the flows.
+
+        nbytes: the size of a message.
+        messages: the number of messages in each flow.
+        """
         mine = [flow for flow in flows if self.rank in flow]
         ends = [(self._buffer("from", nbytes), self._buffer("into", nbytes))] * messages
         if self.device.type == "cuda":
@@ -225,7 +232,7 @@ class Links:
         torch.cuda.synchronize(self.device)
 
     def _buffer(self, what: str, nbytes: int) -> torch.Tensor:
-        """Return memory that has been touched, which is kept for the next exchange of the same length."""
+        """Return a buffer whose memory has been touched. It is kept for later exchanges of the same length."""
         if (what, nbytes) not in self._buffers:
             for key in [key for key in self._buffers if key[0] == what]:
                 del self._buffers[key]
@@ -236,7 +243,7 @@ class Links:
 
 
 def _rings(groups: list[list[int]]) -> list[tuple[int, int]]:
-    """Return a pair for each member of a group and the next one; nothing for groups of one member."""
+    """Return a pair of each member of a group and the next one, for groups of several members."""
     rings = (zip(group, group[1:] + group[:1], strict=True) for group in groups if len(group) > 1)
     return [pair for ring in rings for pair in ring]
 

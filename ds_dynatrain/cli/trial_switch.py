@@ -1,6 +1,6 @@
 """A switch between two processes on this machine, for `ds-dynatrain doctor --try`.
 
-`tried_switch` starts this file under torchrun; as a script, the file trains a small model and switches once.
+`tried_switch` starts this file under torchrun. As a script, the file trains a small model and switches once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONFIG = {
 
 
 def tried_switch() -> Check:
-    """Train with two processes, switch from ZeRO stage 1 to stage 3, and return what rank 0 saw or why it failed.
+    """Train with two processes, switch from ZeRO stage 1 to stage 3, and return the result or why it failed.
 
     The processes use the CPU unless this machine has two devices.
     """
@@ -56,13 +56,15 @@ def tried_switch() -> Check:
 
 
 def _last_line(logs: Path) -> str:
-    """Return the last line that a rank wrote to standard error; DeepSpeed and torch write their errors there."""
+    """Return the last line that a rank wrote to standard error, where DeepSpeed and torch write their errors."""
     lines = [file.read_text(errors="replace").split("\n") for file in sorted(logs.rglob("stderr.log"))]
     return next((line for rank in lines for line in reversed(rank) if line.strip()), "they wrote nothing")
 
 
 def _train(seen: Path) -> None:
-    """Train a small model for four steps, with a switch after the second; rank 0 writes what it saw to `seen`."""
+    """Train a small model for four steps, with a switch after the second. Rank 0 writes its result to the
+    file `seen`.
+    """
     import torch
     from torch.nn import functional
 

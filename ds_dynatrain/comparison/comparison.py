@@ -100,10 +100,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def measure(task: Task, launches: Sequence[Launched]) -> Measure:
-    """Return the measure of a change.
+    """Compute the measure of a change from the notes that the ranks wrote.
 
-    launches: the launch before the change and the one after it, with that of the converter in between if there is one;
-    a single launch if the processes keep running through the change.
+    launches: the launch before the change and the one after it, with the converter's launch in between if there is one;
+        a single launch if the processes keep running through the change.
 
     Raises KeyError, with the name of a note, if a rank did not write the note.
     """
@@ -131,7 +131,7 @@ def measure(task: Task, launches: Sequence[Launched]) -> Measure:
         for each, when in ((old, "before"), (new, "after"))
     )
     losses: dict[int, list[float]] = {}
-    for rank in ranks:  # which have equal shares of the batch
+    for rank in ranks:  # all ranks have equal shares of the batch
         for number, step in rank.steps.items():
             losses.setdefault(number, []).append(mean(step.losses))
     return Measure(

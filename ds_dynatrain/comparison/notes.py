@@ -34,7 +34,7 @@ class Notes:
     stamps: the time at which each named point was reached.
     phases: duration of each phase in seconds.
     waited: seconds of the first step after the change that the switch's own phases took.
-    apart: seconds of it that only the measurement itself needed; both are no part of the phase "first step".
+    apart: seconds of that step that only the measurement itself needed. Neither is part of the phase "first step".
     steps: the steps in which the rank took part, keyed by number.
     switch: the event of the switch, if the rank took part in one.
     digests: digests of the whole state "before" and "after" the change.

@@ -48,7 +48,7 @@ class DynatrainTrainer(DeepSpeedTrainer):
             "timeout_seconds": 120,
             **task.way.block,
         }
-        if "safety" in task.way.block:  # a lean switch needs a folder
+        if "safety" in task.way.block:  # a lean switch needs a folder for its checkpoint
             settings["dynatrain"]["fallback"] = {"path": task.folder}
         self.engine, *_ = ds_dynatrain.initialize(model=self.model_made(), config=settings)
         self._batches: Iterator[Any] = iter(self.engine.loader(self.samples, num_workers=0, shuffle=False))
@@ -71,7 +71,7 @@ class DynatrainTrainer(DeepSpeedTrainer):
             return None
 
     def train_batch(self, batch: Any) -> bool:
-        """Train a micro-batch that `next` returned. Return True."""
+        """Train a micro-batch returned by `next`, including the optimizer's step. Return True, as `step` does."""
         self.noted(batch[0], batch[1].tolist())
         return True
 
@@ -104,7 +104,7 @@ def _live(task: Task, notes: Notes) -> None:
             notes.phases[phase] = notes.phases.get(phase, 0.0) + milliseconds / 1e3
             notes.waited += milliseconds / 1e3 if task.way.is_late and name in IN_STEP else 0.0
         if task.way.is_late and event.outcome == "committed" and not engine.idle:
-            begin = time.monotonic()  # inside the first step: masters and moments arrive only then
+            begin = time.monotonic()  # masters and moments arrive only during the first step
             trainer.digest("after")
             notes.apart += time.monotonic() - begin
 

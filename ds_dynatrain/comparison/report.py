@@ -15,7 +15,7 @@ import numpy as np
 from markdown_it import MarkdownIt
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # a Figure of its own: no window, no global state
+from matplotlib.figure import Figure  # a Figure of its own needs no window and no global state
 
 from ds_dynatrain.comparison.job import WAYS
 from ds_dynatrain.comparison.results import BAR, PHASES, Comparison, Measure, ratios
@@ -166,7 +166,7 @@ def phases(found: Measures, name: str) -> str:
                 begin = begin + widths
         axes.grid(axis="x", alpha=0.25)
         axes.set_axisbelow(True)
-    left.invert_yaxis()  # and the shared axis of `right`
+    left.invert_yaxis()  # also hides the shared axis of `right`
     right.set_xlim(0, 1.1 * max((each.total for each in measures if WAYS[each.way].is_live), default=1.0))
     left.set_title("seconds to the end of the first new step", loc="left", fontsize=10)
     right.set_title("the same, under a lens", loc="left", fontsize=10)

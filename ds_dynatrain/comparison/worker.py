@@ -25,7 +25,7 @@ def main(folder: Path, task: Task) -> None:
     try:
         module = importlib.import_module(f"ds_dynatrain.comparison.{task.way.program}")
         notes.phases["import"] = time.monotonic() - begin
-        import torch  # which the module has imported already
+        import torch  # the module has already imported it
 
         torch.set_num_threads(1)
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -366,7 +366,7 @@ class Pass(Iterator[Any]):
             )
         self._host.before_micro_batch()
         while not (loader.mid_window or (self._stands and self._key == (self._host.generation, loader._loads))):
-            self._open_window()  # again if the world is lost while members compare their orders
+            self._open_window()  # repeated if the world is lost while members compare their orders
             self._stands = True
 
     def skip(self) -> None:
@@ -399,7 +399,7 @@ class Pass(Iterator[Any]):
         with self._host.turn():
             while not (drawn and drawn[-1].is_last):
                 self.reach_boundary()
-                if not loader.mid_window:  # a boundary may have set the loader back
+                if not loader.mid_window:  # a change at the boundary may have moved the loader back
                     drawn.clear()
                 drawn.append(self._draw(self._open))
         return tuple(drawn)

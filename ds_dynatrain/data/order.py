@@ -171,7 +171,7 @@ class SampledOrder(EpochOrder):
         try:
             found = torch.tensor(list(self.sampler), dtype=torch.int64, device="cpu")
         finally:
-            self.sampler.generator = own  # whose initial seed other loaders read
+            self.sampler.generator = own  # other loaders read the initial seed of the sampler's own generator
         if len(found) != self.length:
             raise DataError(
                 f"{type(self.sampler).__name__} drew {len(found)} samples in epoch {epoch}, and its length is "

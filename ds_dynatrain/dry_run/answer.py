@@ -10,14 +10,14 @@ class _Part(BaseModel):
 
 
 class MovedBytes(_Part):
-    """Bytes of a change, over all members.
+    """The bytes of a change, over all members.
 
-    kept: held by the member already, which copies them or leaves them in place.
-    cast: weights that a member casts from its new masters.
-    in_node, between_nodes: sent to another member.
+    kept: bytes that a member already holds, and copies or leaves in place.
+    cast: bytes of weights that a member casts from its new masters.
+    in_node, between_nodes: bytes sent to another member.
     sent: the sum of these two.
-    minimum: what any assignment of members to ranks has to send, if rank 0 and the nodes of ranks stay; proved.
-    excess: what is sent beyond the least that the sizes of both sides allow, by cause.
+    minimum: a proved lower bound for any assignment of members to ranks in which rank 0 and the nodes of ranks stay.
+    excess: the bytes sent beyond what the sizes of both layouts require, by cause.
     """
 
     kept: int
@@ -41,10 +41,10 @@ class BusiestMember(_Part):
 
 
 class PeakMemory(_Part):
-    """Memory of the member that needs the most: state of both layouts, and bytes in flight.
+    """The memory of the member that needs the most: the state in both layouts, and bytes in flight.
 
-    device: what a device has; None if it is not known.
-    lean: the peak of a lean switch.
+    device: the memory of a device; None if unknown.
+    lean: the peak memory of a lean switch.
     """
 
     member: int
@@ -56,11 +56,11 @@ class PeakMemory(_Part):
 
 
 class ChangeSeconds(_Part):
-    """Time of a change.
+    """The time of a change.
 
-    memory, node, network: the least time of each class of links.
-    floor: the largest of these, as all work side by side.
-    phases: what is expected of each phase, by coefficients that were measured.
+    memory, node, network: the minimum time for each class of links.
+    floor: the largest of these, because the links work in parallel.
+    phases: the expected time of each phase, from measured coefficients.
     expected: the sum of the phases.
     """
 
@@ -73,7 +73,7 @@ class ChangeSeconds(_Part):
 
 
 class NodeBytes(_Part):
-    """A node: its members before and after, and the bytes that it exchanges with other nodes."""
+    """A node, its number of members before and after the change, and the bytes that it exchanges with other nodes."""
 
     name: str
     before: int
@@ -90,11 +90,11 @@ class ExchangeRound(_Part):
 
 
 class ChangeFigures(_Part):
-    """Costs of a change.
+    """The costs of a change.
 
     members: the member at each rank of the target.
-    pairs: bytes from node to node, by index into `nodes`, for the pairs that exchange the most.
-    rounds: the rounds of exchanges, in order; empty for many members.
+    pairs: (sending node, receiving node, bytes) of the pairs that exchange the most, as indices into `nodes`.
+    rounds: the rounds of exchanges, in order; empty if there are many members.
     """
 
     members: list[int]
@@ -109,11 +109,11 @@ class ChangeFigures(_Part):
 
 
 class DryRunAnswer(_Part):
-    """The answer: whether a change fits, what it costs, and on which assumptions.
+    """Whether a change fits, what it costs, and on which assumptions the answer is based.
 
-    refusal: why it is refused; "" if it fits.
+    refusal: why the change is refused; "" if it fits.
     ways_out: what would work instead.
-    figures: what it costs, even if it is refused; None if the model cannot have one of the layouts.
+    figures: the costs, even if the change is refused; None if the model cannot have one of the layouts.
     """
 
     model: str

@@ -1,6 +1,6 @@
 """The dry run of one change of layout: from a job, two layouts and a topology to the answer.
 
-`Question` has the options of `ds-dynatrain plan`, and searches for layouts to suggest.
+`Question` holds the options of `ds-dynatrain plan`, and can also search for layouts to suggest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MOST_FOR_ROUNDS, MOST_PAIRS = 256, 1000
 def answered(job: PlannedJob, source: Layout, target: Layout, topology: Topology) -> DryRunAnswer:
     """Return the cost of a change from one layout to another, or the reason why it is refused.
 
-    topology: the members of the cluster; the first ones train in the source.
+    topology: the members of the cluster. The first ones train in the source layout.
     """
     refused, figures, ways = job.refusal(source, target), None, list[str]()
     given = "assumed" if topology.origin == ASSUMED else f"from {topology.origin}"
@@ -199,9 +199,9 @@ def _pairs(apart: Ints, names: tuple[str, ...], nodes: list[answer.NodeBytes]) -
 
 
 def _rounds(plan: SwitchPlan, topology: Topology) -> list[answer.ExchangeRound]:
-    """Return the rounds of exchanges in their order; nothing if there are many members.
+    """Return the rounds of exchanges, in order; an empty list if there are many members.
 
-    Pairs with the same key of `plan.plan.rounds` exchange at the same time.
+    Pairs of members with the same first two parts of their key in `plan.plan.rounds` exchange at the same time.
     """
     count = len(plan.members)
     if count > MOST_FOR_ROUNDS:
@@ -224,7 +224,9 @@ def _rounds(plan: SwitchPlan, topology: Topology) -> list[answer.ExchangeRound]:
 def _memory_refusal(
     job: PlannedJob, source: Layout, target: Layout, figures: answer.ChangeFigures
 ) -> tuple[SwitchRefused | None, list[str]]:
-    """Return why the devices have too little memory, and what would fit; (None, []) if they have enough."""
+    """Return (refusal if the devices have too little memory, what would fit). If they have enough, return
+    (None, []).
+    """
     memory = figures.memory
     if memory.device is None or memory.peak <= memory.device:
         return None, []
@@ -251,10 +253,10 @@ MOST_SUGGESTED, MOST_PLANNED = 8, 48
 
 @dataclass(frozen=True)
 class Question:
-    """A change of a job's layout in a cluster.
+    """A change of a job's layout in a cluster, as the user asked for it.
 
     target: None if layouts are to be suggested.
-    topology: None for as many equal nodes as the layouts need.
+    topology: None to assume as many equal nodes as the layouts need.
     """
 
     job: PlannedJob
@@ -274,7 +276,7 @@ class Question:
         bytes_per_second: float | None,
         members_per_node: int,
     ) -> Question:
-        """Read the options. Raises DynatrainError, which names the option or file, for one that cannot be used."""
+        """Read the options. Raises DynatrainError, which names the option or file, if one cannot be used."""
         job = PlannedJob.read(model, config)
         stage = None if config is None else int(job.zero.get("stage", 0))
         present = layout_of(source, stage)
@@ -294,7 +296,7 @@ class Question:
         return answered(self.job, self.source, self.target, topology)
 
     def held(self) -> list[tuple[Layout, dict[str, int]]]:
-        """Return the bytes of each state kind on the rank that holds the most, for each ZeRO stage of the source."""
+        """Return, for each ZeRO stage of the source, the bytes of each state kind on the rank that holds the most."""
         found = []
         for stage in range(4):
             layout = self.source.replace(zero_stage=stage)
@@ -306,9 +308,9 @@ class Question:
         return found
 
     def suggestions(self, ranks: int) -> list[DryRunAnswer]:
-        """Return dry runs of all layouts with `ranks` ranks that fit into memory, cheapest switch first.
+        """Return dry runs of layouts with `ranks` ranks that fit into memory, those with the cheapest switch first.
 
-        Layouts that differ in the fewest sizes from the present one are planned, and a bounded number of them.
+        Only a limited number of layouts is planned: those that differ from the present one in the fewest sizes.
         """
         found = sorted(self._layouts(ranks), key=self._distance)[:MOST_PLANNED]
         answers = [replace(self, target=layout).answer() for layout in found]
@@ -316,7 +318,7 @@ class Question:
         return [each for _, each in sorted(costs, key=lambda pair: pair[0])[:MOST_SUGGESTED]]
 
     def _layouts(self, ranks: int) -> Iterator[Layout]:
-        """Yield the other layouts of a number of ranks in which the job can train."""
+        """Yield all layouts with this many ranks, except the present one, in which the job can train."""
         sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
         pipes = [size for size in sizes if size <= self.job.model.blocks]
         experts = sizes if self.job.model.has_experts else [1]

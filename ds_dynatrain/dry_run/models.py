@@ -1,11 +1,12 @@
-"""Models by their configuration: the tensors of a model of a known family, and how AutoTP and AutoEP cut them.
+"""Models derived from their configurations: the tensors of a model, and how AutoTP and AutoEP cut them.
 
-`REGISTRY` has the values of Hugging Face configurations of well-known models; a `config.json` of the same families is
-read in the same way. A function per family turns the values into tensors, in the order of `named_parameters` of the
-model in `transformers`. Layers with experts are in the form that AutoEP gives them: stacks `w1`, `w2` and `w3`.
+`REGISTRY` has the values of Hugging Face configurations of well-known models. A `config.json` of the same families is
+read in the same way. A function per family turns these values into tensors, in the order of `named_parameters` of the
+model in `transformers`. Layers with experts have the form that AutoEP gives them: stacks `w1`, `w2` and `w3`.
 
-AutoTP cuts attention by heads of keys and values, feed-forward layers and the head evenly, and nothing else. It does
-not know models with experts by itself; the cuts here are those that a `tensor_parallel.partition_config` would give.
+AutoTP cuts attention by key-value heads, and feed-forward layers and the language-model head evenly; it cuts nothing
+else. It does not cut models with experts by itself; the cuts here are those that a `tensor_parallel.partition_config`
+would give.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ModelTensor:
 
     blocks: the numbers of the transformer blocks whose stages hold it; -1 means the last block.
     dim: the dim that the tensor axis cuts, or None.
-    units: the number of heads that the tensor axis deals out whole; 0 if it deals out single rows or columns.
+    units: the number of heads, which the tensor axis does not split; 0 if it may cut between any rows or columns.
     expert: whether dim 0 counts experts.
     group: its optimizer group, or `FROZEN`.
     """
@@ -45,7 +46,7 @@ class ModelTensor:
     group: int = 0
 
     def cuts(self, layout: Layout, starts: tuple[int, ...]) -> AxisCuts:
-        """Return how a layout cuts the tensor. Raises LayoutError if the experts do not divide.
+        """Return how a layout cuts the tensor. Raises LayoutError if the expert axis does not divide the experts.
 
         starts: the first block of each pipeline stage, followed by the number of blocks.
         """
@@ -63,14 +64,14 @@ class ModelTensor:
             return AxisCuts(stages)
         length = self.shape[self.dim]
         units = self.units if self.units and length % self.units == 0 else length
-        each, more = divmod(units, layout.tensor)  # as AutoTP: the first ranks get one unit more
+        each, more = divmod(units, layout.tensor)  # as in AutoTP, the first ranks get one unit more
         sizes = [(each + (rank < more)) * (length // units) for rank in range(layout.tensor)]
         return AxisCuts(stages, None, uneven(self.dim, sizes))
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model: its name, the number of its transformer blocks, and its tensors; those of experts come last."""
+    """A model: its name, the number of its transformer blocks, and its tensors. Tensors of experts come last."""
 
     name: str
     blocks: int
@@ -78,19 +79,21 @@ class Model:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some of the layers have experts."""
+        """Whether any layer has experts."""
         return self.tensors[-1].expert
 
     @property
     def parameters(self) -> int:
-        """Number of elements of all tensors."""
+        """The number of elements in all tensors."""
         return sum(tensor.numel for tensor in self.logical())
 
     def logical(self) -> list[LogicalTensor]:
         return [LogicalTensor(held.name, held.shape, held.group, held.expert) for held in self.tensors]
 
     def partition(self, layout: Layout) -> Partition:
-        """Return how the layout cuts each tensor of the model. Raises LayoutError if it cannot."""
+        """Return how the layout cuts each tensor of the model. Raises LayoutError if the model cannot have
+        the layout.
+        """
         starts = layout.boundaries or tuple(stage * self.blocks // layout.pipe for stage in range(layout.pipe + 1))
         if layout.pipe > self.blocks:
             raise LayoutError(
@@ -203,9 +206,9 @@ FAMILIES: Mapping[str, Callable[[Values, int], Iterator[ModelTensor]]] = {
 def model_of(values: Values, name: str) -> Model:
     """Return the model that a Hugging Face configuration describes.
 
-    name: what messages call the model.
+    name: the name of the model in messages.
 
-    Raises ConfigError for an unknown family, a value that is missing, or biases.
+    Raises ConfigError for an unknown family, a missing value, or a model with biases.
     """
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
@@ -268,11 +271,11 @@ REGISTRY: Mapping[str, Values] = {
 
 
 def model_named(name: str) -> Model:
-    """Return the model of the registry, or of a JSON file, with the given name.
+    """Return the model with this name from the registry, or the model that a JSON file with this name describes.
 
-    A file holds a Hugging Face configuration, or an object that maps the names of parameters to their shapes or to
-    what `engine.shapes()` returns; such parameters are cut by ZeRO only. Raises ConfigError for an unknown name or a
-    file that cannot be read.
+    A file holds a Hugging Face configuration, or an object that maps the names of parameters to their shapes or to what
+    `engine.shapes()` returns. In the second case only ZeRO cuts the parameters. Raises ConfigError for an unknown name
+    or a file that cannot be read.
     """
     path = Path(name)
     if path.suffix != ".json":

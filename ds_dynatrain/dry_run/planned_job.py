@@ -32,8 +32,8 @@ class PlannedJob:
     """A model, and the settings of a DeepSpeed configuration that determine how its state is distributed.
 
     config: the configuration without its `dynatrain` block.
-    budget_bytes: the most memory in flight on a member.
-    assumed: what was not given, as sentences.
+    budget_bytes: the maximum number of bytes in flight on a member.
+    assumed: sentences that describe what was assumed, because it was not given.
     """
 
     model: Model
@@ -43,9 +43,11 @@ class PlannedJob:
 
     @staticmethod
     def read(model: str, config: Path | None) -> PlannedJob:
-        """Return the job with a model of the registry or a file, and a configuration file or the usual settings.
+        """Return the job with a model from the registry or a file, and a configuration from a file or the usual
+        settings.
 
-        Raises ConfigError if either cannot be used, UnsupportedError for a key that no job with a block may have.
+        Raises ConfigError if either cannot be used, and UnsupportedError for a key that is refused in all jobs that
+        switch.
         """
         known = model_named(model)
         some = "some frozen" if any(held.group == FROZEN for held in known.tensors) else "all trained"
@@ -79,7 +81,7 @@ class PlannedJob:
         return on[0] if on else "fp32"
 
     def kinds(self) -> tuple[Kind, ...]:
-        """Return the state kinds. Raises ConfigError for an optimizer whose moments are not known here."""
+        """The state kinds. Raises ConfigError for an optimizer whose moments are not known here."""
         block = self.config.get("optimizer") or {"type": "Adam"}
         name = str(block.get("type", "")).lower()
         if name not in MOMENTS:
@@ -101,7 +103,7 @@ class PlannedJob:
         return standard_kinds(weight, 4, moments, **sizes)
 
     def rules(self, has_stages: bool) -> ZeroRules:
-        """Return what the configuration says about where ZeRO cuts.
+        """Return the rules by which ZeRO cuts tensors under this configuration.
 
         has_stages: whether the model is a pipeline.
         """
@@ -115,13 +117,13 @@ class PlannedJob:
         )
 
     def space(self, source: Layout, target: Layout, members: Sequence[int]) -> VirtualParameterSpace:
-        """Return the space of the job in its first layout."""
+        """Return the parameter space of the job in the source layout."""
         has_stages = max(source.pipe, target.pipe) > 1
         tensors, rules = self.model.logical(), self.rules(has_stages)
         return VirtualParameterSpace.of(tensors, rules, self.kinds(), source, members, self.model.partition)
 
     def refusal(self, source: Layout, target: Layout) -> SwitchRefused | None:
-        """Return why the job cannot train in one of two layouts, or go from one to the other; None if it can."""
+        """Return why the job cannot train in one of two layouts, or cannot switch between them; None if it can."""
         pipe, sequence = max(source.pipe, target.pipe), max(source.sequence, target.sequence)
         has = {PIPELINE: pipe > 1, EXPERTS: self.model.has_experts, ULYSSES: sequence > 1}
         for layout, present in ((source, None), (target, source)):
@@ -142,9 +144,9 @@ def layout_of(text: str, stage: int | None = None, present: Layout | None = None
     """Return the layout that an option such as "tensor=8,pipe=4,data=4,zero_stage=1" describes.
 
     stage: the ZeRO stage if the text names none.
-    present: the layout whose sizes hold for axes that the text does not name; None for sizes of 1.
+    present: the layout whose sizes are used for axes that the text does not name; None for sizes of 1.
 
-    Raises ConfigError if the text is no such list, LayoutError if the sizes make no layout.
+    Raises ConfigError if the text is not such a list, and LayoutError if the sizes are not a valid layout.
     """
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):

@@ -88,7 +88,7 @@ def estimate(
 
 
 def lines(figures: ChangeFigures) -> list[tuple[str, str]]:
-    """Return the figures as (what, how much)."""
+    """Return the figures as (description, value)."""
     moved, memory, seconds, busiest = figures.bytes, figures.memory, figures.seconds, figures.busiest
     device = "" if memory.device is None else f" of {size(memory.device)}"
     freed = f"{len(figures.freed)}: {', '.join(figures.freed[:8])}" if figures.freed else "none"
@@ -158,7 +158,9 @@ def page(found: DryRunAnswer) -> str:
 
 
 def _matrix(figures: ChangeFigures) -> str:
-    """Return a picture of who sends how much: a row for each sending node, a column for each receiving one."""
+    """Return a picture of the bytes between nodes, with a row for each sending node and a column for each receiving
+    node.
+    """
     count, most = len(figures.nodes), max((nbytes for _, _, nbytes in figures.pairs), default=0)
     if not most:
         return "<p>No bytes go from node to node.</p>"
@@ -176,7 +178,10 @@ def _matrix(figures: ChangeFigures) -> str:
 
 
 def _timeline(rows: Sequence[tuple[str, float, str]]) -> str:
-    """Return a picture of durations that follow one another, given as (name, seconds, color)."""
+    """Return a picture of durations that follow one another.
+
+    rows: (name, seconds, color) of each.
+    """
     scale, begin, drawn = WIDTH / (sum(seconds for _, seconds, _ in rows) or 1), 0.0, []
     height = max(6.0, min(24.0, 600 / len(rows)))
     for number, (name, seconds, color) in enumerate(rows):

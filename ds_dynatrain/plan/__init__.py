@@ -1,13 +1,14 @@
 """The plan of a switch: which member gets which rank, who sends what to whom and in which order, and what it costs.
 
-`slots` assigns members to the ranks of the new world: `kept_bytes` counts what each would keep in each rank,
-`placement` chooses the node of each rank, and `matching` keeps the most and proves it. `owners` chooses the order of
-tensors in flat buffers. `sides` compares source and
-target: it finds what each member lacks and which member sends it. `moves` turns that into moves. `plan` is the whole
-plan as one member sees it, in the order of its exchanges, and the parts of absent members that another member carries
-out. `picture` counts the bytes of all members at once and estimates memory and time, and `topology` knows
-nodes and the speed of the links between members. `copies` determines which state is lost when a member dies, and which
-buffers of a rank must be copied.
+`slots` assigns members to the ranks of the new world. It uses `kept_bytes`, which counts what each member would keep at
+each rank, `placement`, which chooses the node of each rank, and `matching`, which finds the assignment that keeps the
+most bytes and proves it. `owners` chooses the order of tensors in flat buffers. `sides` compares source and target: it
+finds what each member lacks and which member sends it. `moves` describes this as blocks to copy. `plan` is the whole
+plan as one member sees it, in the order of its exchanges, including the parts of absent members that another member
+carries out. `picture` counts the bytes of all members at once and estimates memory and time. `topology` knows nodes and
+the speed of the links between members. `copies` determines which state is lost when a member dies, and which buffers of
+a rank must be copied.
+
 Nothing here communicates: a plan follows from two layouts and two lists of members alone.
 
 May import `space`; start with `plan`.

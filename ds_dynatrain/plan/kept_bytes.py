@@ -1,8 +1,8 @@
-"""The bytes that each member would keep in each rank (slot) of the target, as a sparse table.
+"""The bytes that each member would keep at each rank (slot) of the target, as a sparse table.
 
-A member keeps the elements that it holds at the source and wants in the slot, unless they can be cast there from other
-state. Most kinds are cut into small parts, and a part at the source meets few parts at the target. If a whole shard
-group holds the same elements, the table has one entry for the group instead of one for each of its ranks.
+A member keeps the elements that it holds at the source and needs in the slot, except those that can be cast there from
+other state. Most kinds are cut into small parts, and a part at the source overlaps few parts at the target. If a whole
+shard group holds the same elements, the table has one entry for the group instead of one for each of its ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ A holder is a rank, or a whole shard group: the world size plus the index of the
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Ranks in classes. What whole groups hold, or share with whole groups, is the same for all ranks of a class.
+    """A division of ranks into classes. Ranks of a class belong to the same groups, and share the same bytes with them.
 
     of: the class of each rank.
     first: the first rank of each class.
@@ -42,9 +42,10 @@ class KeptBytes:
 
     ranks, slots: the classes of source ranks and of slots.
     by_class: the bytes that a rank of a class (row) keeps in a slot of a class (column), unless the pair is listed.
-    rank, slot, nbytes: the pairs in which a rank keeps more than its class, each once, and all that it keeps there.
+    rank, slot, nbytes: the list of pairs in which a rank keeps more than its class does, and all bytes that it keeps
+        there.
     wanted: the bytes that a member without a source rank receives in each slot.
-    zones: the zone of each rank and of each slot. A rank comes to slots of its zone only, and a class lies in one zone.
+    zones: the zone of each rank and of each slot. A rank can only get slots of its zone, and a class lies in one zone.
     """
 
     ranks: Classes
@@ -84,7 +85,7 @@ class KeptBytes:
         )
 
     def nbytes_of(self, rank_of: Ints) -> int:
-        """Return the bytes kept by the ranks at slots 0, 1, ..., of which some may be ABSENT."""
+        """Return the total bytes kept if `rank_of` gives the rank at each slot. Some of its entries may be ABSENT."""
         slot = np.flatnonzero(rank_of != ABSENT)
         rank, width = rank_of[slot], len(self.slots.of)
         nbytes = self.by_class[self.ranks.of[rank], self.slots.of[slot]]
@@ -110,7 +111,7 @@ def kept_bytes(sides: Sides) -> KeptBytes:
     rank, slot, nbytes = join(parts)
     table = coo_array((nbytes, (rank, slot)), shape=shape).tocsr()
     table.eliminate_zeros()
-    table.sort_indices()  # by row and column, each pair once
+    table.sort_indices()  # sorted by row and column; each pair occurs once
     table = table.tocoo()
     rank, slot, nbytes = table.row.astype(np.int64), table.col.astype(np.int64), table.data
     single = (rank < ranks) & (slot < slots)
@@ -120,7 +121,7 @@ def kept_bytes(sides: Sides) -> KeptBytes:
     rank_class = _classes(rank_groups[:, ranks:], shared[:ranks], rank[less])
     slot_class = _classes(slot_groups[:, slots:], shared[:, :slots].T, slot[less])
     by_class = rank_groups[rank_class.first] @ shared @ slot_groups[slot_class.first].T
-    if less.any():  # these ranks and slots are classes of their own
+    if less.any():  # each of these ranks and slots is a class of its own
         pairs = rank_class.of[rank[less]], slot_class.of[slot[less]]
         by_class = by_class + coo_array((nbytes[less], pairs), shape=by_class.shape)
     rank, slot, nbytes = rank[~less], slot[~less], nbytes[~less]
@@ -132,9 +133,9 @@ def kept_bytes(sides: Sides) -> KeptBytes:
 
 
 def _wanted(sides: Sides, kind: Kind, nbytes: int) -> Iterator[tuple[Held, int]]:
-    """Yield the runs that each slot must get from a source, and the number of bytes per element.
+    """Yield (runs that each slot needs, bytes per element).
 
-    Runs that the slot can cast from its own state are yielded with negative bytes, so that they cancel.
+    Runs that the slot can cast from its own state are also yielded, with negative bytes, so that they cancel.
     """
     goal = sides.target(kind.name)
     start, stop, slot = _held(goal)
@@ -147,7 +148,7 @@ def _wanted(sides: Sides, kind: Kind, nbytes: int) -> Iterator[tuple[Held, int]]
 
 
 def _held(cut: Sharding) -> Held:
-    """Return all runs of a sharding, with the group as the holder if a whole group holds them."""
+    """Return all runs of a sharding with their holders. If a whole shard group holds a run, the holder is the group."""
     if cut.shared is None:
         _, start, stop, rank = cut.holders(*cut.region())
         return start, stop, rank
@@ -157,9 +158,9 @@ def _held(cut: Sharding) -> Held:
 
 
 def _meetings(sides: Sides, kind: Kind, start: Ints, stop: Ints, slot: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yield how many elements of the runs that slots hold each source rank holds, as (rank, slot, count).
+    """Yield (source rank, slot, number of elements) for the elements of each slot's runs that a source rank holds.
 
-    Groups are numbered like holders in `Held`. What a rank holds in two kinds of equal bytes is counted once.
+    Both may be groups, which are numbered as in `Held`. If a rank holds the same bytes in two kinds, they count once.
     """
     earlier: list[Sharding] = []
     for cut in sorted(map(sides.source, kind.sources), key=lambda cut: cut.shared is None):
@@ -170,7 +171,7 @@ def _meetings(sides: Sides, kind: Kind, start: Ints, stop: Ints, slot: Ints) -> 
                 row, rank = row[part], rank[part]
             yield rank, slot[row], high - low
         for number, (_, first, last) in enumerate(cut.shared or ()):
-            for before in earlier:  # they are shared by the same groups
+            for before in earlier:  # the same groups share these runs
                 _, first, last = interval.subtract(first, last, *(before.shared or [])[number][1:])
             row, _, low, high = interval.intersect(start, stop, first, last)
             yield np.full_like(row, cut.ranks + number), slot[row], high - low
@@ -188,7 +189,7 @@ def _groups(ranks: int, cuts: Iterable[Sharding]) -> csr_array:
 
 
 def _classes(groups: csr_array, shares: csr_array, alone: Ints) -> Classes:
-    """Put ranks that belong to the same groups, and have the same row of `shares`, into one class.
+    """Divide ranks into classes: ranks of a class belong to the same groups and have equal rows in `shares`.
 
     alone: ranks that are classes of their own.
     """
@@ -206,7 +207,7 @@ def _classes(groups: csr_array, shares: csr_array, alone: Ints) -> Classes:
 
 
 def _divided(classes: Classes, zone: Ints) -> Classes:
-    """Return classes of ranks that are in the same class and in the same zone."""
+    """Divide classes further, so that each lies in one zone."""
     key = classes.of * (1 + int(zone.max(initial=0))) + zone
     _, first, of = np.unique(key, return_index=True, return_inverse=True)
     return Classes(of, first)

@@ -1,8 +1,8 @@
-"""The matching of source ranks and slots that keeps the most bytes, with prices that prove it.
+"""The assignment of source ranks to slots that keeps the most bytes, with prices that prove it.
 
-This is a transport problem: a linear program whose corners are whole numbers. In a slot a rank either keeps more than
-its class does, or stands for its class, whose ranks are all alike in all slots of a class. The prices of ranks and
-slots prove that no assignment keeps more (`most_kept`).
+This is a transport problem: a linear program whose corners are whole numbers. In a slot, a rank either keeps more than
+    its class does, which is a listed pair, or as much as its class, whose ranks are interchangeable in all slots of a
+    class. The prices of ranks and slots prove that no assignment keeps more (`most_kept`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Selection = tuple[bool | Bools, ...]
 class Prices:
     """Dual prices, in bytes, of source ranks and slots.
 
-    No rank keeps more in a slot than the prices of both, so no assignment keeps more than all prices together.
+    The bytes that a rank keeps in a slot never exceed the sum of their two prices. The sum of all prices is therefore
+    an upper bound for every assignment.
     """
 
     rank: Ints
@@ -38,7 +39,7 @@ class Prices:
 
 @dataclass(frozen=True, eq=False)
 class Matching:
-    """The source rank at each slot, or ABSENT, and prices that bound what any matching keeps."""
+    """The source rank at each slot, or ABSENT, and the prices that bound what any assignment keeps."""
 
     rank_of: Ints
     prices: Prices
@@ -47,7 +48,7 @@ class Matching:
 def most_kept(kept: KeptBytes, prices: Prices, ranks: Bools, slots: Bools) -> int:
     """Return an upper bound, proved by the prices, on the bytes that any assignment of these ranks and slots keeps.
 
-    Raises LayoutError if a price is negative, or if a rank keeps more in a slot than the prices of both.
+    Raises LayoutError if a price is negative, or if a rank keeps more in a slot than the sum of their prices.
     """
     by_rank, by_slot = prices.rank[ranks], prices.slot[slots]
     pairs = ranks[kept.rank] & slots[kept.slot]
@@ -67,12 +68,14 @@ def most_kept(kept: KeptBytes, prices: Prices, ranks: Bools, slots: Bools) -> in
 
 
 def match(kept: KeptBytes, ranks: Bools, slots: Bools) -> Matching:
-    """Assign source ranks to slots of their zone such that they keep the most bytes, until either runs out there.
+    """Assign source ranks to slots of their zones such that they keep the most bytes. Each zone is filled if it can be.
 
-    ranks, slots: which of them take part. Of the assignments that keep the most, that one is taken in which lower ranks
-    take part and ranks come to slots near their own position, by the sum of squares; both count from the first that
-    takes part. Ranks that stand for their class come to its slots in order. If the numbers are too large to be solved
-    exactly, all ranks come to slots in order; the prices are right all the same.
+    ranks, slots: which of them take part.
+
+    Among the assignments that keep the most bytes, the result is the one in which lower ranks take part, and in which
+    ranks get slots near their own position: it minimizes the sum of the squared distances, where positions count the
+    ranks and slots that take part. Interchangeable ranks of a class get slots in ascending order. If the numbers are
+    too large to be solved exactly, all ranks get slots in ascending order, but the prices are still valid.
     """
     program = _Program.of(kept, ranks, slots)
     price = program.quick_prices()
@@ -87,7 +90,7 @@ def match(kept: KeptBytes, ranks: Bools, slots: Bools) -> Matching:
         np.maximum(of_rank, 0),
         np.maximum(of_slot + of_class[kept.slots.of], 0),
     )
-    pairs = ranks[kept.rank]  # raise prices of slots that rounding has made too low
+    pairs = ranks[kept.rank]  # rounding may have made prices of slots too low
     np.maximum.at(slot, kept.slot[pairs], (kept.nbytes - rank[kept.rank])[pairs])
     cheapest, needed = np.full(table.shape[0], np.iinfo(np.int64).max // 2), np.zeros(table.shape[1], np.int64)
     np.minimum.at(cheapest, kept.ranks.of[ranks], rank[ranks])
@@ -99,13 +102,17 @@ def match(kept: KeptBytes, ranks: Bools, slots: Bools) -> Matching:
 class _Program:
     """The linear program of `match`. Ranks and slots that take part are called open.
 
-    Variables: listed pairs (`rank`, `slot`); pairs of classes (`rank_class`, `slot_class`) that keep more than the
-    least that every class of the zone keeps in the same slots; ranks that stand for their class; for each class of
-    ranks, how many keep that least; for each class of slots, in how many the least is kept.
-    Constraints: each rank is used once; a class no more often than ranks stand for it; each slot is used once; a class
-    of slots as often as it has open slots; and in each zone the least is not kept in more slots than by ranks.
+    The base of a class of slots is the number of bytes that ranks of every class in the zone keep there at least.
 
-    value: bytes kept, for each variable.
+    The variables count, in this order: listed pairs (`rank`, `slot`); pairs of classes (`rank_class`, `slot_class`)
+        that keep more than the base; ranks that act as members of their class; for each class of ranks, those that keep
+        only the base; for each class of slots, those in which only the base is kept.
+    The constraints: each rank is used once; a class is used at most as often as its ranks act as its members; each slot
+        is used once; a class of slots is used at most as often as it has open slots; in each zone, the base is kept in
+        at most as many slots as there are ranks that keep it.
+
+    value: the bytes kept, for each variable.
+    limit: the upper limit of each constraint.
     """
 
     kept: KeptBytes
@@ -140,19 +147,19 @@ class _Program:
         return _Program(kept, ranks, slots, rank, slot, row, column, value, limit)
 
     def by_sort(self, of_constraint: Ints) -> list[Ints]:
-        """Split an array with an entry for each constraint by sort."""
+        """Split an array with one entry per constraint by sort of constraint."""
         kept = self.kept
         sizes = len(self.open_ranks), len(kept.ranks.first), len(self.open_slots), len(kept.slots.first)
         return np.split(of_constraint, np.cumsum(sizes))
 
     def by_use(self, of_variable: Ints) -> list[Ints]:
-        """Split an array with an entry for each variable by sort."""
+        """Split an array with one entry per variable by sort of variable."""
         sizes = len(self.rank), len(self.rank_class), len(self.open_ranks), len(self.kept.ranks.first)
         return np.split(of_variable, np.cumsum(sizes))
 
     @cached_property
     def matrix(self) -> csr_array:
-        """How often a variable (column) counts in a constraint (row)."""
+        """The coefficient of each variable (column) in each constraint (row)."""
         kept, count = self.kept, (len(self.limit), len(self.value))
         (rank_zone, slot_zone), (r, of_r, s, of_s, hub) = kept.class_zones, self.by_sort(np.arange(count[0]))
         pair, both, stand, few, fill = self.by_use(np.arange(count[1]))
@@ -173,18 +180,18 @@ class _Program:
         return coo_array((sign, join([each[:2] for each in entries])), shape=count).tocsr()
 
     def prices(self) -> Ints:
-        """Return the price of each constraint of the whole program."""
+        """Return the price of each constraint, from the whole program."""
         hub = bool(self.by_use(self.value)[4].any())
         ranks, slots = np.full(len(self.kept.ranks.first), hub), np.full(len(self.kept.slots.first), hub)
-        ranks[self.rank_class] = slots[self.slot_class] = True  # the classes whose constraints matter
+        ranks[self.rank_class] = slots[self.slot_class] = True  # only the constraints of these classes matter
         return self._solved(
             self.value, self.limit, (True, True, ranks[self.kept.ranks.of], hub, hub), (True, ranks, True, slots, hub)
         )
 
     def quick_prices(self) -> Ints:
-        """Return prices from two small programs: one for classes, one for what listed pairs keep beyond them.
+        """Return prices from two small programs: one for classes, and one for what listed pairs keep in addition.
 
-        They always prove a bound. Together they are usually the best ones.
+        The prices always prove a bound, which is usually the best one.
         """
         limit = self.limit.copy()
         self.by_sort(limit)[1][:] = _sizes(self.kept.ranks, self.open_ranks)
@@ -198,9 +205,7 @@ class _Program:
         )
 
     def _solved(self, value: Ints, limit: Ints, uses: Selection, sorts: Selection) -> Ints:
-        """Return the price of each constraint at the most value, in a program of the selected variables and
-        constraints.
-        """
+        """Return the price of each constraint in the program that has only the selected variables and constraints."""
         variables, constraints = np.ones(len(value), bool), np.ones(len(limit), bool)
         for part, chosen in zip(self.by_use(variables) + self.by_sort(constraints), (*uses, *sorts), strict=True):
             part[:] = chosen
@@ -218,8 +223,9 @@ class _Program:
         return price
 
     def nearest(self, price: Ints) -> Ints | None:
-        """Return how often to use each variable in the choice that `match` prefers, or None if there is no choice that
-        is the best at these prices.
+        """Return how often each variable is used in the solution that `match` prefers.
+
+        Returns None if no solution is optimal at these prices.
         """
         place, position = np.cumsum(self.open_ranks) - 1, np.cumsum(self.open_slots) - 1
         step = 2 * len(place) ** 2 * place
@@ -255,7 +261,7 @@ class _Program:
         return chosen
 
     def in_order(self) -> Ints:
-        """Return the rank at each slot if the open ranks of each zone come to its open slots in order."""
+        """Return the rank at each slot if the open ranks of each zone get its open slots in ascending order."""
         found, (zone_of, zone_of_slot) = np.full(len(self.open_slots), ABSENT), self.kept.zones
         for zone in np.unique(zone_of_slot[self.open_slots]).tolist():
             ranks = np.flatnonzero(self.open_ranks & (zone_of == zone))

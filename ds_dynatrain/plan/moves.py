@@ -48,7 +48,6 @@ class Moves:
     target_buffers: tuple[BufferId, ...]
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
         return len(self.start)
 
     @property
@@ -124,7 +123,7 @@ alone, and can be merged again.
 def runs(
     sides: Sides, kind: Kind, read: str, start: Ints, stop: Ints, sender: Ints, receiver: Ints, is_derived: bool = False
 ) -> Ints:
-    """Return a table of runs to copy from buffers of kind `read` into buffers of `kind`; its rows are named in `RUNS`.
+    """Return a table of runs to copy from buffers of kind `read` into buffers of `kind`. `RUNS` names its rows.
 
     sender, receiver: the source rank and the target rank of each run.
     is_derived: whether target buffers are read; then senders are target ranks.
@@ -186,9 +185,9 @@ def moves(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Mov
 
 
 def _blocks(line: Strips, table: Mapping[str, Ints]) -> dict[str, Ints]:
-    """Cut runs into blocks: the rest of the row in which a run begins, whole rows, and the beginning of the last row.
+    """Cut runs into blocks, and return the columns of `Moves`.
 
-    Return the columns of `Moves`.
+    A run becomes up to three blocks: the rest of the row in which it begins, whole rows, and the start of the last row.
     """
     begin, width = line.start[table["strip"]], line.width[table["strip"]]
     low, high = table["start"] - begin, table["stop"] - begin

@@ -1,8 +1,8 @@
-"""An order of tensors in the flat buffers of ZeRO stages 1 and 2 in which few elements change their rank.
+"""An order of tensors in the flat buffers of ZeRO stages 1 and 2 in which few elements move to another rank.
 
-DeepSpeed cuts a flat buffer into equal parts, so one rank more or less moves every border, and most elements change
-their rank. In another order each remaining rank's tensors lie inside its new part, and tensors of other ranks fill the
-gaps. Borders then fall into tensors that have to move anyway.
+DeepSpeed cuts a flat buffer into equal parts. With one rank more or less, every border moves, and most elements move to
+another rank. Another order of the tensors avoids this: each remaining rank's tensors lie inside its new part, and the
+tensors of other ranks fill the gaps. Borders then cut tensors that have to move anyway.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def nearest(
     candidates: Iterable[int],
     node_of: Mapping[int, str] | None = None,
 ) -> tuple[Layout, Assignment]:
-    """Return the target with the order of tensors that moves fewer bytes, DeepSpeed's or ours, and its assignment.
+    """Return the target with the order of tensors, DeepSpeed's or ours, that moves fewer bytes, and its assignment.
 
-    A layout of the same sizes keeps its order. DeepSpeed's order is taken if ours does not move fewer bytes, at stages
-    that cannot have ours, and where pipe, expert or tensor axes cut the model.
+    A layout of the same sizes keeps its order. The order is DeepSpeed's if ours does not move fewer bytes, at stages
+    that cannot have ours, and if pipe, expert or tensor axes cut the model.
     """
     members, plain = sorted(candidates), target.replace(order=None)
     is_cut = vps.mesh(vps.layout) is not None or vps.mesh(plain) is not None
@@ -51,7 +51,7 @@ def _by_owners(vps: VirtualParameterSpace, target: Layout, members: Collection[i
     slot_of = np.full(vps.layout.world_size, ABSENT)
     slot_of[stay] = np.arange(len(stay))
     slots, by_share = np.full(count, ABSENT), np.lexsort((-rank, high - low, row))
-    slots[row[by_share]] = slot_of[rank[by_share]]  # the last one counts: the rank with the largest share
+    slots[row[by_share]] = slot_of[rank[by_share]]  # the last entry counts: the rank with the largest share
     found = list[int]()
     for group in np.unique(line.groups[:count]).tolist():
         tensors, _, _ = zero.flat_order(line, vps.rules, vps.layout, group)
@@ -65,12 +65,12 @@ def _by_owners(vps: VirtualParameterSpace, target: Layout, members: Collection[i
 
 
 def _arranged(tensors: Ints, numels: Ints, slots: Ints, width: int, ranks: int) -> list[int]:
-    """Return the tensors in an order in which those of each slot lie within its part, as far as they fit there.
+    """Return an order of the tensors in which those of each slot lie within the slot's part as far as they fit.
 
-    Tensors wider than a part stay at the end of the buffer to which they are nearer.
+    Tensors wider than a part stay at the nearer end of the buffer.
 
     slots: the slot of each tensor's owner, or ABSENT.
-    width: elements in the part of a slot.
+    width: number of elements in the part of a slot.
     """
     sizes = numels[tensors]
     wide, is_late = sizes > width, np.cumsum(sizes) - sizes // 2 > sizes.sum() // 2
@@ -92,7 +92,7 @@ def _arranged(tensors: Ints, numels: Ints, slots: Ints, width: int, ranks: int) 
         begin, latest = borders[slot], borders[slot + 1] - filled[slot]
         while at < begin and spare:
             fitting = bisect_right(spare, latest - at, key=lambda each: each[0])
-            if not fitting and at + spare[0][0] - latest > begin - at:  # too short is nearer than too long
+            if not fitting and at + spare[0][0] - latest > begin - at:  # stopping short is better than going too far
                 break
             size, tensor = spare.pop(max(0, fitting - 1))
             found.append(tensor)

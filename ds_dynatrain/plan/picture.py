@@ -1,7 +1,7 @@
-"""The whole picture of a plan: bytes by member and by node, and the memory of every member.
+"""The bytes of a whole plan, by member and by node, and the memory of every member.
 
-It is computed for many ranks at once, a limited number of runs at a time. State kinds that are sharded alike are
-counted once.
+They are computed for many ranks at once, with a limited number of runs at a time. State kinds that are sharded alike
+are counted once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Picture:
 def picture_of(plan: SwitchPlan, nodes: Ints | None = None) -> Picture:
     """Return the bytes of a whole plan, by member and by node.
 
-    nodes: the number of the node of each of `plan.members`; None for one node.
+    nodes: the number of the node of each of `plan.members`; None if all are on one node.
     """
     sides, members = plan.sides, np.array(plan.members, dtype=np.int64)
     count = _Count(sides, members, np.zeros_like(members) if nodes is None else nodes)
@@ -68,7 +68,7 @@ def picture_of(plan: SwitchPlan, nodes: Ints | None = None) -> Picture:
 
 
 def memory_of(plan: SwitchPlan, found: Picture, budget_bytes: int) -> Ints:
-    """Return the memory of each of the plan's members, as rows: its state before, its state after, its bytes in flight.
+    """Return the memory of each of the plan's members, as three rows: state before, state after, bytes in flight.
 
     found: the bytes of the plan.
     budget_bytes: the maximum number of bytes in flight per member.
@@ -110,10 +110,10 @@ def _whole(sums: Floats) -> Ints:
 
 
 def _held(cut: Sharding, bases: Ints, parts: int = 1) -> Iterator[Rows]:
-    """Yield the runs that all ranks of a sharding hold, some at a time.
+    """Yield the runs that all ranks of a sharding hold, in several portions.
 
     bases: the first coordinate of each tensor, and the end of the line.
-    parts: into how many parts the runs of a rank that holds whole tensors may be divided.
+    parts: the maximum number of portions into which the runs of a rank that holds whole tensors may be divided.
     """
     if cut.shared is None:
         start, stop = cut.region()
@@ -131,10 +131,12 @@ def _held(cut: Sharding, bases: Ints, parts: int = 1) -> Iterator[Rows]:
 
 
 class _Count:
-    """Sums of bytes, filled kind by kind. Arrays have an entry for each member; see `Picture`."""
+    """Sums of bytes, to which the state kinds are added one by one. Arrays have an entry for each member; see
+    `Picture`.
+    """
 
     def __init__(self, sides: Sides, members: Ints, nodes: Ints) -> None:
-        """Begin with no bytes."""
+        """Start with all sums at 0."""
         self._sides, self._node, self._nodes = sides, nodes, int(nodes.max(initial=0)) + 1
         self._sender, self._receiver = (np.searchsorted(members, each) for each in (sides.vps.members, sides.members))
         self.kept, self.cast = np.zeros(len(members)), np.zeros(len(members))
@@ -142,7 +144,9 @@ class _Count:
         self.by_node = np.zeros((self._nodes, self._nodes))
 
     def add_kind(self, kind: Kind, nbytes: int) -> None:
-        """Add the bytes of all ranks for the kinds that are sharded like `kind`, `nbytes` for each element."""
+        """Add the bytes of all ranks for all kinds that are sharded like `kind`. These kinds have `nbytes` per element
+        together.
+        """
         sides, every = self._sides, np.arange(len(self._receiver), dtype=np.int64)
         target, read = sides.target(kind.name), sides.source(sides.read_from(kind))
         steps = [(self.kept, sides.source(name), sides.source_ranks) for name in kind.sources]
@@ -168,13 +172,13 @@ class _Count:
             self._add_relayed(kind, read, interval.union(*join(lacking)), nbytes)
 
     def _add_relayed(self, kind: Kind, read: Sharding, lacking: Runs, nbytes: int) -> None:
-        """Add what ranks receive of a kind with relays, some nodes at a time.
+        """Add the bytes that ranks receive of a kind with relays, for a few nodes at a time.
 
         lacking: the runs that some rank receives.
         """
         sides, runs = self._sides, len(lacking.start)
         firsts = np.unique(sides.target_nodes, return_index=True)[1] if runs else interval.ints([])
-        turns = TURNS * read.ranks // sides.layout.pipe  # a node needs the tensors of one stage or two
+        turns = TURNS * read.ranks // sides.layout.pipe  # each node needs only the tensors of one or two stages
         step = max(1, ROWS_AT_ONCE // (8 * (runs + RELAYED_PARTS + turns)))
         for ranks in np.split(firsts, range(step, len(firsts), step)):
             every = np.tile(lacking.start, len(ranks)), np.tile(lacking.stop, len(ranks)), np.repeat(ranks, runs)
@@ -196,19 +200,26 @@ class _Count:
             self._add(self._receiver[giver[~is_direct]], rank[~is_direct], size[~is_direct])
 
     def _add_direct(self, read: Sharding, rank: Ints, start: Ints, stop: Ints, nbytes: int) -> int:
-        """Add what ranks receive from source ranks, `nbytes` for each element; return how many elements none holds."""
+        """Add the bytes that ranks receive directly. Return the number of elements that no source rank holds.
+
+        nbytes: the bytes per element.
+        """
         row, low, high, sender = self._sides.dealt(read, start, stop, rank)
         self._add(self._sender[sender], rank[row], (high - low) * nbytes)
         return int((stop - start).sum() - (high - low).sum())
 
     def _add(self, giver: Ints, rank: Ints, size: Ints) -> None:
-        """Add bytes from members, given by their places, to target ranks."""
+        """Add bytes that members send to target ranks.
+
+        giver: the sending members, as indices into `members`.
+        """
         taker = self._receiver[rank]
         out_of, into = self._node[giver], self._node[taker]
         is_apart, count = (out_of != into) * len(self._node), len(self._node)
         self.sent += np.bincount(is_apart + giver, size, 2 * count).reshape(2, -1)
         self.received += np.bincount(is_apart + taker, size, 2 * count).reshape(2, -1)
-        np.add.at(self.by_node.reshape(-1), out_of * self._nodes + into, size)  # few pairs, and many pairs of nodes
+        # cheaper when there are few pairs of members but many pairs of nodes
+        np.add.at(self.by_node.reshape(-1), out_of * self._nodes + into, size)
 
     def _check_held(self, kind: Kind, ranks: Ints, lost: int) -> None:
         """Raise SwitchRefused if one of the ranks lacks some of the `lost` elements, which no source rank holds."""

@@ -1,4 +1,4 @@
-"""The node of each slot of the target, where this matters for longer than one switch."""
+"""The node of each slot (rank of the target). The choice matters for longer than the switch itself."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ def place_slots(
     kept: KeptBytes,
     node_of_rank: Ints,
 ) -> tuple[Ints, Ints]:
-    """Return the zone of each slot, and the zone of each node: members come to slots of their node's zone. A zone is a
-    node, the nodes of a group that shares them with no other group, or all nodes that are used if there are no groups.
+    """Return the zone of each slot, and the zone of each node. Members may only get slots in their node's zone.
+
+    A zone is one node, or several nodes if a group of slots has these nodes for itself. If there are no groups, all
+    nodes in use are one zone.
 
     The rules, the most important first:
-    1. A tensor group lies inside a node, if all groups together fit so, and one of them with the first slot.
+    1. A tensor group lies inside a node if all groups fit this way, and one of them begins with the first slot.
     2. A sequence group, and an expert group, lies on the fewest nodes. Both are consecutive slots, like tensor groups.
-    3. Few nodes are used, so that members who leave empty whole nodes: nodes with working members before others, larger
-       before smaller ones.
-    4. Members keep the most bytes: parts of the slots change places between nodes of one size.
+    3. Few nodes are used, so that members who leave empty whole nodes. Nodes with working members come before others,
+       and larger nodes before smaller ones.
+    4. Members keep the most bytes. For this, nodes of equal size exchange their parts of the slots.
 
-    The slots are dealt out group after group: a group takes the largest nodes that are left, and for its remainder the
-    smallest that suffices. A node takes whole units of slots, the largest groups of which all fit inside nodes.
+    Slots are assigned to nodes group by group. A group takes the largest nodes that are left, and for its remainder the
+    smallest node that suffices. A node takes slots in whole units; the unit is the largest group size at which all
+    groups fit inside nodes.
 
-    capacity: how many members of each node may take a slot; nodes are in the order of their lowest ranks.
+    capacity: how many members of each node may get a slot; nodes are in the order of their lowest ranks.
     working: how many of them work.
     has_first: whether the first slot must lie on the first node.
     kept: the bytes that source ranks keep in slots.
-    node_of_rank: the node of each source rank, or the number of nodes for one that takes no slot.
+    node_of_rank: the node of each source rank, or the number of nodes for a rank that gets no slot.
     """
     slots, sizes = layout.world_size, np.array(capacity, np.int64)
     unit, group = _sizes(layout, sizes, int(sizes[0]) if has_first else layout.world_size)
@@ -66,15 +69,15 @@ def place_slots(
         nodes_of = [np.unique(row) for row in found.reshape(-1, group)]
         users = np.bincount(np.concatenate(nodes_of), minlength=len(zone))
         for nodes in nodes_of:
-            if (users[nodes] == 1).all():  # no other group lies on any of them
+            if (users[nodes] == 1).all():  # no other group uses any of these nodes
                 zone[nodes] = nodes[0]
     return zone[found], zone
 
 
 def _sizes(layout: Layout, capacity: Ints, most: int) -> tuple[int, int]:
-    """Return how many slots a node takes at once, at most `most`, and how many are dealt out together.
+    """Return (how many slots a node takes at once, how many slots are assigned together).
 
-    Both are sizes of groups.
+    Both are sizes of groups. The first is at most `most`.
     """
     found = [1]
     for size in sorted({layout.tensor, layout.tensor * layout.sequence, layout.expert}):
@@ -85,12 +88,15 @@ def _sizes(layout: Layout, capacity: Ints, most: int) -> tuple[int, int]:
 
 
 def _taken(room: dict[int, int], count: int, first: int | None) -> dict[int, int]:
-    """Return how many slots of a group each node takes: as few nodes as there can be.
+    """Return a map from node to the number of a group's slots that it takes. As few nodes as possible are used.
 
+    room: the free slots of each node.
+    count: the number of slots in the group.
     first: a node that must take the first slot.
     """
     taken: dict[int, int] = {}
-    nodes = sorted(room, key=lambda node: (node != first, -room[node]))  # stable: in the order of preference
+    # the sort is stable, so nodes stay in the order of preference
+    nodes = sorted(room, key=lambda node: (node != first, -room[node]))
     for node in nodes:
         if room[node] >= count and node != first:
             node = min((each for each in nodes if room[each] >= count and each not in taken), key=room.__getitem__)
@@ -102,11 +108,13 @@ def _taken(room: dict[int, int], count: int, first: int | None) -> dict[int, int
 
 
 def _exchanged(node_of_slot: Ints, capacity: Ints, has_first: bool, kept: KeptBytes, node_of_rank: Ints) -> Ints:
-    """Exchange the slots of nodes of equal capacity such that members keep the most bytes."""
+    """Exchange the slots of nodes of equal capacity such that members keep the most bytes. Return the node of each
+    slot.
+    """
     nodes = len(capacity)
     rank_node = node_of_rank[kept.rank]
     some = rank_node < nodes
-    # what the best rank of a node keeps in a slot, summed over the slots of each part
+    # for each node and part: the bytes that the node's best rank keeps in a slot, summed over the part's slots
     key, at = np.unique(rank_node[some] * len(node_of_slot) + kept.slot[some], return_inverse=True)
     most = np.zeros(len(key), np.int64)
     np.maximum.at(most, at, kept.nbytes[some])

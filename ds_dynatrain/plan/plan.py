@@ -19,18 +19,18 @@ def rounds(peers: Iterable[int], me: int, nodes: Mapping[int, str] = ANYWHERE) -
 
     nodes: the node of each member; members that are not in it count as being on one node.
 
-    A pair (a, b) has the key (whether both are on one node, a XOR b, smaller of a and b). Both ends know it without
-    communication, and it orders all pairs of all members totally. So exchanges in order cannot deadlock: of all pairs
-    that are not done, the one with the least key is the next one of both its members.
+    A pair (a, b) has the key (whether both are on one node, a XOR b, smaller of a and b). Both ends know the key
+    without communication, and keys order all pairs of all members totally. Exchanges in this order cannot deadlock:
+    among all pairs that are not done, the pair with the least key is the next one of both its members.
 
-    Two peers of a member differ in their XOR, so pairs of one XOR have no member in common and run at the same time.
-    2^n members that all exchange need 2^n - 1 such rounds, the fewest possible. A chain of pairs that wait for each
-    other is short where members exchange with those next to them: pairs (a, a + 1) with an even a have the least XOR of
-    all.
+    Two peers of a member differ in their XOR. Pairs with one XOR therefore have no member in common, and can run at the
+    same time. If 2^n members all exchange with each other, they need 2^n - 1 such rounds, the fewest possible. Chains
+    of pairs that wait for each other are short if members exchange with their neighbours: pairs (a, a + 1) with an even
+    a have the smallest XOR of all.
 
-    Pairs between nodes come first, as they are the slow ones. If nodes have 2^k members with consecutive numbers, a
-    round leads the members of a node to different members of one other node, so all network cards work. Pairs inside a
-    node follow; those that read accelerator memory run beside.
+    Pairs between nodes come first, because they are slow. If nodes have 2^k members with consecutive numbers, the
+    members of a node exchange with different members of one other node in each round, so all network cards work. Pairs
+    inside a node follow. Those that read accelerator memory run in parallel.
     """
     mine = nodes.get(me)
     return sorted({*peers}, key=lambda peer: (nodes.get(peer) == mine, peer ^ me))
@@ -56,8 +56,9 @@ class MemberPlan:
 
     local: copies from the member's own source buffers, made before these are released.
     derived: casts from the member's own target buffers, made after all other moves.
-    rounds: exchanges with peers, in order; a peer is listed only if one of the two sends a byte.
-    relays: exchanges inside the node that follow all rounds: from the sender's target buffers, which the rounds filled.
+    rounds: exchanges with peers, in order. Peers with which nothing is exchanged are left out.
+    relays: exchanges inside the node, after all rounds. They read the sender's target buffers, which the rounds have
+        filled.
     """
 
     member: int
@@ -68,7 +69,7 @@ class MemberPlan:
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Exchanges with peers in all rounds, those of relays last."""
+        """Exchanges with peers in all rounds, followed by those of relays."""
         return self.rounds + self.relays
 
     def only(self, kinds: Collection[str]) -> MemberPlan:
@@ -94,9 +95,9 @@ def split(
     kinds: Collection[str],
     into: Collection[str] | None = None,
 ) -> tuple[list[Exchange], list[Exchange]]:
-    """Return (the exchanges without the separated moves, exchanges of these moves).
+    """Split exchanges into (exchanges of all other moves, exchanges of the selected moves).
 
-    Moves are separated if their peer is in `members` and they read buffers of `kinds`; separated moves do not use
+    Moves are selected if their peer is in `members` and they read buffers of `kinds`; selected moves are not sent as
     messages through the host. The plans of two members stay consistent if each is in the other's `members` and both
     pass the same kinds.
 
@@ -179,7 +180,10 @@ class SwitchPlan:
         return MemberPlan(member, moves(sides, local), moves(sides, derived, is_derived=True), direct, inside)
 
     def _exchanges(self, member: int, sends: Moves, receives: Moves) -> tuple[Exchange, ...]:
-        """Return the exchanges of a member's moves. sends, receives: sorted by peer."""
+        """Return the exchanges of a member's moves.
+
+        sends, receives: the moves, sorted by peer.
+        """
         exchanges, peers = [], {*sends.target.tolist(), *receives.source.tolist()}
         for peer in rounds(peers, member, self.sides.nodes):
             mine = sends.select(slice(*np.searchsorted(sends.target, [peer, peer + 1])))
@@ -231,7 +235,7 @@ class StandInPlan:
 
 
 def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandInPlan:
-    """Return the plans of a member and of the absent members for which it acts.
+    """Return the plans that a member carries out for itself and for absent members.
 
     Raises LayoutError if an absent member has a rank in the target, where no other member can act for it.
     """
@@ -245,7 +249,7 @@ def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandIn
     own, parts = plan.for_member(member), dict[int, MemberPlan]()
     own = replace(own, rounds=tuple(each for each in own.rounds if each.peer not in played))
     for one in played:
-        part = plan.for_member(one)  # it has no local moves, as it is not in the target
+        part = plan.for_member(one)  # it has no local moves, because it is not in the target
         to_member = next((each.sends for each in part.rounds if each.peer == member), part.local)
         away = tuple(each for each in part.rounds if each.peer != member)
         parts[one] = replace(part, local=to_member, rounds=away)

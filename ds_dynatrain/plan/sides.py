@@ -1,15 +1,16 @@
 """The source and the target of a switch: which elements each target member lacks, and which member sends them.
 
-Coordinates are those of `space`, in which the parts of a cut matrix are few runs (`VirtualParameterSpace.tiled`).
+Coordinates are those of a `space` in which the parts of a cut matrix are few runs (`VirtualParameterSpace.tiled`).
 
 Senders and receivers compute the same result without communication. A receiver splits the runs that it lacks by their
 owners at the source. A sender starts from the runs that it owns, finds the target ranks that will hold them, and drops
-what these members already hold or can cast. If all ranks of a shard group hold the same, they take turns: runs of one
-length are dealt out to those on the receiver's node, or to all if there are none, beginning with another for each
-receiver.
+what these ranks already hold or can cast. If all ranks of a shard group hold the same elements, they take turns. The
+elements are cut into runs of one length, which are assigned in turn to the ranks on the receiver's node, or to all
+ranks if there are none on that node. Each receiver starts with another rank.
 
-What no member of a node sends to it crosses to it once. If several of its members need it in kinds that whole shard
-groups hold, they take turns as the *relay*, which receives it and passes it on to the others in a second phase.
+Elements that come from another node are sent to a node only once. If several members of the node need them, and whole
+shard groups hold their kind, these members take turns as the *relay*: it receives the elements, and passes them on to
+the others in a second phase.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ NOWHERE, ELSEWHERE = -1, -2
 class Needs(NamedTuple):
     """The elements of a kind that a target rank will hold, by origin: local first, then derived, then remote.
 
-    local: the elements that the rank's member can copy from its source buffers of each kind, less those of earlier
-    entries.
-    derived: the elements that it can cast from its target buffers of each kind.
+    local: for each state kind, the elements that the rank's member can copy from its source buffers of this kind,
+        without those in earlier entries.
+    derived: for each state kind, the elements that it can cast from its target buffers of this kind.
     remote: the remaining elements, which other members send.
     """
 
@@ -64,14 +65,14 @@ class Sides:
     kinds: the state kinds that move; their `sources` and `derived_from` refer only to each other.
     held_as: a map from a kind to the kind whose partitioning it has at the source.
     nodes: the node of each member, the same on all members; some or all may be missing.
-    space: the space whose coordinates all questions and answers have.
+    space: the space to which all coordinates in arguments and results belong.
     names: the names of `kinds`.
     code: the index of each kind in `vps.kinds`.
     source_rank: the rank of each member at the source.
     target_rank: the rank of each member at the target.
     source_ranks: for each target rank, the source rank of its member, or ABSENT.
     source_nodes: a number for the node of each source rank, or NOWHERE.
-    target_nodes: the same for each target rank, or a number of its own below NOWHERE.
+    target_nodes: the same for each target rank. A rank without a node has a number of its own, below NOWHERE.
     """
 
     vps: VirtualParameterSpace
@@ -133,7 +134,7 @@ class Sides:
         return self.space.sharding(self.layout, kind)
 
     def alike(self) -> list[list[Kind]]:
-        """Group the kinds: those of a group lie and move alike, such as a master and its moments."""
+        """Group the kinds whose elements lie and move alike, such as a master and its moments."""
         found = dict[object, list[Kind]]()
         for kind in self.kinds:
             row = row_of(kind.name)
@@ -155,7 +156,9 @@ class Sides:
         return Needs(local, derived, want)
 
     def read_from(self, kind: Kind) -> str:
-        """Return the kind that senders read to provide `kind`: a replicated one of its sources, or `kind` itself."""
+        """Return the kind that senders read to provide `kind`: a replicated kind among its sources, or `kind`
+        itself.
+        """
         for name in kind.sources:
             if self.source(name).replicated:
                 return name
@@ -177,9 +180,10 @@ class Sides:
         return low, high, sender
 
     def deliveries(self, kind: Kind, rank: int, wanted: Runs) -> tuple[Rows, tuple[Ints, Ints, Ints, Ints]]:
-        """Return what a target rank receives: from source ranks as `senders` does, and by relays.
+        """Return (runs from source ranks, runs by relays) that a target rank receives.
 
-        The latter are (start, stop, relay, receiver), and include what this rank relays to others.
+        The first result is that of `senders`, without what relays pass on. The second is (start, stop, relay,
+        receiver), and includes what this rank, as a relay, passes on to others.
         """
         start, stop, sender = self.senders(kind, rank, wanted)
         far = self.source_nodes[sender] != self.target_nodes[rank]
@@ -199,7 +203,7 @@ class Sides:
         parts = [NO_ROWS]
         for each in cut.copies_of(sender):
             rank = target.candidates(each.start, each.stop)
-            if cut.replicated:  # only newcomers do not have it
+            if cut.replicated:  # all other members already hold it
                 rank = rank[self.source_ranks[rank] == ABSENT]
             start, stop, rank = self._own_share(each, sender, rank)
             row, start, stop = target.held(start, stop, rank)
@@ -207,7 +211,9 @@ class Sides:
         return interval.join(parts)
 
     def _directly(self, kind: Kind, sender: int, start: Ints, stop: Ints, rank: Ints) -> Rows:
-        """Remove from runs what their target rank already holds or can cast, and what another rank relays to it."""
+        """Return the runs that a source rank sends itself: without those that the target rank already has, can cast or
+        gets by relay.
+        """
         row, start, stop = self._still_needed(kind, start, stop, rank)
         rank = rank[row]
         if not self.has_relays(kind):
@@ -218,7 +224,7 @@ class Sides:
         return interval.join([(start[~far], stop[~far], rank[~far]), (low[own], high[own], relay[own])])
 
     def _still_needed(self, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> Rows:
-        """Return the parts of runs that their target rank neither holds already nor can cast, as (row, start, stop)."""
+        """Return (row, start, stop) of the parts of runs that their target rank neither holds already nor can cast."""
         rows = np.arange(len(start), dtype=np.int64)
         for name in kind.sources:
             row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank[rows]])
@@ -232,20 +238,23 @@ class Sides:
 
     @cached_property
     def _by_node(self) -> tuple[Ints, Ints, Ints]:
-        """The target ranks sorted by node; where those of each rank's node begin there, and how many they are."""
+        """(target ranks sorted by node, index there of the first rank on each rank's node, number of ranks on that
+        node).
+        """
         _, node, count = np.unique(self.target_nodes, return_inverse=True, return_counts=True)
         return np.argsort(node, kind="stable"), (np.cumsum(count) - count)[node], count[node]
 
     def has_relays(self, kind: Kind) -> bool:
-        """Return whether target ranks may relay a kind to others of their node."""
+        """Return whether target ranks may pass on elements of a kind to others on their node."""
         several = len({*self.target_nodes.tolist(), *self.source_nodes.tolist()}) > 1 and self._by_node[2].max() > 1
         return bool(several) and self.target(kind.name).has_copies
 
     def relays(self, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Find who relays runs that cross to the nodes of given target ranks, and to whom.
+        """Find the relays and receivers of runs that come to the nodes of the given target ranks from other nodes.
 
-        Return (row, start, stop, relay, receiver), with an entry for each rank of the node that needs the run. The
-        relay is one of them, which receives the run from the other node. Nothing is returned for a kind without relays.
+        Returns (row, start, stop, relay, receiver), with an entry for each rank of the node that needs the run. The
+        relay is one of these ranks, and receives the run from the other node. The result is empty for a kind without
+        relays.
         """
         order, begin, count = self._by_node
         if not self.has_relays(kind):
@@ -257,7 +266,7 @@ class Sides:
         held, start, stop = self.target(kind.name).held(low[row], high[row], able)
         left, start, stop = self._still_needed(kind, start, stop, able[held])
         row, able = row[held[left]], able[held[left]]
-        at = row * (width + 1) - low[row]  # a line on which all rows lie one after another
+        at = row * (width + 1) - low[row]  # a line on which the rows lie one after another
         edges = np.unique(np.concatenate([at + start, at + stop]))
         first = np.searchsorted(edges, at + start)
         again, nth = interval.expand(np.searchsorted(edges, at + stop) - first)
@@ -271,7 +280,7 @@ class Sides:
     # ---- senders of what several members hold ------------------------------------------------------------------------
 
     def dealt(self, cut: Sharding, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Divide runs that target ranks need among their senders: return (row, start, stop, source rank).
+        """Divide runs that target ranks need among their senders. Return (row, start, stop, source rank).
 
         cut: the sharding that senders read. Elements that no source rank holds are left out.
         rank: the target rank that needs each run.
@@ -292,9 +301,11 @@ class Sides:
         return interval.join(found)
 
     def _own_share(self, copies: Copies, sender: int, rank: Ints) -> Rows:
-        """Return the runs that a source rank sends to each of the given target ranks if these need them.
+        """Return (start, stop, target rank) of the runs that a source rank sends to each target rank that needs them.
 
-        The result is (start, stop, target rank), as `dealt` has it.
+        The division is that of `dealt`.
+
+        copies: the runs that the sender's shard group holds.
         """
         if not len(copies.start):
             return NO_ROWS
@@ -307,21 +318,23 @@ class Sides:
         place = np.where(is_near, *(int(np.flatnonzero(able == sender)[0]) for able in (near, copies.ranks)))
         width = width_of_shares(copies)
         first, last = (int(edge) // width for edge in (copies.start[0], copies.stop[-1] - 1))
-        share = first + (place - self._turn(copies, rank) - first) % count  # the first one that is this sender's
+        share = first + (place - self._turn(copies, rank) - first) % count  # the first share of this sender
         row, nth = interval.expand(np.maximum((last - share) // count + 1, 0))
         begin = (share[row] + nth * count[row]) * width
         part, _, start, stop = interval.intersect(begin, begin + width, copies.start, copies.stop)
         return start, stop, rank[row[part]]
 
     def _turn(self, copies: Copies, rank: Ints) -> Ints:
-        """Return the index of each target rank's first sender; a shard group is evenly spaced among senders."""
+        """Return, for each target rank, the index of the rank in a shard group that sends to it first. They are evenly
+        spaced.
+        """
         groups = self.layout.expert if copies.experts else self.layout.tensor
         index = rank % self.layout.ranks_per_stage // groups
         return index * len(copies.ranks) // (self.layout.ranks_per_stage // groups)
 
 
 def width_of_shares(copies: Copies) -> int:
-    """Return the length of the runs that are dealt out in turn to those who hold copies."""
+    """Return the length of the runs that are assigned in turn to ranks that hold copies."""
     return copies.each // TURNS if copies.each >= TURNS * SMALLEST_SHARE else max(1, copies.each)
 
 
@@ -332,7 +345,9 @@ def _runs(cut: Sharding, rank: int) -> Runs:
 
 
 def _divide(want: Runs, held: Runs, name: str, into: list[tuple[str, Runs]]) -> Runs:
-    """Add the wanted elements that are held to `into`, under the name of a kind, and return those that are left."""
+    """Add to `into` the wanted elements that are held, under the name of a kind. Return the wanted elements that are
+    left.
+    """
     row, _, low, high = interval.intersect(*want, *held)
     into.append((name, Runs(low, high)))
     return Runs(*interval.outside(*want, row, low, high)[1:])

@@ -1,8 +1,8 @@
 """Slots: the assignment of members to the ranks (slots) of the new world that moves the fewest bytes.
 
-If the member at rank 0 stays, it keeps rank 0. All others come to the slots in which they keep the most bytes together
-(`matching`), counted in a sparse table (`kept_bytes`). On several nodes, it comes first which node each slot lies on
-(`placement`): bytes are moved once, and the placement lasts. The result is the same on every member.
+If the member at rank 0 stays, it keeps rank 0. All others get the slots in which they together keep the most bytes
+(`matching`), counted in a sparse table (`kept_bytes`). On several nodes, the node of each slot is chosen first
+(`placement`), because bytes are moved only once, while the placement lasts. The result is the same on every member.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ds_dynatrain.space.interval import Ints
 
 @dataclass(frozen=True)
 class Assignment:
-    """The member at each rank of the target, and how many bytes this assignment moves.
+    """The member at each rank of the target, and the bytes that this assignment moves.
 
     members: the member at each rank.
-    bytes_moved: bytes that the members receive.
-    bytes_bound: the fewest bytes, as proved by prices, that any assignment moves if the member at rank 0 keeps it and
-    the slots of each node are given.
-    rank_zero_bytes: how many more bytes are moved because the member at rank 0 keeps it.
+    bytes_moved: the bytes that the members receive.
+    bytes_bound: a lower bound, proved by prices, for the bytes moved by any assignment in which the member at rank 0
+        keeps that rank and each slot has its given node.
+    rank_zero_bytes: how many more bytes are moved because the member at rank 0 keeps that rank.
     placement_bytes: how many more bytes are moved because of the rules for nodes (see `place_slots`).
     """
 
@@ -50,16 +50,17 @@ def assign_slots(
 ) -> Assignment:
     """Return the assignment of members to the ranks (slots) of the target that moves the fewest bytes.
 
-    candidates: the members that may take a slot, working or idle.
+    candidates: the members that may get a slot, working or idle.
     node_of: the node of each candidate.
     kinds: the state kinds that move; None for all that the source holds.
 
-    If the members are on several nodes, the rules of `place_slots` come first.
+    If the members are on several nodes, the rules of `place_slots` take precedence.
 
-    Ties in bytes moved are broken by: already working; lower current rank; node with more working members; lower member
-    number. Among the members that take part, those with lower current ranks get lower slots, such that the sum of the
-    squared differences is small (see `match`); idle members get the remaining slots in order. Neither the order of
-    `candidates` nor that of `node_of` plays a part. Raises LayoutError if there are fewer candidates than slots.
+    If several members would move equally many bytes, members are preferred that already work, then lower current ranks,
+    then nodes with more working members, then lower member numbers. Among the members that get a slot, those with lower
+    current ranks get lower slots, such that the sum of the squared differences is small (see `match`); idle members get
+    the remaining slots in order. The order of the arguments does not matter. Raises LayoutError if there are fewer
+    candidates than slots.
     """
     node_of, members = node_of or {}, set(candidates)
     slots = target_layout.world_size
@@ -95,7 +96,7 @@ def assign_slots(
 
 
 def _ruled(kept: KeptBytes, ranks: Bools) -> tuple[Ints, int, int]:
-    """Return the rank at each slot if rank 0 keeps its own, the most bytes kept by this rule, and what the rule costs.
+    """Return (rank at each slot if rank 0 keeps its slot, bound on the bytes kept then, bytes that this rule costs).
 
     ranks: the source ranks that take part.
     """
@@ -111,6 +112,6 @@ def _ruled(kept: KeptBytes, ranks: Bools) -> tuple[Ints, int, int]:
 
 
 def _matched(kept: KeptBytes, ranks: Bools, slots: Bools) -> tuple[Ints, int]:
-    """Match source ranks to slots: return the rank at each slot, and a proved upper bound on the bytes kept."""
+    """Match source ranks to slots. Return (rank at each slot, proved upper bound on the bytes kept)."""
     found = match(kept, ranks, slots)
     return found.rank_of, most_kept(kept, found.prices, ranks, slots)

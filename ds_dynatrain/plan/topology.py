@@ -31,7 +31,8 @@ class LinkClass:
 
     bytes_per_second: the speed of one member, in each direction.
     latency_seconds: the time of an empty message.
-    at_once: how many members of a node reach that speed at once, such as its number of network cards; None for all.
+    at_once: how many members of a node can reach that speed together, such as its number of network cards; None for
+        all.
     """
 
     bytes_per_second: Positive
@@ -41,9 +42,9 @@ class LinkClass:
 
 @dataclass(frozen=True)
 class LinkSeconds:
-    """Seconds that the traffic of a plan takes.
+    """The seconds that the traffic of a plan takes.
 
-    memory, node, network: the least time of each class of links; they work side by side.
+    memory, node, network: the minimum time on the links of each class, which work in parallel.
     expected: the time if each member uses its links one after the other, with latencies and overheads.
     """
 
@@ -54,7 +55,7 @@ class LinkSeconds:
 
     @property
     def floor(self) -> float:
-        """The least time of all traffic."""
+        """The minimum time of all traffic."""
         return max(self.memory, self.node, self.network)
 
 
@@ -65,9 +66,10 @@ class Topology:
     node_of: a map from member to the name of its node.
     memory, node, network: the links inside a member, between members of a node, and between nodes.
     device_memory_bytes: the memory of each member's device; None if unknown.
-    overhead_seconds: the time of a switch's moves that do not depend on bytes.
-    overhead_factor: how many times longer moves take than their links alone: short runs, packing, waiting for others.
-    origin: where the figures come from: a file, or "assumed".
+    overhead_seconds: the part of a switch's moves that does not depend on the number of bytes.
+    overhead_factor: the factor by which moves take longer than their links alone, because of short runs, packing, and
+        waits for other members.
+    origin: the source of these figures: a file, or "assumed".
     """
 
     node_of: Mapping[int, str]
@@ -81,7 +83,10 @@ class Topology:
 
     @staticmethod
     def uniform(nodes: int, members_per_node: int, **others: Any) -> Topology:
-        """Return a topology of equal nodes, with the members in their order. others: fields of the class."""
+        """Return a topology of equal nodes, with members numbered node by node.
+
+        others: further fields of the class.
+        """
         return Topology({r: f"node-{r // members_per_node}" for r in range(nodes * members_per_node)}, **others)
 
     @staticmethod
@@ -118,7 +123,7 @@ class Topology:
 
     @cached_property
     def _places(self) -> tuple[Ints, Ints]:
-        """The members in ascending order, and the index of each one's node in `names`."""
+        """The members in ascending order, and for each the index in `names` of its node."""
         members, number = ints(sorted(self.node_of)), {name: index for index, name in enumerate(self.names)}
         return members, ints([number[self.node_of[member]] for member in members.tolist()])
 
@@ -135,10 +140,11 @@ class Topology:
         return nodes[at]
 
     def seconds(self, source: Ints, target: Ints, nbytes: Ints, messages: Ints | None = None) -> LinkSeconds:
-        """Return how long the given traffic takes, per link class.
+        """Return how long the given traffic takes, by class of links.
 
-        source, target, nbytes: bytes from member to member, of equal length; a pair of equal members is a copy.
-        messages: how many messages or runs they are; by default one for each entry.
+        source, target, nbytes: the bytes from each source member to each target member. If the two are equal, it is a
+            copy.
+        messages: the number of messages or runs in each entry; by default 1.
         """
         if not len(source):
             return LinkSeconds(0.0, 0.0, 0.0, 0.0)
@@ -233,7 +239,7 @@ def _cluster_in(path: Path) -> ClusterFile:
 
 
 def _mistake(kind: str, said: str, value: object) -> str:
-    """Return what is wrong with a key of a cluster file, and what to do."""
+    """Return a message that says what is wrong with a key of a cluster file, and what to do."""
     if kind.startswith("unexpected"):
         return "there is no such key; remove it, or correct its name"
     if kind.startswith("missing"):

@@ -45,8 +45,11 @@ class CertificateSummary:
 
 @dataclass(frozen=True)
 class SwitchEvent:
-    """One switch, over all of its members. Byte counts are sums over the members, phases, pause and predictions are
-    those of the reporting member, and every other measurement is the largest of any member."""
+    """One switch, over all of its members.
+
+    Byte counts are sums over the members. Phases, pause and predictions are those of the reporting member. Every other
+    measurement is the largest one of any member.
+    """
 
     outcome: Outcome
     generation: int

@@ -39,7 +39,7 @@ def simulate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Play losses, slow-downs, joins and pre-emptions against this library's scheduler and against other rules.
+    """Simulate a job through losses, slow-downs, joins and pre-emptions, under this scheduler and under rival rules.
 
     Needs no job, no GPU and no torch. --draw writes a new trace from exponential distributions, whose means are in
     seconds.

@@ -1,4 +1,4 @@
-"""Outcomes of a trace under each policy: plain data, a table for readers, and a picture.
+"""The outcome of a trace under each policy: plain data, a table, and a picture.
 
 docs/reference has the JSON schema.
 """
@@ -18,16 +18,17 @@ from ds_dynatrain.terminal import stdout_console
 class PolicyOutcome(BaseModel):
     """The outcome of a trace under one policy.
 
-    goodput: steps that count, as a share of those that all members would have made in the same time without events.
-    ettr: seconds of steps that count, as a share of the seconds in which there was a member.
+    goodput: the steps that count, divided by the steps that all members would have made in the same time without
+        events.
+    ettr: the seconds of steps that count, divided by the seconds in which there was a member.
     ettr_without_starts: the same, without the seconds of starts from nothing.
-    steps: the steps that count; a step with a part of the batch counts as that part.
-    lost_steps: the steps that were made and lost.
-    changes: how often training paused for another world.
+    steps: the number of steps that count. A step that trains a part of the batch counts as that part.
+    lost_steps: the number of steps that were made and lost.
+    changes: how often training paused to change the world.
     useful, lost, paused, starting, waiting: seconds of steps that count, of steps that were lost, of pauses for changes
-        and for checkpoints, of starts when no member had the state, and without enough members; together the trace.
-    member_hours: hours of the members of the world, whether they trained or paused.
-    course: (seconds, steps that count by then), at each event.
+        and checkpoints, of starts when no member had the state, and without enough members. Their sum is the trace.
+    member_hours: hours of the members in the world, whether they trained or paused.
+    course: (seconds, steps that count by then) at each event.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +56,7 @@ class SimulationOutcome(BaseModel):
     events: the number of rows of each kind.
     reference_seconds: the time of a step if all members train.
     empty_seconds: seconds without any member.
-    assumptions: what neither the profile nor the cluster file nor the trace says.
+    assumptions: what was assumed, because the profile, the cluster file and the trace do not say it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,7 +100,7 @@ def show(found: SimulationOutcome, as_json: bool) -> None:
 
 
 def draw_picture(found: SimulationOutcome, file: Path) -> None:
-    """Draw the steps over time, and where the time of each policy went.
+    """Draw the number of steps over time, and how each policy spent the time.
 
     Raises ConfigError if matplotlib is missing, or cannot write such a file.
     """

@@ -1,7 +1,7 @@
-"""Plays a trace against a policy: an event-driven simulation that adds up where the time goes.
+"""A simulation of a trace under a policy, from event to event, which adds up the time spent on each activity.
 
-Between two events nothing changes but the number of steps, so the simulation goes from event to event. Events are the
-rows of a trace, and what follows from them: started processes that become ready, and slow members that are noticed.
+Between two events nothing changes except the number of steps. Events are the rows of a trace and their later effects:
+started processes become ready, and slow members are noticed.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ def play(job: SimulatedJob, rows: Sequence[TraceRow], rivals: Iterable[Rival] = 
 
 
 class _Player:
-    """The run of one trace under one policy.
+    """The state of the simulation of one trace under one policy.
 
     held: the last world that trained; None if no living member has its state.
-    world: the world that trains, or that will from `stands_at` on; None while too few members are ready.
-    kept: from where it continues.
+    world: the world that trains now, or from `stands_at` on; None while too few members are ready.
+    kept: the state from which `world` continues.
     ready, speeds, seen, dead, leaving: as in `Standing`.
-    ready_at: when the members whose processes start will be ready.
-    noticed_at: when the others have noticed all losses of the world.
-    seconds: where the time went, by the names of `PolicyOutcome`.
-    stretches: (seconds, steps in a second) of the training that counts, oldest first.
-    trained: the seconds trained since a state that all members of the world share.
-    saved: the steps of the newest complete checkpoint.
-    writing: when a checkpoint will be complete, and its steps.
+    ready_at: the times at which members whose processes are starting will be ready.
+    noticed_at: the time at which the others have noticed all losses of members in the world.
+    seconds: the time spent so far, keyed by the names in `PolicyOutcome`.
+    stretches: (seconds, steps in a second) for each period of training that counts, oldest first.
+    trained: the seconds trained since all members of the world last had a common state.
+    saved: the number of steps in the newest complete checkpoint.
+    writing: the time at which the checkpoint being written will be complete, and its number of steps.
     """
 
     def __init__(self, job: SimulatedJob, rival: Rival, rows: Sequence[TraceRow]) -> None:
@@ -84,7 +84,7 @@ class _Player:
         self.world = self.held = self._ask().world if self.ready else None
 
     def outcome(self, empty: float) -> PolicyOutcome:
-        """Play all rows, and return the outcome.
+        """Simulate all rows, and return the outcome.
 
         empty: the seconds without any member.
         """
@@ -116,7 +116,7 @@ class _Player:
         )
 
     def _ask(self) -> Reaction:
-        """Return the policy's reaction to the present situation."""
+        """Return the policy's reaction to the current situation."""
         ready, dead, leaving = tuple(sorted(self.ready)), frozenset(self.dead), frozenset(self.leaving)
         detection = max(0.0, self.noticed_at - self.clock)
         standing = Standing(self.held, ready, self.speeds, self.seen, dead, leaving, self.notice, detection)
@@ -136,7 +136,7 @@ class _Player:
                 self.noticed_at = max(self.noticed_at, self.clock + after)
         elif event == "preemption":
             self.leaving, self.notice = self.leaving | theirs, row.notice_seconds
-        elif event == "ready":  # unless the processes have died, and others started
+        elif event == "ready":  # only members whose processes have not died and been restarted meanwhile
             come = {member for member in members if self.ready_at.get(member) == self.clock}
             self.ready |= come
             self.ready_at = {member: at for member, at in self.ready_at.items() if member not in come}
@@ -149,7 +149,9 @@ class _Player:
         self.course.append((self.clock, self.steps))
 
     def _answer(self, reaction: Reaction) -> None:
-        """Change the world as a policy says, or only the time of its steps."""
+        """Change to the world that a policy chose. If its members and layout are unchanged, only update its
+        step time.
+        """
         world = reaction.world
         is_same = world is not None and self.world is not None and world.place == self.world.place
         if is_same and reaction.kept in ("all", self.kept):
@@ -197,7 +199,7 @@ class _Player:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def _go_to(self, at: float) -> None:
-        """Let the job train, pause or wait until `at` seconds. The caller has played all events before that time."""
+        """Let the job train, pause or wait until time `at`. The caller has handled all events before that time."""
         while self.clock < at:
             if self.world is None:
                 is_start = self.held is None and bool(self.ready_at)
@@ -225,7 +227,7 @@ class _Player:
             self.saved, self.writing = self.writing[1], NO_SAVE
 
     def _stand(self, world: SimulatedWorld) -> None:
-        """Begin to train in a world, or go on after a checkpoint for which training has waited."""
+        """Start training in a world, or resume it after a pause for a checkpoint."""
         self.changes += self.held is not None and self.held.place != world.place
         self.held, self.dead, self.leaving = world, set(), set()
         self.is_pending, self.trained, self.kept = False, 0.0, "all"

@@ -1,6 +1,6 @@
-"""The policies that are compared: one function for each, with the policy's rule and the source of the rule.
+"""The policies that are compared: one function for each, with the rule that it implements and the source of that rule.
 
-No rival is charged for what its source leaves open: the page docs/simulate.md lists what favours which of them.
+If a source leaves something open, the policy is not charged for it. docs/simulate.md lists which policy this favours.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ the newest checkpoint; a checkpoint that leaving members save now."""
 
 @dataclass(frozen=True)
 class Standing:
-    """Knowledge of a policy after an event.
+    """The situation after an event, as far as a policy knows it.
 
     held: the world whose members hold the newest state; None if no living member has it.
     ready: the members that can train.
     speeds: the speed of each member.
-    seen: the speeds as far as they have been noticed.
+    seen: the speed of each member as far as it has been noticed.
     dead: the members of `held` that died since it was formed.
-    leaving: the members of `held` that have notice and hand over their state.
-    notice_seconds: the notice of those that leave.
+    leaving: the members of `held` that have been given notice and hand over their state.
+    notice_seconds: the length of that notice.
     detection_seconds: the time until the others have noticed all losses.
     """
 
@@ -44,17 +44,17 @@ class Standing:
 
     @property
     def gone(self) -> frozenset[int]:
-        """The members that are lost to a policy that ignores notices."""
+        """The members that have died or been given notice. A policy that ignores notices loses all of them."""
         return self.dead | self.leaving
 
 
 @dataclass(frozen=True)
 class Reaction:
-    """The answer of a policy.
+    """The reaction of a policy.
 
     world: the members that train from now on; None if training waits.
-    pause_seconds: how long it takes until they train, if it is another world than before.
-    kept: from where they continue.
+    pause_seconds: the time until they train, if the world is new.
+    kept: the state from which they continue.
     """
 
     world: SimulatedWorld | None
@@ -66,19 +66,19 @@ Policy = Callable[[SimulatedJob, Standing], Reaction]
 
 
 def with_buddies(job: SimulatedJob, now: Standing) -> Reaction:
-    """This library with buddies (docs/elastic.md, docs/buddies.md).
+    """Return the reaction of this library with buddies (docs/elastic.md, docs/buddies.md).
 
-    Each change goes live to the fastest layout for the members that are there. Members with notice hand over their
-    state. After a death all go back to the newest complete set of copies; if a member and its buddy have died, to the
-    newest fallback checkpoint. A slow member gets less work once it has been noticed.
+    Each change is a live switch to the fastest layout for the available members. Members with notice hand over their
+    state. After a death, all go back to the newest complete set of copies or, if a member and its buddy have died, to
+    the newest fallback checkpoint. A slow member gets less work once it has been noticed.
     """
     return _live(job, now, job.survives)
 
 
 def our_checkpoint(job: SimulatedJob, now: Standing) -> Reaction:
-    """This library with `"buddies": "off"` and fallback checkpoints (docs/checkpoint.md).
+    """Return the reaction of this library with `"buddies": "off"` and fallback checkpoints (docs/checkpoint.md).
 
-    The same live changes; but after any death the same processes go back to the newest checkpoint.
+    Changes are live as in `with_buddies`, but after any death the surviving processes go back to the newest checkpoint.
     """
     return _live(job, now, lambda held, gone: False)
 
@@ -106,12 +106,12 @@ def _live(job: SimulatedJob, now: Standing, has_copies: Callable[[SimulatedWorld
 
 
 def drop_replica(job: SimulatedJob, now: Standing) -> Reaction:
-    """The rule of torchft: a replica that has lost a member is dropped, and gradients are averaged over the others.
+    """Return torchft's reaction: drop a replica that has lost a member, and average gradients over the other replicas.
 
     Source: torchft 0.3, `torchft/manager.py` (`WorldSizeMode.DYNAMIC`, `should_commit`). A replica is one index of the
-    data axis, and holds the whole state. The step under way is discarded. Each replica keeps its part of the batch, so
-    a step with fewer replicas trains fewer samples. Members that are free form a replica once they are as many as one
-    needs, and take the state from another one while the others train.
+        data axis, and holds the whole state. The current step is discarded. Each replica keeps its part of the batch,
+        so a step with fewer replicas trains fewer samples. As soon as enough members are free, they form a replica, and
+        get the state from another one while the others train.
     """
     layout, held = job.layout, now.held
     size = layout.world_size // layout.data
@@ -128,11 +128,12 @@ def drop_replica(job: SimulatedJob, now: Standing) -> Reaction:
 
 
 def peers_of_the_stage(job: SimulatedJob, now: Standing) -> Reaction:
-    """The rule of ReCycle: data-parallel peers of the same stage take over the micro-batches of a lost member.
+    """Return ReCycle's reaction: data-parallel peers on the same stage take over a lost member's micro-batches.
 
-    Source: Gandhi et al., ReCycle, SOSP 2024. Members of a stage hold the same state. The step under way is repeated.
-    Work that peers take over fills the bubbles of the pipeline first, here without any loss. A member that returns goes
-    to the stage with the fewest. If a stage has lost all its members, all start again from the newest checkpoint.
+    Source: Gandhi et al., ReCycle, SOSP 2024. Members of a stage hold the same state. The current step is repeated. The
+        work that peers take over first fills the bubbles of the pipeline, which is assumed to be perfect here. A member
+        that returns goes to the stage with the fewest members. If a stage has lost all its members, all start again
+        from the newest checkpoint.
     """
     layout, held = job.layout, now.held
     size, data = layout.ranks_per_stage // layout.data, layout.data
@@ -153,10 +154,10 @@ def peers_of_the_stage(job: SimulatedJob, now: Standing) -> Reaction:
 
 
 def _places(now: Standing, count: int, size: int, groups: int = 1, fresh: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Return the members of each place: the earlier ones if all are alive, and free members in empty places.
+    """Return the members at each place. A place keeps its members if all of them live; free members fill the others.
 
-    size: the number of members of a place; a place with fewer is empty.
-    groups: the number of groups of places; the one with the fewest members is filled first.
+    size: the number of members of a place. A place with fewer members is empty.
+    groups: the number of groups of places. The group with the fewest members is filled first.
     fresh: whether all members are placed anew.
     """
     ready, before = {*now.ready}, () if now.held is None or fresh else now.held.units
@@ -174,8 +175,11 @@ def _places(now: Standing, count: int, size: int, groups: int = 1, fresh: bool =
 def _regrouped(
     job: SimulatedJob, now: Standing, units: tuple[tuple[int, ...], ...], seconds: float, share: float, kept: bool
 ) -> Reaction:
-    """Return the answer of a policy whose members keep their places.
+    """Return the reaction of a policy whose members keep their places.
 
+    units: the members at each place.
+    seconds: the time of a step.
+    share: the part of a global batch that a step trains.
     kept: whether living members hold the state.
     """
     members = tuple(member for unit in units for member in unit)
@@ -186,11 +190,11 @@ def _regrouped(
 
 
 def restart(job: SimulatedJob, now: Standing) -> Reaction:
-    """Stock torchrun and DeepSpeed: each change ends all processes, and new ones load the newest checkpoint.
+    """Return the reaction of stock torchrun and DeepSpeed: end all processes, and let new ones load a checkpoint.
 
     Source: torch 2.13, `torch/distributed/elastic/agent/server/api.py` (a change of membership restarts all workers),
-    and DeepSpeed's `save_checkpoint`, which training waits for. The data axis becomes the largest size that divides the
-    batch; other axes keep their sizes. Members beyond that wait, and start nothing anew.
+        and DeepSpeed's `save_checkpoint`, for which training waits. The data axis gets the largest size that divides
+        the batch; other axes keep their sizes. Additional members wait, and cause no restart.
     """
     layout, held = job.layout, now.held
     size = layout.world_size // layout.data
@@ -216,7 +220,8 @@ def _from_storage(job: SimulatedJob, now: Standing) -> float:
 class Rival:
     """A policy and its name in tables.
 
-    joins_at_once: whether members count as ready as soon as their processes start, because all start anew.
+    joins_at_once: whether members count as ready as soon as their processes start, because a join restarts all
+        processes.
     saving_stops: whether training waits until a checkpoint is written.
     """
 

@@ -1,6 +1,6 @@
-"""The job that is simulated: what a step takes in a world, and what a switch, a copy and a checkpoint take.
+"""The simulated job: how long a step takes in a world, and how long a switch, a copy and a checkpoint take.
 
-Steps are predicted from the profile as `balance` predicts them, switches as `ds-dynatrain plan` predicts them.
+Steps are predicted from the profile as in `balance`, and switches as in `ds-dynatrain plan`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ds_dynatrain.space.layout import Layout
 
 
 class Assumptions(BaseModel):
-    """Times that neither a profile nor a cluster file has. The descriptions are printed with the results."""
+    """Times that are in neither a profile nor a cluster file. Their descriptions are printed with the results."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -65,7 +65,7 @@ class SimulatedWorld:
     members: the members by rank.
     deal: the division of the samples.
     step_seconds: the time of a step.
-    units: the members of each replica or stage place, for policies that keep them; () for an empty place.
+    units: the members of each replica or stage, for policies that keep them together; () for an empty one.
     share: the part of a global batch that a step trains.
     """
 
@@ -78,7 +78,7 @@ class SimulatedWorld:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """The world without the time of a step, to tell whether two worlds differ in more than that."""
+        """The world without its step time: two worlds with equal values differ at most in that time."""
         return self.members, self.layout, self.deal, self.units
 
 
@@ -86,7 +86,7 @@ class SimulatedWorld:
 class SimulatedJob:
     """A profiled model in a cluster.
 
-    layout: the layout in which all members train; policies with a fixed shape keep its axes.
+    layout: the layout in which all members train. Policies with a fixed shape keep its axes.
     least: the number of members below which training waits.
     most: the number of members that may train at once; the others are spares.
     """
@@ -104,7 +104,7 @@ class SimulatedJob:
     def read(
         cls, profile: Path, cluster: Path, layout: str | None, assumed: Assumptions, least: int, most: int | None
     ) -> SimulatedJob:
-        """Return the job of a profile, a cluster file and the options.
+        """Return the job that a profile, a cluster file and the options describe.
 
         Raises DynatrainError, which names the file or the option, if they cannot be used or do not belong together.
         """
@@ -128,7 +128,7 @@ class SimulatedJob:
 
     @cached_property
     def links(self) -> LinkCosts:
-        """The links between members, for messages of a step."""
+        """The links over which members exchange the messages of a step."""
         classes = self.topology.node, self.topology.network
         inside, between = (Link(each.bytes_per_second, each.latency_seconds) for each in classes)
         return LinkCosts(inside, between, max(1, len(self.topology.node_of) // len(self.topology.names)))
@@ -152,9 +152,9 @@ class SimulatedJob:
         return step_time(self.profile, layout, deal or Deal.of(self.profile, layout), speeds, links)
 
     def best(self, ready: Iterable[int], speeds: Mapping[int, float]) -> SimulatedWorld | None:
-        """Return the world of this library's scheduler (`"layouts": "best"`): its layout with the fastest step.
+        """Return the world with the fastest step, as this library's scheduler (`"layouts": "best"`) chooses it.
 
-        None if there are too few members, or if nothing fits into their memory.
+        Returns None if there are too few members, or if nothing fits into their memory.
         """
         among = tuple(ready)[: self.most]
         if len(among) < self.least:
@@ -173,7 +173,7 @@ class SimulatedJob:
         return self.timed(SimulatedWorld(members_by_rank, found.layout, found.deal, 0.0), speeds)
 
     def timed(self, world: SimulatedWorld, speeds: Mapping[int, float]) -> SimulatedWorld:
-        """Return a world with the time of its steps at these speeds."""
+        """Return a world with the step time that it has at these speeds of its members."""
         pace = [speeds[member] for member in world.members]
         return replace(world, step_seconds=self.step(world.layout, pace, world.deal, world.members).seconds)
 
@@ -188,7 +188,9 @@ class SimulatedJob:
 
     @cached_property
     def _planned(self) -> PlannedJob:
-        """The profile as a model of one tensor per layer, with masters and Adam's moments in fp32."""
+        """A model with one tensor per layer of the profile, fp32 masters and Adam's moments, for which switches are
+        planned.
+        """
         weight, master = self.profile.kind_bytes(WEIGHT), self.profile.kind_bytes(MASTER)
         item = 2 if (master > weight).any() else 4
         shapes = [(max(1, nbytes // item),) for nbytes in weight.tolist()]
@@ -202,7 +204,9 @@ class SimulatedJob:
         return float(self.profile.counts("total_bytes").sum()) / self.assumed.storage_bytes_per_second
 
     def copy_seconds(self, layout: Layout) -> float:
-        """Return how long after a step the copies of buddies are complete; 0 at stage 0, whose replicas need none."""
+        """Return the time from a step until the buddies have complete copies of it; 0 at stage 0, whose replicas need
+        no copies.
+        """
         if layout.zero_stage == 0:
             return 0.0
         parts, cut = state_of(self.profile, layout)[1], cut_of(self.profile, layout)
@@ -210,7 +214,9 @@ class SimulatedJob:
         return float(most) / self.topology.network.bytes_per_second
 
     def survives(self, world: SimulatedWorld, gone: Collection[int]) -> bool:
-        """Return whether living members hold each rank's state, as its replica or as its buddy (docs/buddies.md)."""
+        """Return whether each rank's state is still held by a living member: by itself, a replica or a buddy
+        (docs/buddies.md).
+        """
         members = world.members
         if world.layout.zero_stage == 0:
             width = world.layout.ranks_per_stage // world.layout.data

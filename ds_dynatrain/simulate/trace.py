@@ -1,7 +1,7 @@
-"""Traces: what happens to which members of a cluster, and when.
+"""Traces: which events happen to which members of a cluster, and when.
 
-A trace is a file of JSON lines, or a CSV file of a spot market with the columns `seconds,nodes`. It can be drawn from
-stated distributions.
+A trace is a file of JSON lines, or a CSV file of a spot market with the columns `seconds,nodes`. It can also be drawn
+from distributions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Values = TypeVar("Values", bound=BaseModel)
 class TraceRow(BaseModel):
     """A row of a trace.
 
-    seconds: the time since the beginning of the trace.
+    seconds: the time since the start of the trace.
     event: "join": processes are started on the members; "loss": the members die without notice; "preemption": the
-        members get notice, and are gone when it has passed; "slow": the members run at `speed` from now on; "end": the
-        trace ends.
-    members: the members to which it happens.
+        members are given notice, and are gone when it has passed; "slow": the members run at `speed` from now on;
+        "end": the trace ends.
+    members: the members that the event concerns.
     speed: the speed of slow members; 1 once they are as fast as the others again.
-    notice_seconds: the notice of a pre-emption.
-    noticed_seconds: how long it takes until the others notice a loss; None for `Assumptions.detection_seconds`.
+    notice_seconds: the length of a pre-emption's notice.
+    noticed_seconds: the time until the others notice a loss; None for `Assumptions.detection_seconds`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,7 +48,10 @@ class TraceRow(BaseModel):
     noticed_seconds: Seconds | None = None
 
     def there_after(self, there: set[int]) -> set[int]:
-        """Return the members that are there after the row, if these were there before it."""
+        """Return the members that are present after the row.
+
+        there: the members that were present before it.
+        """
         if self.event in ("loss", "preemption"):
             return there - {*self.members}
         return there | {*self.members} if self.event == "join" else there
@@ -75,7 +78,7 @@ def read_trace(file: Path, topology: Topology) -> tuple[TraceRow, ...]:
 
 
 def at_the_beginning(rows: Iterable[TraceRow], members: Iterable[int]) -> set[int]:
-    """Return the members that train from the beginning: all but those whose first row is a join."""
+    """Return the members that train from the start: all except those whose first row is a join."""
     first = {member: row.event for row in reversed([*rows]) for member in row.members}
     return {member for member in members if first.get(member) != "join"}
 
@@ -83,7 +86,7 @@ def at_the_beginning(rows: Iterable[TraceRow], members: Iterable[int]) -> set[in
 def read_values(kind: type[Values], text: str, option: str) -> Values:
     """Return the object that an option such as "hours=24,loss=3600" describes.
 
-    Raises ConfigError, which names the option and the key, for a key or a value that it cannot have.
+    Raises ConfigError, which names the option and the key, for an unknown key or an invalid value.
     """
     pairs = [part.partition("=") for part in text.split(",") if part]
     try:
@@ -106,9 +109,9 @@ def _json_row(line: tuple[int, str]) -> Numbered:
 
 
 def _spot_rows(lines: Iterable[tuple[int, str]], topology: Topology) -> Iterator[Numbered]:
-    """Yield joins and pre-emptions of whole nodes, the newest of which fall first.
+    """Yield joins and pre-emptions of whole nodes. If nodes are pre-empted, the newest ones go first.
 
-    The numbers of nodes are scaled so that the largest one is all nodes of the cluster.
+    The numbers of nodes are scaled so that the largest one equals all nodes of the cluster.
     """
     counts: list[tuple[int, float, int]] = []
     for number, line in lines:
@@ -131,7 +134,7 @@ def _spot_rows(lines: Iterable[tuple[int, str]], topology: Topology) -> Iterator
         names_changed = names[min(here, size) : max(here, size)]
         members = tuple(member for member, name in sorted(topology.node_of.items()) if name in names_changed)
         was, here = here, size
-        is_given = place == 0 and seconds == 0  # these are there from the beginning
+        is_given = place == 0 and seconds == 0  # these are present from the start
         if members and not is_given:
             yield number, TraceRow(seconds=seconds, event="join" if size > was else "preemption", members=members)
     yield counts[-1][0], TraceRow(seconds=counts[-1][1], event="end")
@@ -149,9 +152,9 @@ def _check(rows: list[Numbered], members: set[int]) -> None:
 
 
 def _mistake_of(row: TraceRow, before: TraceRow, members: set[int], here: set[int]) -> str | None:
-    """Return why a row cannot follow another one, or what is wrong with its members; None if it can.
+    """Return why a row cannot follow another one, or what is wrong with its members; None if it is valid.
 
-    here: the members that are there before the row.
+    here: the members that are present before the row.
     """
     if row.seconds < before.seconds:
         return f"{row.seconds:g} s is before the row above, {before.seconds:g} s; sort the rows by time"
@@ -179,11 +182,11 @@ class Distributions(BaseModel):
     """The distributions of a drawn trace. Intervals and durations are exponential, and all nodes are alike.
 
     hours: the length of the trace.
-    loss: mean seconds between two losses of nodes, in a cluster whose nodes are all there (MTBF); None for no losses.
+    loss: mean seconds between two losses of nodes in a cluster with all its nodes (MTBF); None for no losses.
     preemption: the same for pre-emptions.
     slow: the same for slow-downs.
     back: mean seconds until a node that is gone joins again.
-    notice: the notice of a pre-emption, in seconds.
+    notice: the length of a pre-emption's notice, in seconds.
     slow_for: the mean duration of a slow-down, in seconds. Nothing else happens to the node in the meantime.
     speed: the speed of a slow node.
     """
@@ -201,7 +204,7 @@ class Distributions(BaseModel):
 
 
 def draw(said: Distributions, topology: Topology, seed: int) -> list[TraceRow]:
-    """Return the rows of a trace: equal arguments give equal rows."""
+    """Draw a random trace, and return its rows. Equal arguments give equal rows."""
     chance, end, rows = np.random.default_rng(seed), 3600 * said.hours, list[TraceRow]()
     means = {"loss": said.loss, "preemption": said.preemption, "slow": said.slow}
     rates = {event: 1 / mean / len(topology.names) for event, mean in means.items() if mean is not None}

@@ -2,8 +2,8 @@
 
 A `Box` is an axis-aligned block of a tensor, in any number of dims (none for a scalar). A *shard* is a list of pieces:
 a piece is a box of the logical tensor and the position of its elements in the rank's local buffer (`offset` and
-`strides`, in elements). A *cut* deals a tensor to the ranks of one axis. `AxisCuts` says how the axes of a layout
-partition one tensor.
+`strides`, in elements). A *cut* assigns the parts of a tensor to the ranks of one axis. `AxisCuts` says how the axes of
+a layout partition one tensor.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Pick:
-    """A cut that leaves the whole tensor on some ranks and nothing on the others; used for experts that are not
-    stacked.
+    """A cut that leaves the whole tensor on some ranks and nothing on others. Used for experts that are not stacked.
 
     count: number of ranks.
     holders: the ranks that hold the tensor.
@@ -110,7 +109,7 @@ class Pick:
     holders: tuple[int, ...]
 
     def shard(self, shape: tuple[int, ...], index: int) -> Shard:
-        """Return the shard of rank `index`; that of a rank that holds nothing has the shape (0,)."""
+        """Return the shard of rank `index`. If the rank does not hold the tensor, the shard has the shape (0,)."""
         return Shard.whole(shape) if index in self.holders else NOTHING
 
 
@@ -162,7 +161,7 @@ class DimCut:
 
 @dataclass(frozen=True)
 class Dealt:
-    """A cut of dim 0 into single rows, which are dealt in any order; used for stacks of experts.
+    """A cut of dim 0 into single rows, which are assigned to ranks in any order. Used for stacks of experts.
 
     rows: the rows of each rank, in the order in which they lie there. Each row has one rank.
     """

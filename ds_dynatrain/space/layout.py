@@ -26,22 +26,22 @@ class Layout:
     """A complete layout: every axis has a size (1 if not named) and the ZeRO stage has no default.
 
     world size = pipe x data x sequence x tensor. `expert` divides data x sequence x tensor and adds no ranks; `data`
-    never includes `sequence`. Ranks count slowest first: pipe, data, sequence, tensor. LayoutError for a size below 1,
-    a stage that is not 0, 1, 2 or 3, or an expert size that does not divide.
+    never includes `sequence`. Ranks count slowest first: pipe, data, sequence, tensor.
 
     boundaries: the first layer of each pipeline stage, followed by the number of layers, such as (0, 3, 7) for layers 0
-    to 2 and 3 to 6. None leaves the cut to the model's partition method. LayoutError unless they make `pipe` stages of
-    at least one layer each.
-
+        to 2 and 3 to 6. None leaves the cut to the model's partition method.
     shares: how many samples of a global batch each index of the data axis takes, such as (3, 5). None deals them as
-    evenly as possible. LayoutError unless every index has a share of at least 1.
-
+        evenly as possible.
     order: how the flat buffers of ZeRO stages 1 and 2 order the tensors, as runs of tensor numbers, such as (4, 6, 0,
-    4) for 4, 5, 0, 1, 2, 3. None is DeepSpeed's order. Switches choose it; see `dynatrain.owners`. LayoutError unless
-    each number occurs once.
+        4) for 4, 5, 0, 1, 2, 3. None is DeepSpeed's order. Switches choose it; see `dynatrain.owners`.
     experts: for each layer with experts, the experts of each index of the expert axis, such as (((0, 2), (1, 3)),) for
-    one layer and expert=2. None gives the first index the first experts, and so on; a map that says the same becomes
-    None. LayoutError unless each index has as many experts as the others, and each expert has one index.
+        one layer and expert=2. None gives the first index the first experts, and so on; a map that says the same
+        becomes None.
+
+    Raises LayoutError for a size below 1, a stage that is not 0, 1, 2 or 3, an expert size that does not divide,
+    boundaries that do not make `pipe` stages of at least one layer each, an index without a share of at least 1, an
+    order in which a number does not occur once, indices with unequal numbers of experts, and an expert with several
+    indices.
     """
 
     zero_stage: int
@@ -105,7 +105,9 @@ class Layout:
 
     @property
     def moved_experts(self) -> int:
-        """The number of experts in all layers that are not at the place that they would have without a map."""
+        """The number of experts, over all layers, that a map puts at another place than they would have
+        without a map.
+        """
         pairs = (pair for layer in self.experts or () for pair in enumerate(itertools.chain(*layer)))
         return sum(place != expert for place, expert in pairs)
 
@@ -118,7 +120,7 @@ class Layout:
         return index, place
 
     def replace(self, **changes: Any) -> Layout:
-        """Return a layout with some sizes changed; LayoutError for a name that is no axis.
+        """Return a layout with some sizes changed. Raises LayoutError for a name that is not an axis.
 
         Boundaries hold for one number of stages only, so another `pipe` drops them; another `data` drops the shares,
         and another `expert` the map of experts. Every change drops the order.
@@ -134,7 +136,7 @@ class Layout:
         return found if found == self or "order" in changes else dataclasses.replace(found, order=None)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the place of a rank on each axis that adds ranks; LayoutError for a rank outside the world."""
+        """Return the place of a rank on each axis that adds ranks. Raises LayoutError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(
                 f"rank {rank} is not in a world of {self.world_size} ({self}); give 0 to {self.world_size - 1}"
@@ -169,7 +171,9 @@ class Layout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
-        """Read what `to_dict` wrote; missing axes are 1; LayoutError for an unknown name or a missing stage."""
+        """Return the layout that `to_dict` wrote. Missing axes are 1. Raises LayoutError for an unknown name or a
+        missing stage.
+        """
         if "zero_stage" not in values:
             raise LayoutError(
                 f"zero_stage is missing among {', '.join(values) or 'nothing'}, and it has no default; give "

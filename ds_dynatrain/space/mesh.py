@@ -38,7 +38,8 @@ class ShardGroup:
 
     number: the index of the group in `Mesh.shard_groups`.
     ranks: the ranks in group order.
-    place: the place of the first rank. Tensors that belong to other groups may differ on other ranks.
+    place: the place of the first rank. Other ranks of the group may have another place, with other tensors of other
+        groups.
     experts: whether the group holds expert tensors.
     """
 
@@ -90,7 +91,10 @@ class Mesh:
         return self.layout.expert if experts else self.layout.tensor
 
     def groups_of(self, rank: Ints | int, experts: bool) -> tuple[Ints, Ints]:
-        """Return the number of each rank's shard group, and the rank's index in it; of one rank, as numbers."""
+        """Return (shard group's number, rank's index in the group), each an array if `rank` is an array.
+
+        experts: whether to return the groups of expert tensors instead of those of other tensors.
+        """
         stage, place = np.divmod(rank, self.layout.ranks_per_stage)
         index, first = np.divmod(place, self.per_stage(experts))
         return self._before(experts) + stage * self.per_stage(experts) + first, index
@@ -176,7 +180,7 @@ class Mesh:
 
     @cached_property
     def _first_alike(self) -> list[Ints]:
-        """The first shard group of a stage with the same part, for each form and each group of the stage.
+        """For each form, and each group of a stage: the first group of the stage that has the same part of the tensors.
 
         It is -1 if the group holds nothing. Two parts of a tensor are the same, or have no element in common.
         """
@@ -264,10 +268,10 @@ class Mesh:
                 parts.append(strips.repeat(self.line.bases[numbers], line.bases[numbers]))
         return Strips.join(parts)
 
-    def meeting(self, start: Ints, stop: Ints, is_primary: bool) -> Iterator[ShardGroup]:
-        """Yield the shard groups that may hold some of the given coordinates, in order, and few others.
+    def groups_with(self, start: Ints, stop: Ints, is_primary: bool) -> Iterator[ShardGroup]:
+        """Yield the shard groups that may hold some of the given coordinates, in order. A few of them may hold none.
 
-        is_primary: whether to leave out groups with nothing that no earlier group holds.
+        is_primary: whether to leave out groups whose elements are all held by earlier groups.
         """
         filled = np.flatnonzero(self.line.numels)
         _, tensor, low, high = interval.intersect(start, stop, self.line.bases[filled], self.line.bases[filled + 1])

@@ -41,7 +41,8 @@ class Copies(NamedTuple):
 
     ranks: the ranks in group order.
     experts: whether the runs are of expert tensors.
-    each: the elements of all shard groups of this sort, divided by the number of all ranks.
+    each: the number of elements of all shard groups with (or without) expert tensors, divided by the number of all
+        ranks.
     start, stop: the runs.
     """
 
@@ -342,7 +343,7 @@ class GroupedSharding:
         """Return the runs that all ranks of a shard group hold, for each group that may hold some of the given runs. An
         element that several groups hold belongs to the first of them.
         """
-        return map(self._copies, self.mesh.meeting(start, stop, is_primary=True))
+        return map(self._copies, self.mesh.groups_with(start, stop, is_primary=True))
 
     def copies_of(self, rank: int) -> list[Copies]:
         """Return, for each shard group of a rank, the runs that no earlier group holds."""
@@ -374,7 +375,7 @@ class GroupedSharding:
 
     def candidates(self, start: Ints, stop: Ints) -> Ints:
         """Return the ranks that may hold some of the given coordinates, each once."""
-        groups = self.mesh.meeting(start, stop, is_primary=False)
+        groups = self.mesh.groups_with(start, stop, is_primary=False)
         return np.unique(np.concatenate([np.empty(0, np.int64), *(group.ranks for group in groups)]))
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
@@ -435,7 +436,7 @@ class GroupedSharding:
     def _ranks(self, start: Ints, stop: Ints, is_owned: bool) -> Owned:
         """Split runs by the rank that owns each element, or by every rank that holds it."""
         parts = [(np.empty(0, np.int64),) * 4]
-        for group in self.mesh.meeting(start, stop, is_owned):
+        for group in self.mesh.groups_with(start, stop, is_owned):
             cut, hulls = self.cutter(group), self.mesh.index_map(group, is_owned).hulls(start, stop)
             part, first, last, index = (cut.owners if is_owned else cut.holders)(hulls.first, hulls.last)
             kept, begin, end = hulls.back(part, first, last)

@@ -72,7 +72,10 @@ class Strips:
         return Strips(start, stop, address, np.tile(self.width, count), np.tile(self.step, count))
 
     def address_of(self, strip: Ints, coordinate: Ints) -> Ints:
-        """Return where coordinates lie. strip: for each of them, the number of the strip that contains it."""
+        """Return the addresses of coordinates.
+
+        strip: the number of the strip that contains each coordinate.
+        """
         return self.address[strip] + reach(coordinate - self.start[strip], self.width[strip], self.step[strip])
 
     def hulls(self, start: Ints, stop: Ints) -> Hulls:

@@ -27,7 +27,10 @@ Shape = tuple[int, ...]
 
 
 def addresses(dims: Iterable[int], strides: Iterable[int], first: int) -> Ints:
-    """Return the addresses of all elements of a block, row-major. first: the address of the first one."""
+    """Return the addresses of all elements of a block, row-major.
+
+    first: the address of the first element.
+    """
     found = np.array([first], dtype=np.int64)
     for size, stride in zip(dims, strides, strict=False):
         found = np.add.outer(found, np.arange(size, dtype=np.int64) * stride).reshape(-1)
@@ -65,7 +68,10 @@ class Tile:
 
     @staticmethod
     def of(box: Box, start: int, strides: Sequence[Shape]) -> Tile:
-        """Return the tile with the fewest strips. strides: those of every buffer in which the block lies."""
+        """Return the tile with the fewest strips.
+
+        strides: the strides of every buffer in which the block lies.
+        """
         dims = box.shape
         inner = _steps_from((*dims, 1), [(*each, 1) for each in strides], len(dims))
         return Tile(box, start, _steps_from(dims, strides, inner - 1) if inner else 0, inner)

@@ -158,8 +158,7 @@ def _joined(held: Pieces, packed: Pieces) -> Pieces:
 def assembled(
     line: CoordinateLine, output: Output, parts: Pieces, memory: Memory, like: torch.Tensor, copies: bool = False
 ) -> torch.Tensor:
-    """Return an output tensor, assembled from the parts of a bucket: a view if it is contiguous in memory, otherwise a
-    copy.
+    """Return an output tensor assembled from the parts of a bucket: a view if it is contiguous in memory, else a copy.
 
     memory: the buffers of the parts.
     like: a tensor with the output's type and device.

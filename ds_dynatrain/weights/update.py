@@ -71,8 +71,7 @@ class Receiver:
     """Version of the newest update in which this rank took part; 0 before the first."""
 
     def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
-        """Return the version that this rank proposes, and two numbers for the class itself. All ranks see
-        them.
+        """Return the version that this rank proposes, and two numbers for the class itself. All ranks see them.
 
         Called on each rank before an update; must not run collectives. The highest proposal becomes the version.
         """

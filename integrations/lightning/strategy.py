@@ -113,7 +113,7 @@ class DynatrainStrategy(Checkpoints, Below):
         for each in trainer.loggers:
             try:
                 each.log_metrics(named, step=trainer.global_step)
-            except Exception as error:  # a switch must not fail by what tells of it
+            except Exception as error:  # an error of a logger must not make the switch fail
                 logger.warning("switch %d was not written to Lightning's loggers (%s)", event.generation, error)
 
     def barrier(self, *arguments: Any, **named: Any) -> None:
@@ -194,7 +194,7 @@ class DynatrainStrategy(Checkpoints, Below):
         engine.register_for_checkpointing(PROGRESS, self._progress)
         self.set_world_ranks()
         if self.cluster_environment.creates_processes_externally:
-            self._launcher = None  # it would compare the current world with the one that was started
+            self._launcher = None  # the launcher would compare the current world with the one that was started
         _leave_windows(self.lightning_module)
         if self._is_idle:
             trainer.num_sanity_val_steps = 0

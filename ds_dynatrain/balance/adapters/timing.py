@@ -250,16 +250,11 @@ class ModuleTimer(Timer):
         self._at(number)
 
     def _end(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Hook the gradients of tensors, except those that a module has returned before, and return the hooked tensors.
-
-        whose: the number of the layer to which time is attributed once such a gradient arrives.
-        """
         self._at(self._rest)
         self._given += self._hook_gradients(outputs, number)
 
     def _hook_gradients(self, tensors: Any, whose: int) -> list[torch.Tensor]:
-        """Hook the gradients of these tensors, except tensors that another module has returned before. Return the
-        hooked ones.
+        """Hook the gradients of tensors, except those that a module has returned before, and return the hooked tensors.
 
         whose: the number of the layer to which time is attributed once such a gradient arrives.
         """

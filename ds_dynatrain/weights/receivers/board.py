@@ -84,8 +84,7 @@ class LinkConnection:
             self._group: Any = td.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=self.seconds))
 
     def send(self, values: torch.Tensor, rank: int, what: str) -> Callable[[], None]:
-        """Start sending flat values, which must be in host memory, to a rank. Return a function that waits until they
-        are sent.
+        """Start sending flat values in host memory to a rank. Return a function that waits until they are sent.
 
         Both raise TransferError, naming the rank, if sending fails or takes too long.
 

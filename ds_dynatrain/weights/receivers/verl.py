@@ -1,7 +1,7 @@
-"""`shards`: each rank's shard of every parameter, in the form that verl's delta engine gets from
-`get_per_tensor_param_shard`.
+"""`shards`: each rank's shard of every parameter, in the form that verl's delta engine takes.
 
-verl compares these shards with those of the previous step, and gathers the changed elements over `gather_group`.
+The engine gets shards from `get_per_tensor_param_shard`. It compares them with those of the previous step, and gathers
+the changed elements over `gather_group`.
 """
 
 from __future__ import annotations
