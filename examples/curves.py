@@ -1,4 +1,4 @@
-"""What the examples keep of a run: a progress bar, the losses as lines of JSON, and at the end a table and a plot."""
+"""The record of an example's run: a progress bar, the losses as lines of JSON, and at the end a table and a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ SWITCHES = "switches.jsonl"
 
 
 class Record:
-    """Keeps the losses of one run in OUT/NAME.jsonl; every rank calls it, and whichever is rank 0 just then writes."""
+    """Record of the losses of one run, in OUT/NAME.jsonl. Every rank calls its methods; only the current rank
+    0 writes.
+    """
 
     def __init__(self, engine: Any, out: Path, name: str, steps: int) -> None:
         self.engine, self.out, self.name, self.steps = engine, out, name, steps
@@ -22,11 +24,11 @@ class Record:
         self.shown: dict[str, str] = {}
 
     def train(self, step: int, loss: float) -> None:
-        """Note the loss of the batch of a step, or of one of its micro-batches."""
+        """Record the loss of a step's batch, or of one of its micro-batches."""
         self._note(step, "train", loss)
 
     def held_out(self, step: int, loss: float) -> None:
-        """Note the held-out loss after so many steps."""
+        """Record the held-out loss after this many steps."""
         self._note(step, "held_out", loss)
 
     def _note(self, step: int, kind: str, loss: float) -> None:
@@ -54,7 +56,9 @@ class Record:
 
 
 def losses(path: Path, kind: str) -> dict[int, float]:
-    """Return the losses of one kind by step; micro-batches of one step are averaged."""
+    """Return a map from step to loss, for losses of one kind ("train" or "held_out"). Micro-batches of a step are
+    averaged.
+    """
     found: defaultdict[int, list[float]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -64,7 +68,7 @@ def losses(path: Path, kind: str) -> dict[int, float]:
 
 
 def show(out: Path) -> None:
-    """Print the table of switches and draw the curves of all runs that are in the folder into OUT/losses.png."""
+    """Print the table of switches, and plot the curves of all runs in the folder into OUT/losses.png."""
     import rich
 
     from ds_dynatrain.report import read_events

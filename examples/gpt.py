@@ -1,4 +1,4 @@
-"""A small GPT in plain torch, and text to train it on: the bytes of the source code of Python's standard library."""
+"""A small GPT in plain torch, and text to train it on: the source code of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CONTEXT = 64  # bytes that the model sees at a time
-MOST_BYTES = 4_000_000  # of the standard library
+CONTEXT = 64  # bytes in a sample
+MOST_BYTES = 4_000_000  # bytes of the standard library
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a feed-forward layer, each added to its input."""
+    """A transformer block: causal attention, then a feed-forward layer, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,24 +32,24 @@ class Block(nn.Module):
         return x + self.feed(self.norm_feed(x))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Attention of each place to itself and those before it."""
+        """Return the attention layer's result: each position attends to itself and to earlier positions."""
         query, key, value = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = self.mix(query, key, value)
         attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return attended
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention itself, of (batch, heads, length, width of a head) each."""
+        """Return the attention of queries to keys and values, (batch, heads, length, width of a head) each."""
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     def feed(self, x: Tensor) -> Tensor:
-        """The feed-forward layer, at each place alone."""
+        """Return the feed-forward layer's result, computed for each position separately."""
         fed: Tensor = self.down(F.gelu(self.up(x)))
         return fed
 
 
 class GPT(nn.Module):
-    """Predicts the next byte from the bytes before it."""
+    """A model that predicts each byte from the bytes before it."""
 
     def __init__(self, layers: int = 4, width: int = 128, heads: int = 4) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class GPT(nn.Module):
 
 
 class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """`count` pieces of a text, evenly spread over it, each with the same piece one byte later."""
+    """A data set of `count` pieces of a text, spread evenly over it, each together with the piece one byte later."""
 
     def __init__(self, text: bytes, count: int, length: int = CONTEXT) -> None:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -87,14 +87,14 @@ class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def texts(file: Path | None = None) -> tuple[bytes, bytes]:
-    """Return the text to train on and the text held out: nine tenths and one tenth of the file or standard library."""
+    """Return (text to train on, text held out): nine tenths and one tenth of the file, or of the standard library."""
     whole = standard_library() if file is None else file.read_bytes()
     cut = len(whole) * 9 // 10
     return whole[:cut], whole[cut:]
 
 
 def standard_library() -> bytes:
-    """Return the source files of Python's standard library, the same ones in the same order on every rank."""
+    """Return the source files of Python's standard library as bytes, the same on every rank."""
     text = bytearray()
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += file.read_bytes()

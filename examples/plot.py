@@ -1,4 +1,4 @@
-"""Loss curves with the switches marked, as a PNG. Needs matplotlib, which the extra `demo` brings."""
+"""A plot of loss curves with marks at the switches, as a PNG. Needs matplotlib (the extra `demo`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLORS = ("#0b6e99", "#d1495b", "#3a7d44", "#8a5a9e")
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of one run by optimizer step."""
+    """The losses of one run, keyed by optimizer step."""
 
     label: str
     train: Mapping[int, float]
@@ -25,12 +25,12 @@ class Curve:
 
 
 def plot(path: str | Path, curves: Sequence[Curve], events: Iterable[SwitchEvent] = ()) -> Path:
-    """Draw the curves into the PNG at `path`, a line at each committed switch, and return the path.
+    """Plot the curves into the PNG at `path`, with a line at each committed switch. Return the path.
 
-    The upper half has the losses; with two or more curves the lower half has how far each is from the first one, on a
-    logarithmic scale, because curves that agree hide one another. Raises `ImportError` without matplotlib.
+    The upper half shows the losses. With two or more curves, the lower half shows how far each is from the first one,
+    on a logarithmic scale, because curves that agree hide one another. Raises `ImportError` without matplotlib.
     """
-    from matplotlib.figure import Figure  # a Figure of its own: no window, no global state
+    from matplotlib.figure import Figure  # a Figure of its own needs no window and no global state
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes: list[Axes] = []
@@ -49,7 +49,7 @@ def plot(path: str | Path, curves: Sequence[Curve], events: Iterable[SwitchEvent
 
 
 def _draw_losses(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Draw all curves, the first one broad and pale, so that it shows under a curve that equals it."""
+    """Draw all curves, the first one broad and pale, so that it stays visible under a curve with the same values."""
     for index, curve in enumerate(curves):
         color, marker = _COLORS[index % len(_COLORS)], "os^D"[index % 4]
         below = index == 0 and len(curves) > 1
@@ -64,7 +64,9 @@ def _draw_losses(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _draw_distance(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Draw how far each later curve is from the first, relative to the first; equal bits lie on the floor."""
+    """Draw the distance of each later curve from the first one, relative to the first one. Equal values lie at the
+    bottom.
+    """
     floor = 1e-9
     first = curves[0].train
     for index, curve in enumerate(curves[1:], start=1):
@@ -78,7 +80,7 @@ def _draw_distance(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _mark(axes: Sequence[Axes], events: Sequence[SwitchEvent]) -> None:
-    """Draw one line through all axes at each switch, and write beside it what changed."""
+    """Draw a line through all axes at each switch, labelled with the change."""
     for event in events:
         for part in axes:
             part.axvline(event.step, color="#444444", linestyle="--", linewidth=1)
@@ -93,6 +95,6 @@ def _mark(axes: Sequence[Axes], events: Sequence[SwitchEvent]) -> None:
 
 
 def _points(curve: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    """Return the steps in order and the losses at them."""
+    """Return (steps in ascending order, losses at these steps)."""
     steps = sorted(curve)
     return steps, [curve[step] for step in steps]

@@ -1,4 +1,4 @@
-"""Train a small GPT with DeepSpeed, on two of the processes at first, and change that while it trains.
+"""Train a small GPT with DeepSpeed, at first on two of the processes, and change the layout during training.
 
 torchrun --standalone --nproc-per-node=4 examples/train_gpt.py --schedule "20:data=4,zero_stage=3 40:data=3"
 """
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 
 def schedule(text: str) -> dict[int, dict[str, int]]:
-    """Read "20:data=4,zero_stage=3 40:data=3": the sizes to ask for, by step."""
+    """Parse text such as "20:data=4,zero_stage=3 40:data=3". Return a map from step to the sizes to request."""
     changes = (entry.split(":") for entry in text.split())
     return {
         int(step): {name: int(size) for name, size in (part.split("=") for part in sizes.split(","))}
@@ -43,7 +43,7 @@ def schedule(text: str) -> dict[int, dict[str, int]]:
 
 @torch.no_grad()
 def held_out_loss(engine: Any, loader: Any) -> float:
-    """Return the mean loss over the text held out; every rank takes its part of each batch."""
+    """Return the mean loss over the held-out text. Every rank evaluates its part of each batch."""
     total = torch.zeros(2)
     engine.eval()
     for batch in loader:
@@ -54,7 +54,7 @@ def held_out_loss(engine: Any, loader: Any) -> float:
 
 
 def main() -> None:
-    """Train for one pass over as many windows of text as the steps need."""
+    """Train for one pass over as many samples as the steps need."""
     args = arguments()
     train_text, held_out_text = texts(args.text)
     config = {
@@ -72,7 +72,7 @@ def main() -> None:
     held_out = engine.loader(Windows(held_out_text, 4 * BATCH), evaluation=True)
     record = Record(engine, args.out, "switching" if args.schedule else "static", args.steps)
 
-    for batch in loader:  # a switch that was asked for takes effect here
+    for batch in loader:  # a requested switch takes effect here
         step = engine.global_steps
         if step in args.schedule:
             engine.switch(**args.schedule.pop(step))

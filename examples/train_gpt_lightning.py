@@ -1,10 +1,10 @@
-"""Train the same GPT with PyTorch Lightning, in a world that changes, and go on in another one.
+"""Train the same GPT with PyTorch Lightning in a world that changes, and continue in another one.
 
 torchrun --standalone --nproc-per-node=4 examples/train_gpt_lightning.py
 torchrun --standalone --nproc-per-node=3 examples/train_gpt_lightning.py --resume
 
-The first run begins on two of four processes, goes to all of them with ZeRO 3, and to three with ZeRO 2. The second one
-goes on from its last checkpoint on all of three.
+The first run starts on two of four processes, switches to all four with ZeRO 3, and then to three with ZeRO 2. The
+second run continues from the last checkpoint on all of its three processes.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ BATCH = 12
 
 
 class Language(lightning.LightningModule):  # type: ignore[misc]
-    """The model of `gpt.py`."""
+    """The model of `gpt.py` as a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = GPT()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         loss: torch.Tensor = self.model(*batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """The loss on the text held out."""
+        """Log the loss on the held-out text."""
         self.log("held out", self.model(*batch), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """As in `train_gpt.py`."""
+        """Return the same optimizer as in `train_gpt.py`."""
         return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
 
 def main() -> None:
-    """Train, or go on."""
+    """Train, from the start or from a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default 60)")
     parser.add_argument("--out", type=Path, default=Path("build/lightning"), help="folder for checkpoints")

@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
 
 @torch.no_grad()
 def held_out_loss(engine: Any, loader: Any) -> float:
-    """Return the mean loss over the text held out; every rank takes its part of each batch."""
+    """Return the mean loss over the held-out text. Every rank evaluates its part of each batch."""
     total = torch.zeros(2)
     engine.eval()
     for batch in loader:
@@ -41,14 +41,14 @@ def held_out_loss(engine: Any, loader: Any) -> float:
 
 
 def mean(value: torch.Tensor, samples: int) -> float:
-    """Return the mean of a value over all ranks, each weighed by its number of samples."""
+    """Return the mean of a value over all ranks, weighted by their numbers of samples."""
     total = torch.stack([value.detach() * samples, torch.full_like(value, samples)])
     deepspeed.comm.all_reduce(total)
     return float(total[0] / total[1])
 
 
 def main() -> None:
-    """Train for one pass over as many windows of text as the steps need."""
+    """Train for one pass over as many samples as the steps need."""
     args = arguments()
     train_text, held_out_text = texts(args.text)
     config = {

@@ -1,8 +1,8 @@
 """The assignment of source ranks to slots that keeps the most bytes, with prices that prove it.
 
 This is a transport problem: a linear program whose corners are whole numbers. In a slot, a rank either keeps more than
-    its class does, which is a listed pair, or as much as its class, whose ranks are interchangeable in all slots of a
-    class. The prices of ranks and slots prove that no assignment keeps more (`most_kept`).
+its class does, which is a listed pair, or as much as its class, whose ranks are interchangeable in all slots of a
+class. The prices of ranks and slots prove that no assignment keeps more (`most_kept`).
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class _Program:
     The base of a class of slots is the number of bytes that ranks of every class in the zone keep there at least.
 
     The variables count, in this order: listed pairs (`rank`, `slot`); pairs of classes (`rank_class`, `slot_class`)
-        that keep more than the base; ranks that act as members of their class; for each class of ranks, those that keep
-        only the base; for each class of slots, those in which only the base is kept.
+    that keep more than the base; ranks that act as members of their class; for each class of ranks, those that keep
+    only the base; for each class of slots, those in which only the base is kept.
     The constraints: each rank is used once; a class is used at most as often as its ranks act as its members; each slot
-        is used once; a class of slots is used at most as often as it has open slots; in each zone, the base is kept in
-        at most as many slots as there are ranks that keep it.
+    is used once; a class of slots is used at most as often as it has open slots; in each zone, the base is kept in at
+    most as many slots as there are ranks that keep it.
 
     value: the bytes kept, for each variable.
     limit: the upper limit of each constraint.

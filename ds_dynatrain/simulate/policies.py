@@ -109,9 +109,9 @@ def drop_replica(job: SimulatedJob, now: Standing) -> Reaction:
     """Return torchft's reaction: drop a replica that has lost a member, and average gradients over the other replicas.
 
     Source: torchft 0.3, `torchft/manager.py` (`WorldSizeMode.DYNAMIC`, `should_commit`). A replica is one index of the
-        data axis, and holds the whole state. The current step is discarded. Each replica keeps its part of the batch,
-        so a step with fewer replicas trains fewer samples. As soon as enough members are free, they form a replica, and
-        get the state from another one while the others train.
+    data axis, and holds the whole state. The current step is discarded. Each replica keeps its part of the batch, so a
+    step with fewer replicas trains fewer samples. As soon as enough members are free, they form a replica, and get the
+    state from another one while the others train.
     """
     layout, held = job.layout, now.held
     size = layout.world_size // layout.data
@@ -131,9 +131,9 @@ def peers_of_the_stage(job: SimulatedJob, now: Standing) -> Reaction:
     """Return ReCycle's reaction: data-parallel peers on the same stage take over a lost member's micro-batches.
 
     Source: Gandhi et al., ReCycle, SOSP 2024. Members of a stage hold the same state. The current step is repeated. The
-        work that peers take over first fills the bubbles of the pipeline, which is assumed to be perfect here. A member
-        that returns goes to the stage with the fewest members. If a stage has lost all its members, all start again
-        from the newest checkpoint.
+    work that peers take over first fills the bubbles of the pipeline, which is assumed to be perfect here. A member
+    that returns goes to the stage with the fewest members. If a stage has lost all its members, all start again from
+    the newest checkpoint.
     """
     layout, held = job.layout, now.held
     size, data = layout.ranks_per_stage // layout.data, layout.data
@@ -193,8 +193,8 @@ def restart(job: SimulatedJob, now: Standing) -> Reaction:
     """Return the reaction of stock torchrun and DeepSpeed: end all processes, and let new ones load a checkpoint.
 
     Source: torch 2.13, `torch/distributed/elastic/agent/server/api.py` (a change of membership restarts all workers),
-        and DeepSpeed's `save_checkpoint`, for which training waits. The data axis gets the largest size that divides
-        the batch; other axes keep their sizes. Additional members wait, and cause no restart.
+    and DeepSpeed's `save_checkpoint`, for which training waits. The data axis gets the largest size that divides the
+    batch; other axes keep their sizes. Additional members wait, and cause no restart.
     """
     layout, held = job.layout, now.held
     size = layout.world_size // layout.data

@@ -1,7 +1,8 @@
-"""Early exit: after each block the tokens leave that it has changed least; their state goes past the rest of the model.
+"""Early exit: after each block, the tokens that the block has changed least skip all later blocks.
 
-CALM (Schuster et al., arXiv 2207.07061) has measures of when a token may leave; that its state hardly changes any more
-is one. There tokens leave as they are generated, here as they are trained, so that deeper blocks have less to do.
+CALM (Schuster et al., arXiv 2207.07061) describes criteria for when a token may exit; one of them is that its state
+hardly changes any more. There tokens exit during generation, here during training, so that deeper blocks have less to
+compute.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ LEAVING = 0.18
 
 
 class ExitBlock(Block):
-    """`leaving` is a plain number, which goes to another stage as extra state."""
+    """A block after which some tokens exit. The number `leaving` travels to another stage as extra state."""
 
     def __init__(self, number: int, count: int, width: int, heads: int) -> None:
         super().__init__(width, heads)
         self.leaving = 0.0
 
     def get_extra_state(self) -> dict[str, float]:
-        """What goes along."""
+        """Return the state that moves to another stage together with the block's parameters."""
         return {"leaving": self.leaving}
 
     def set_extra_state(self, state: dict[str, float]) -> None:
-        """On the new stage."""
+        """Restore the state on the new stage."""
         self.leaving = state["leaving"]
 
     def forward(self, given: Any) -> Any:
-        """Two of them: (batch, length, width); (batch, length), 1 for the tokens that are left. The first gets one."""
+        """Return (hidden states, mask): (batch, length, width), and (batch, length) with 1 for tokens that are left.
+
+        given: the same pair from the previous block, or only the hidden states for the first block.
+        """
         if not isinstance(given, tuple):
             given = given, torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
         hidden, left = given
         batch, length, width = hidden.shape
-        places = left.nonzero()[:, 1].view(batch, -1)  # as many in each sample
+        places = left.nonzero()[:, 1].view(batch, -1)  # the same number in each sample
         index = places[..., None].expand(-1, -1, width)
         before = hidden if places.shape[1] == length else hidden.gather(1, index)
         made = super().forward(before)
@@ -51,7 +55,7 @@ class ExitBlock(Block):
 
 
 def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
-    """More and more leave."""
+    """Let more tokens exit, in proportion to `progress`. Return a description."""
     for layer in layers.values():
         if isinstance(layer, ExitBlock):
             layer.leaving = LEAVING * progress

@@ -1,6 +1,7 @@
-"""Freezing by a schedule over depth: the first layers are trained no more, one after the other.
+"""Freezing by a schedule over depth: the first layers stop training, one after the other.
 
-Nothing is computed backward before the first layer that is trained, and no gradient is sent to a stage that has none.
+No backward pass runs before the first layer that is still trained, and no gradient is sent to a stage without such a
+layer.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ SHARE = 0.5
 
 
 class FrozenBlock(Block):
-    """What is frozen about it says torch itself: `requires_grad` goes with it to another stage."""
+    """A block that can be frozen. torch's `requires_grad` records this, and travels to another stage with the block."""
 
     def __init__(self, number: int, count: int, width: int, heads: int) -> None:
         super().__init__(width, heads)
 
 
 def most(progress: float, count: int) -> int:
-    """So many layers are frozen by now, of so many in all."""
+    """Return how many of `count` layers are frozen by now."""
     return round(progress * SHARE * count)
 
 
 def freeze(layers: Layers, until: int) -> str:
-    """Train those before `until` no more."""
+    """Freeze all layers before number `until`. Return a description."""
     for layer in (layer for number, layer in layers.items() if number < until):
         layer.requires_grad_(False)
     return f"layers 0 to {until - 1} are frozen" if until else ""
 
 
 def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
-    """The next ones."""
+    """Freeze the next layers. Return a description."""
     return freeze(layers, most(progress, count))
 
 

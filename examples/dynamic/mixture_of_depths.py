@@ -1,8 +1,8 @@
-"""Mixture of Depths: a router lets the best tokens through a block, and the others pass it by.
+"""Mixture of Depths: a router selects the tokens that a block computes; all others skip the block.
 
-Raposo et al., arXiv 2404.02258: so many tokens as the block's capacity says, and what the block adds is weighed with
-the router's word, so that the router learns. Here the capacity falls with depth, as the share of tokens that p-MoD
-(arXiv 2412.04449) keeps: where dear and cheap blocks alternate nothing is left to balance.
+In Raposo et al. (arXiv 2404.02258) a block computes as many tokens as its capacity allows, and its result is multiplied
+by the router's output, so that the router learns. Here the capacity falls with depth, like the fraction of tokens kept
+by p-MoD (arXiv 2412.04449). If expensive and cheap blocks alternated instead, stages would already be balanced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ LEAST = 0.125
 
 
 class RoutedBlock(Block):
-    """`capacity` is a plain number, which goes to another stage as extra state."""
+    """A block that computes only the tokens selected by its router. `capacity` travels to another stage as
+    extra state.
+    """
 
     def __init__(self, number: int, count: int, width: int, heads: int) -> None:
         super().__init__(width, heads)
@@ -25,15 +27,15 @@ class RoutedBlock(Block):
         self.capacity = 1.0
 
     def get_extra_state(self) -> dict[str, float]:
-        """What goes along."""
+        """Return the state that moves to another stage together with the block's parameters."""
         return {"capacity": self.capacity}
 
     def set_extra_state(self, state: dict[str, float]) -> None:
-        """On the new stage."""
+        """Restore the state on the new stage."""
         self.capacity = state["capacity"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The tokens that are let through attend to each other alone."""
+        """Compute the selected tokens, which attend only to each other, and pass the others on unchanged."""
         scores: Tensor = self.router(x)
         if self.capacity >= 1:
             return x + scores.sigmoid() * (super().forward(x) - x)
@@ -46,7 +48,7 @@ class RoutedBlock(Block):
 
 
 def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
-    """Capacities fall, those of deep blocks most."""
+    """Lower the capacities, most of all in deep blocks. Return a description."""
     blocks = count - 2
     for number, layer in layers.items():
         if isinstance(layer, RoutedBlock):

@@ -1,7 +1,8 @@
-"""A mixture of experts that drops no token: each asks as many experts as have a share p of its router's trust.
+"""A mixture of experts without dropped tokens: each token goes to the experts that together have a share p of its
+router's probability.
 
-Huang et al., arXiv 2403.07652 (top-p): a router that is sure asks one, others ask several, so the time of a layer goes
-with what its router has learned.
+In this top-p routing (Huang et al., arXiv 2403.07652) a token goes to one expert if its router is certain, and
+otherwise to several. The time of a layer therefore depends on what its router has learned.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ EXPERTS, TRUST = 4, 0.5
 
 
 class ExpertBlock(Block):
-    """`trust` is a plain number, which goes to another stage as extra state."""
+    """A block with experts. `trust`, the share p of the probability, travels to another stage as extra state."""
 
     def __init__(self, number: int, count: int, width: int, heads: int) -> None:
         super().__init__(width, heads)
@@ -30,18 +31,18 @@ class ExpertBlock(Block):
         self.trust = 1.0
 
     def get_extra_state(self) -> dict[str, float]:
-        """What goes along."""
+        """Return the state that moves to another stage together with the block's parameters."""
         return {"trust": self.trust}
 
     def set_extra_state(self, state: dict[str, float]) -> None:
-        """On the new stage."""
+        """Restore the state on the new stage."""
         self.trust = state["trust"]
 
     def feed(self, x: Tensor) -> Tensor:
-        """Each expert computes the tokens that have asked it, and nothing else."""
+        """Compute each token with the experts to which it is routed, and return their weighted sum."""
         tokens = x.flatten(0, 1)
         trust, order = F.softmax(self.router(tokens), dim=1).sort(dim=1, descending=True)
-        asked = trust.cumsum(1) - trust < self.trust  # the first one always is
+        asked = trust.cumsum(1) - trust < self.trust  # always true for the first expert
         weights = torch.zeros_like(trust).scatter(1, order, trust * asked / (trust * asked).sum(1, keepdim=True))
         fed = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
@@ -51,7 +52,7 @@ class ExpertBlock(Block):
 
 
 def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
-    """Less and less of the trust is asked for."""
+    """Lower the share p, in proportion to `progress`. Return a description."""
     for layer in layers.values():
         if isinstance(layer, ExpertBlock):
             layer.trust = 1 - progress * (1 - TRUST)

@@ -1,4 +1,4 @@
-"""A GPT as layers of a pipeline, whose blocks change while it trains, and what the dynamisms have in common."""
+"""A GPT as layers of a pipeline whose blocks change during training, and the types that all kinds of change share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ Gather = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 
 @dataclass(frozen=True)
 class Dynamism:
-    """How blocks change.
+    """A kind of change of a model's blocks.
 
-    block: makes the one of a number, of so many, of a width and a number of heads. change: is called on all processes
-    at the same step, with the layers that the process holds, how far the change has come, from 0 to 1, and the number
-    of all layers. It changes them, and returns what happened in words, the same on all, or "" for nothing. length,
-    micro_batch: bytes of a sample, and samples; what some save shows in long ones alone.
+    block: function (number, number of blocks, width, number of heads) that makes a block.
+    change: function that changes layers. It is called on all processes at the same step, with the layers that the
+        process holds, the progress of the change from 0 to 1, a `Gather`, and the number of all layers. It returns a
+        description of the change, the same on all processes, or "" if nothing has changed.
+    length: bytes of a sample. Some kinds of change save time only in long samples.
+    micro_batch: samples of a micro-batch.
     """
 
     block: Callable[[int, int, int, int], Block]
@@ -37,7 +39,7 @@ class Dynamism:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model."""
+    """The sizes of the model."""
 
     blocks: int = 8
     width: int = 128
@@ -45,38 +47,38 @@ class Sizes:
 
 
 class Embed(nn.Module):
-    """Bytes (batch, length) to (batch, length, width)."""
+    """The embedding: (batch, length) bytes to (batch, length, width)."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
         self.byte, self.place = nn.Embedding(256, width), nn.Embedding(length, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of what the byte is and where it stands."""
+        """Return the sum of the byte's embedding and the position's embedding."""
         hidden: Tensor = self.byte(x) + self.place.weight[: x.shape[1]]
         return hidden
 
 
 class Head(nn.Module):
-    """(batch, length, width) to logits of the next byte; what blocks hand on beside that ends here."""
+    """The last layer: (batch, length, width) to logits of the next byte. Further values from the blocks are dropped."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.guess = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, given: Tensor | tuple[Tensor, ...]) -> Tensor:
-        """Logits (batch, length, 256)."""
+        """Return the logits, (batch, length, 256)."""
         logits: Tensor = self.guess(self.norm(given[0] if isinstance(given, tuple) else given))
         return logits
 
 
 def loss(logits: Tensor, wanted: Tensor) -> Tensor:
-    """The mean over a micro-batch."""
+    """Return the mean cross-entropy of a micro-batch."""
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
 
 def pipeline(dynamism: Dynamism, sizes: Sizes) -> PipelineModule:
-    """The model in one stage, with the same weights on all processes."""
+    """Return the model as a PipelineModule with one stage, with the same weights on all processes."""
     torch.manual_seed(0)
     block = dynamism.block
     layers = [

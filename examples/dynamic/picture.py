@@ -1,4 +1,4 @@
-"""What each stage takes by steps, and where stages begin, as a PNG. Needs matplotlib, which the extra `demo` brings."""
+"""A plot of each stage's time and of the stage boundaries, by step, as a PNG. Needs matplotlib (the extra `demo`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _COLORS = ("#0b6e99", "#d1495b", "#3a7d44", "#8a5a9e")
 
 
 def draw(path: Path, title: str, static: Run, balanced: Run) -> Path:
-    """Draw both runs into the PNG at `path`: pale as it was without balance; return the path."""
-    from matplotlib.figure import Figure  # a Figure of its own: no window, no global state
+    """Plot two runs into the PNG at `path`, the one without balance in pale colors. Return the path."""
+    from matplotlib.figure import Figure  # a Figure of its own needs no window and no global state
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     stages, cuts = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))

@@ -1,7 +1,7 @@
-"""Pruning: rows of the feed-forward with the smallest weights are computed no more, whichever block they are in.
+"""Pruning: the rows of the feed-forward layers with the smallest weights, over all blocks, are no longer computed.
 
-The share that is left follows a cubic curve (Zhu and Gupta, arXiv 1710.01878). Deeper blocks lose most, since their
-weights begin smaller (depth-scaled initialization, Zhang et al., arXiv 1908.11365).
+The fraction of rows that is left follows a cubic curve (Zhu and Gupta, arXiv 1710.01878). Deeper blocks lose the most
+rows, because their weights start smaller (depth-scaled initialization, Zhang et al., arXiv 1908.11365).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ PRUNED, LEAST = 0.9, 4
 
 
 class PrunedBlock(Block):
-    """`rows` are those that are left: a buffer, shorter from change to change, which goes with it to another stage."""
+    """A block that computes only some rows of its feed-forward layer.
+
+    rows: the rows that are left. It is a buffer, which shrinks with each change and travels to another stage.
+    """
 
     rows: Tensor
 
@@ -30,7 +33,9 @@ class PrunedBlock(Block):
                 weight.mul_((number + 1) ** -0.5)
 
     def feed(self, x: Tensor) -> Tensor:
-        """With the rows that are left; nothing is computed for others, in neither pass."""
+        """Return the feed-forward layer's result from the rows that are left. Other rows are computed in
+        neither pass.
+        """
         if len(self.rows) == len(self.up.weight):
             return super().feed(x)
         inner = F.gelu(F.linear(x, self.up.weight[self.rows], self.up.bias[self.rows]))
@@ -38,14 +43,14 @@ class PrunedBlock(Block):
 
     @torch.no_grad()
     def magnitudes(self) -> list[float]:
-        """Of the rows that are left: what is gone stays gone."""
+        """Return the magnitude of each row that is left. Pruned rows never come back."""
         up, down = self.up.weight[self.rows], self.down.weight[:, self.rows]
         magnitudes: list[float] = (up.norm(dim=1) * down.norm(dim=0)).tolist()
         return magnitudes
 
 
 def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
-    """Keep the largest rows of all blocks."""
+    """Keep only the largest rows over all blocks. Return a description."""
     blocks = {number: each for number, each in layers.items() if isinstance(each, PrunedBlock)}
     known = gather({number: block.magnitudes() for number, block in blocks.items()})
     every = sorted((each for found in known.values() for each in found), reverse=True)

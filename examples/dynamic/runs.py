@@ -1,4 +1,4 @@
-"""One run of a pipeline whose layers change: what each step took, and each stage, by the windows of balance."""
+"""A run of a pipeline whose layers change, and the times of its steps and stages."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ MICRO_BATCHES, CHANGES = 8, 5
 
 @dataclass
 class Run:
-    """Of each step: loss, seconds, boundaries; by step at which a window ended: seconds that each stage computes of a
-    step; and what happened to layers.
+    """The results of a run.
+
+    losses, seconds, boundaries: one entry per step.
+    stages: the seconds for which each stage computes in a step, keyed by the step at which a window of timing ended.
+    changes: a description of how layers changed, keyed by step.
+    profile: the balancer's newest profile.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,12 +58,15 @@ class Run:
     profile: Profile | None = None
 
     def at_rest(self) -> float:
-        """Seconds of a step once layers change no more: the middle one of the last quarter."""
+        """Return the seconds of a step after all changes: the median of the last quarter of the steps."""
         last = sorted(self.seconds[-(len(self.seconds) // 4) :])
         return last[len(last) // 2]
 
     def bound(self) -> float:
-        """What balance can gain at the most by other boundaries: the slowest stage by the larger of mean and layer."""
+        """Return an upper bound of the speed-up by other boundaries.
+
+        It is the slowest stage's time, divided by the larger of the mean stage and the largest layer.
+        """
         layers = layer_seconds(self.profile)
         stages = stage_seconds(layers, self.boundaries[-1])
         return max(stages) / max(max(layers), sum(layers) / len(stages))
@@ -69,7 +76,11 @@ class Run:
 def job(
     dynamism: Dynamism, sizes: Sizes, steps: int, balance: Mapping[str, Any], rate: float = 2e-3, **block: Any
 ) -> Iterator[Any]:
-    """An engine over all processes, in two stages. rate: of learning. block: more of the `dynatrain` block."""
+    """Context manager with an engine over all processes, in two stages.
+
+    rate: the learning rate.
+    block: further entries of the `dynatrain` block.
+    """
     data = td.get_world_size() // 2
     batch = dynamism.micro_batch * MICRO_BATCHES * data
     config = {
@@ -90,7 +101,7 @@ def job(
 
 
 def train(dynamism: Dynamism, sizes: Sizes, steps: int, balance: Mapping[str, Any], changes: int = CHANGES) -> Run:
-    """Train; from a sixth of the steps to a half of them layers change, step by step, and then stay as they are."""
+    """Train a model, and return the results. Layers change `changes` times, between a sixth and a half of the steps."""
     run = Run()
     due = {round(steps * (1 + 2 * each / changes) / 6): each / changes for each in range(1, changes + 1)}
     with job(dynamism, sizes, steps, balance) as engine:
@@ -109,7 +120,7 @@ def train(dynamism: Dynamism, sizes: Sizes, steps: int, balance: Mapping[str, An
 
 
 def change(engine: Any, dynamism: Dynamism, progress: float) -> str:
-    """Change the layers, and let the engine know: of what is trained no more, and that costs are others."""
+    """Change the layers, and tell the engine which parameters are frozen and that costs have changed."""
     said = change_only(engine, dynamism, progress)
     if said:
         engine.balancer.note(said)
@@ -117,7 +128,7 @@ def change(engine: Any, dynamism: Dynamism, progress: float) -> str:
 
 
 def change_only(engine: Any, dynamism: Dynamism, progress: float) -> str:
-    """The same without a word on costs: windows find out."""
+    """Change the layers without telling the balancer, which has to notice the new costs itself."""
     said = dynamism.change(layers_of(engine), progress, gather, boundaries(engine)[-1])
     if said:
         engine.update_param_groups()
@@ -125,12 +136,17 @@ def change_only(engine: Any, dynamism: Dynamism, progress: float) -> str:
 
 
 def layers_of(engine: Any) -> Layers:
-    """Those of this process's stage, by their number in the whole model: that is how `PipelineModule` names them."""
+    """Return the layers of this process's stage by their number in the whole model, which `PipelineModule` uses as
+    name.
+    """
     return {int(name): layer for name, layer in engine.module.named_children() if name.isdigit()}
 
 
 def gather(mine: Mapping[int, Any]) -> Mapping[int, Any]:
-    """What is said of each layer by the first process that holds it, on all: numbers and lists of them, as JSON."""
+    """Collect a value for each layer from the first process that holds it. Return all values on all processes.
+
+    mine: the values of this process's layers: numbers and lists, which are sent as JSON.
+    """
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(td.get_world_size())]
     td.all_gather(sizes, torch.tensor([len(text)]))
@@ -142,15 +158,15 @@ def gather(mine: Mapping[int, Any]) -> Mapping[int, Any]:
 
 
 def boundaries(engine: Any) -> tuple[int, ...]:
-    """Where stages begin, and the number of layers."""
+    """Return the first layer of each stage, followed by the number of layers."""
     return tuple(map(int, engine.module.parts))
 
 
 def layer_seconds(profile: Profile | None) -> list[float]:
-    """Both passes of a micro-batch through each layer."""
+    """Return the seconds of both passes of a micro-batch for each layer."""
     return [] if profile is None else [each.forward_seconds + each.backward_seconds for each in profile.layers]
 
 
 def stage_seconds(layers: list[float], cut: tuple[int, ...]) -> list[float]:
-    """Of a micro-batch through each stage."""
+    """Return the seconds of a micro-batch in each stage."""
     return [sum(layers[start:stop]) for start, stop in itertools.pairwise(cut)]

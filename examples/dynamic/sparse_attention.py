@@ -1,7 +1,7 @@
-"""Sparse attention: each block of queries attends to the few blocks of keys that had most of its attention before.
+"""Sparse attention: each block of queries attends only to the blocks of keys that had most of its attention before.
 
-How far layers look grows with their depth here, by a bias that falls with the distance. In ALiBi (Press et al., arXiv
-2108.12409) each head has a slope of its own, here each layer; one more channel of keys makes it.
+How far a layer looks back grows with its depth here, because of a bias that falls with the distance. In ALiBi (Press et
+al., arXiv 2108.12409) each head has its own slope, here each layer. An additional channel of the keys adds the bias.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ BLOCKS = LENGTH // SIDE
 
 
 class SparseBlock(Block):
-    """`kept`, blocks of keys for each one of queries, and `mass`, measured in the next pass if empty, are buffers."""
+    """A block with sparse attention.
+
+    kept: for each block of queries, the blocks of keys that are computed; a buffer.
+    mass: the share of each block of keys in the attention; a buffer, measured in the next pass if it is empty.
+    """
 
     kept: Tensor
     mass: Tensor
@@ -31,7 +35,7 @@ class SparseBlock(Block):
         self.register_buffer("mass", torch.zeros(0))
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """With the blocks that are kept; others are neither read nor computed."""
+        """Return the attention over the blocks of keys in `kept`. Other blocks are neither read nor computed."""
         bias = self.slope * (query.shape[3] + 1) ** 0.5 * torch.arange(LENGTH).to(key)
         query, value = F.pad(query, (0, 1), value=1.0), F.pad(value, (0, 1))
         key = torch.cat((key, bias[:, None].expand(*key.shape[:3], 1)), 3)
@@ -48,14 +52,17 @@ class SparseBlock(Block):
 
 @torch.no_grad()
 def measured(query: Tensor, key: Tensor) -> Tensor:
-    """(blocks, blocks): the share of each block of keys in the attention of each block of queries."""
+    """Return (blocks, blocks): the share of each block of keys in the attention of each block of queries."""
     scores = (query @ key.transpose(2, 3)).mul_(query.shape[3] ** -0.5)
     shares: Tensor = scores.masked_fill_(torch.ones_like(scores[0, 0]).triu(1).bool(), -torch.inf).softmax(3)
     return shares.mean((0, 1)).view(BLOCKS, SIDE, BLOCKS, SIDE).sum(3).mean(1)
 
 
 def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
-    """Keep as few blocks as hold the share in the mean of all rows, and each row's own."""
+    """Keep the fewest blocks of keys that have the required share of the attention, on average. Return a description.
+
+    Each block of queries also keeps its own block of keys.
+    """
     blocks = {number: each for number, each in layers.items() if isinstance(each, SparseBlock)}
     sizes = []
     for number, mass in gather({number: each.mass.tolist() for number, each in blocks.items()}).items():

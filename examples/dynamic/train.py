@@ -1,9 +1,9 @@
-"""Train a small GPT whose layers change as a pipeline of two stages: dense, changing, and changing with balance.
+"""Train a small GPT as a pipeline of two stages: unchanged, with changing layers, and with changing layers and balance.
 
 torchrun --standalone --nproc-per-node=2 examples/dynamic/train.py early_exit
 
-Three runs, one after the other, with the same samples. Prints what a step takes in each once layers change no more, and
-writes OUT/NAME.png: what each stage takes by steps, and where stages begin.
+Three runs follow one another, with the same samples. The script prints the time of a step in each of them after all
+changes, and draws each stage's time and the stage boundaries by step into OUT/NAME.png.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import deepspeed
 import torch.distributed as td
 
-sys.path.append(str(Path(__file__).parents[1]))  # the model and the text are those of the other examples
+sys.path.append(str(Path(__file__).parents[1]))  # the model and the text are shared with the other examples
 from dynamic.model import Sizes
 from dynamic.picture import draw
 from dynamic.runs import DYNAMISMS, Run, train
@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
 
 
 def table(dense: Run, static: Run, balanced: Run) -> str:
-    """What was saved by what."""
+    """Return the step times of the three runs as text, with the speed-ups."""
     seconds = [run.at_rest() for run in (dense, static, balanced)]
     own, ours = seconds[0] / seconds[1], seconds[1] / seconds[2]
     rows = [
@@ -50,7 +50,7 @@ def table(dense: Run, static: Run, balanced: Run) -> str:
 
 
 def main() -> None:
-    """The three runs, the table and the picture."""
+    """Make the three runs, and print the table and the path of the plot."""
     asked = arguments()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed("gloo", verbose=False)

@@ -1,9 +1,9 @@
-"""Nodes of `train.py` come and go on this machine: two start, one joins, one leaves by SIGTERM, one is killed.
+"""A demonstration on one machine: nodes of `train.py` start, join, leave by SIGTERM, and are killed.
 
 python examples/elastic/nodes.py --out build/elastic
 
-Says what happens and what it costs: the time until there is a new step, beyond that of usual ones, and the steps made
-again, which a death has undone.
+Prints what happens and what it costs: how long the pause is (the time until a new step, beyond the usual time of a
+step), and how many steps are trained again after a death.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 class Nodes:
-    """A coordinator, and agents of torchrun, each of which would be started on a machine of its own."""
+    """A coordinator and agents of torchrun. In a real job, each agent runs on a machine of its own."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -44,7 +44,7 @@ class Nodes:
         self.coordinator = self._run("coordinator", "ds_dynatrain.cli", "coordinator", self.endpoint, "--nnodes=1:4")
 
     def start(self, name: str) -> None:
-        """Start a node with one worker; what it prints goes into OUT/NAME.log."""
+        """Start a node with one worker, whose output goes into OUT/NAME.log."""
         options = ["--nnodes=1:4", "--nproc-per-node=1", "--rdzv-backend=dynatrain"]
         options += [f"--rdzv-endpoint={self.endpoint}", "--rdzv-conf=is_host=0"]
         self.agents[name] = self._run(
@@ -56,12 +56,17 @@ class Nodes:
             return subprocess.Popen([sys.executable, "-m", *module], stdout=log, stderr=log)
 
     def rows(self) -> list[Row]:
-        """The steps that were made, one line each."""
+        """Return the lines that the workers wrote, one for each step."""
         file = self.out / "steps.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def wait(self, what: str, holds: Callable[[list[Row]], bool]) -> list[Row]:
-        """The steps, once this is true of them; RuntimeError if a node that should train has ended, or never."""
+        """Wait until `holds` is true of the steps, and return them.
+
+        what: a description of what is waited for, for the error.
+
+        Raises RuntimeError if a node that should train has ended, or after `LONGEST_SECONDS`.
+        """
         end = time.monotonic() + LONGEST_SECONDS
         while time.monotonic() < end:
             if holds(rows := self.rows()):
@@ -72,9 +77,9 @@ class Nodes:
         raise RuntimeError(f"{what}: it did not come; what the nodes have printed is in {self.out}/*.log")
 
     def settle(self, members: int, after: int = 0) -> list[Row]:
-        """Wait for `STEPS_BETWEEN` steps of so many members, the last of them a new one, and return all steps.
+        """Wait for `STEPS_BETWEEN` steps of this many members, the last one a new step. Return all steps.
 
-        after: so many steps do not count.
+        after: number of steps that were made before and do not count.
         """
 
         def holds(rows: list[Row]) -> bool:
@@ -85,7 +90,7 @@ class Nodes:
         return self.wait(f"a world of {members}", holds)
 
     def end(self) -> None:
-        """End everything."""
+        """End the agents and the coordinator."""
         (self.out / "stop").touch()
         for process in (*self.agents.values(), self.coordinator):
             try:
@@ -95,9 +100,9 @@ class Nodes:
 
 
 def cost(rows: list[Row], before: int) -> tuple[float, int]:
-    """Return (milliseconds of a pause, steps made again) of the change of members after `before` lines.
+    """Return (pause in milliseconds, number of repeated steps) of the change of members after the first `before` lines.
 
-    The pause ends with the first new step: who is left after a death may note a step that is undone all the same.
+    The pause ends with the first new step. After a death, a survivor may have written a step that is undone later.
     """
     change = next(i for i in range(before, len(rows)) if rows[i]["members"] != rows[before - 1]["members"])
     furthest = list(accumulate((row["step"] for row in rows), max))
@@ -111,7 +116,7 @@ def cost(rows: list[Row], before: int) -> tuple[float, int]:
 
 
 def story(nodes: Nodes, console: Console) -> Table:
-    """What happens, told while it does; the table of what it has cost."""
+    """Let the events happen and describe them as they do. Return a table of their costs."""
     table = Table("what happened", "members", "layout", "pause", "steps made again")
     console.print("nodes A and B start")
     nodes.start("A")
@@ -134,7 +139,7 @@ def story(nodes: Nodes, console: Console) -> Table:
 
 
 def main() -> None:
-    """Play it through in an empty folder."""
+    """Run the demonstration in an empty folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/elastic"), help="folder for all files")
     out: Path = parser.parse_args().out.absolute()

@@ -1,7 +1,8 @@
-"""Train a small GPT with DeepSpeed on nodes that come, go and die: the loop of ../train_gpt.py, a fallback, and a start
-from whatever there is of it.
+r"""Train a small GPT with DeepSpeed on nodes that join, leave and die.
 
-torchrun --nnodes=1:4 --nproc-per-node=1 --rdzv-backend=dynatrain --rdzv-endpoint=127.0.0.1:29400 \\
+The loop is that of ../train_gpt.py, with fallback checkpoints, from which the job continues when it starts.
+
+torchrun --nnodes=1:4 --nproc-per-node=1 --rdzv-backend=dynatrain --rdzv-endpoint=127.0.0.1:29400 \
     examples/elastic/train.py
 """
 
@@ -19,11 +20,11 @@ import torch
 
 import ds_dynatrain
 
-sys.path.append(str(Path(__file__).parents[1]))  # the model and the text are those of the other examples
+sys.path.append(str(Path(__file__).parents[1]))  # the model and the text are shared with the other examples
 from gpt import GPT, Windows, texts
 
 BATCH = 12
-STEPS_BETWEEN = 20  # printed lines
+STEPS_BETWEEN = 20  # steps between two printed lines
 
 
 def arguments() -> argparse.Namespace:
@@ -36,7 +37,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train until all steps are made, or until there is a file OUT/stop; rank 0 writes a line for each step."""
+    """Train until all steps are made, or until the file OUT/stop exists. Rank 0 writes a line for each step."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     config = {
@@ -52,24 +53,24 @@ def main() -> None:
     engine, optimizer, loader, scheduler = ds_dynatrain.initialize(
         model=GPT(), config=config, training_data=Windows(texts()[0], args.steps * BATCH)
     )
-    for batch in loader:  # members come and go here
+    for batch in loader:  # members join and leave here
         step = engine.global_steps
         x, y = (part.to(engine.device) for part in batch)
         loss = engine(x, y)
         engine.backward(loss)
         engine.step()
-        if engine.global_steps == step:  # a micro-batch in between, or a death has discarded this step
+        if engine.global_steps == step:  # the global batch is not complete yet, or a death has discarded this step
             continue
         mean = engine.mean(loss, loader.samples)
-        if engine.global_steps <= step:  # a death has undone this step meanwhile
+        if engine.global_steps <= step:  # a death has undone this step in the meantime
             continue
         note(engine, args.out, step, mean)
-        if engine.mean(float((args.out / "stop").exists()), 1) > 0:  # all members see it in the same step
+        if engine.mean(float((args.out / "stop").exists()), 1) > 0:  # all members stop at the same step
             break
 
 
 def note(engine: Any, out: Path, step: int, loss: torch.Tensor) -> None:
-    """Write what a step was."""
+    """Write a line about a step on rank 0."""
     if engine.global_rank != 0:
         return
     line = {"time": time.time(), "step": step, "loss": loss.item(), "layout": str(engine.layout)}

@@ -1,10 +1,10 @@
-"""Trainer of Hugging Face over a world that changes: a small GPT-2 learns the text of Python's standard library.
+"""Hugging Face's Trainer in a world that changes: a small GPT-2 learns the text of Python's standard library.
 
 torchrun --standalone --nproc-per-node=4 examples/huggingface/train.py --out build/hf
 torchrun --standalone --nproc-per-node=3 examples/huggingface/train.py --out build/hf --resume
 
-The first run begins on two of four processes, goes to all of them with ZeRO 3, and to three with ZeRO 2. The second one
-goes on from its last checkpoint on all of three. Accelerate wants an accelerator for more than one process.
+The first run starts on two of four processes, switches to all four with ZeRO 3, and then to three with ZeRO 2. The
+second run continues from the last checkpoint on all of its three processes. Without a GPU, set DS_ACCELERATOR=cpu.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from ds_dynatrain.integrations.transformers import SwitchCallback, elastic  # before TrainingArguments are made
+from ds_dynatrain.integrations.transformers import SwitchCallback, elastic  # imported before TrainingArguments are made
 
 LENGTH = 64
 CONFIG = Path(__file__).with_name("ds.json")
 
 
 class Bytes(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences of bytes of the standard library's source code."""
+    """A data set of byte sequences from the standard library's source code."""
 
     def __init__(self, most: int = 400_000) -> None:
         text = bytearray()
@@ -40,7 +40,7 @@ class Bytes(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def main() -> None:
-    """Train, or go on."""
+    """Train, from the start or from a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", default="build/hf")
     parser.add_argument("--steps", type=int, default=60)
@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     config = json.loads(CONFIG.read_text())
     if options.resume:
-        del config["dynatrain"]["layout"]  # as many as there are
+        del config["dynatrain"]["layout"]  # then the layout uses all processes
     args = TrainingArguments(
         output_dir=options.out,
         deepspeed=config,

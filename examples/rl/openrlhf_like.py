@@ -1,10 +1,10 @@
-"""Weights from ZeRO-3 to a rollout engine: a loop over parameters as in OpenRLHF's `broadcast_to_vllm`, and `send`.
+"""Sending weights from ZeRO-3 to a rollout engine: by a loop over parameters, and by `send`.
 
 torchrun --standalone --nproc-per-node=4 examples/rl/openrlhf_like.py
 
-For each parameter the loop gathers it on all ranks, tells the rollout engine its name and shape in a request, and
-broadcasts it from rank 0. `send` moves what each rank owns, in a few messages. The rollout engine is a process without
-a model, which answers requests by XML-RPC in place of Ray.
+The loop is like OpenRLHF's `broadcast_to_vllm`. It gathers each parameter on all ranks, sends the rollout engine its
+name and shape in a request, and broadcasts it from rank 0. `send` moves the parts that each rank owns, in a few
+messages. The rollout engine is a process without a model, which answers requests by XML-RPC instead of Ray.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import ds_dynatrain
 from ds_dynatrain.weights import send
 from ds_dynatrain.weights.receivers import Group, GroupReceiver
 
-sys.path.append(str(Path(__file__).parents[1]))  # the model is that of the other examples
+sys.path.append(str(Path(__file__).parents[1]))  # the model is shared with the other examples
 from gpt import CONTEXT, GPT
 
 PATIENCE = timedelta(seconds=60)
@@ -43,22 +43,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12, help="of the model (default 12)")
     parser.add_argument("--width", type=int, default=256, help="of the model (default 256)")
     parser.add_argument("--laps", type=int, default=3, help="syncs of each kind after the first (default 3)")
-    parser.add_argument("--rollouts", action="store_true", help=argparse.SUPPRESS)  # the rollout engine's process
+    # set in the rollout engine's process
+    parser.add_argument("--rollouts", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def meeting() -> Store:
-    """Return torchrun's store, in a part of which trainer and rollout engine meet."""
+    """Return the part of torchrun's store in which trainer and rollout engine find each other."""
     return PrefixStore("rl", TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=PATIENCE))
 
 
 def pair(store: Store, rank: int) -> Any:
-    """Return the group of the trainer's rank 0 and the rollout engine, which is rank 1."""
+    """Return a process group of the trainer's rank 0 and the rollout engine, which is rank 1."""
     return ProcessGroupGloo(PrefixStore("pair", store), rank, 2, PATIENCE)
 
 
 def be_rollouts() -> None:
-    """Take weights both ways until the trainer says that it is done."""
+    """Act as the rollout engine: receive weights in both ways, until the trainer ends it."""
     store, held = meeting(), dict[str, torch.Tensor]()
     receiver = GroupReceiver("127.0.0.1:0")
     server = SimpleXMLRPCServer(("127.0.0.1", 0), logRequests=False, allow_none=True)
@@ -86,14 +87,17 @@ def be_rollouts() -> None:
 
 
 class Loop:
-    """The loop over parameters. Make it on every rank; calls count since the last sync began."""
+    """The loop over parameters. Make it on every rank.
+
+    collectives, requests: the numbers of collectives and requests in the last sync.
+    """
 
     def __init__(self, engine: Any, store: Store) -> None:
         self.engine, self.url, self.collectives, self.requests = engine, store.get("requests").decode(), 0, 0
         self.group = pair(store, 0) if engine.global_rank == 0 else None
 
     def sync(self) -> None:
-        """Bring all weights to the rollout engine."""
+        """Send all weights to the rollout engine."""
         self.collectives = self.requests = 0
         with ThreadPoolExecutor(1) as threads:
             for name, parameter in self.engine.module.named_parameters():
@@ -107,7 +111,7 @@ class Loop:
 
 
 def timed(laps: int, sync: Any) -> tuple[Any, list[float]]:
-    """Sync so often, and once before; return the last result and the seconds of each."""
+    """Call `sync` once and then `laps` times. Return (last result, seconds of each call)."""
     result, seconds = None, []
     for _ in range(laps + 1):
         begin = time.monotonic()
@@ -117,7 +121,7 @@ def timed(laps: int, sync: Any) -> tuple[Any, list[float]]:
 
 
 def main() -> None:
-    """Train a step, sync both ways, and print a table."""
+    """Train one step, sync in both ways, and print a table."""
     args = arguments()
     if args.rollouts:
         return be_rollouts()
@@ -155,7 +159,7 @@ def main() -> None:
 
 
 def row(name: str, collectives: int, requests: int, seconds: list[float]) -> str:
-    """Return a line of the table: the fastest sync, and the first one."""
+    """Return a line of the table, with the fastest sync and the first one."""
     return f"{name:12} {collectives:11} {requests:8} {min(seconds[1:]):8.3f} {seconds[0]:9.3f}"
 
 

@@ -1,4 +1,4 @@
-"""What processes did when, as lines of JSON, and a picture of it. Needs matplotlib, which the extra `demo` brings."""
+"""Records of what each process did when, as lines of JSON, and a plot of them. Needs matplotlib (the extra `demo`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 RUNS = {"keep": "keeps its size", "pool": "shares the pool"}
 COLORS = {"train": "#0b6e99", "generate": "#3a7d44", "weights": "#e0a030", "switch": "#d1495b", "wait": "#cccccc"}
 SWITCHES, REWARDS = "switches.jsonl", "rewards.jsonl"
-SHOWN = 2  # rollouts in the picture, from the middle of a run
+SHOWN = 2  # number of rollouts in the plot, from the middle of a run
 Row = dict[str, Any]
 
 
 class Timeline:
-    """What one process does when. `close` writes it into a file of the folder."""
+    """A record of what one process does when. `close` writes it to a file in the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,17 +32,17 @@ class Timeline:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Note how long the block takes."""
+        """Context manager that records the duration of its block under the name `what`."""
         begin = time.time()
         yield
         self.note(what, begin)
 
     def note(self, what: str, begin: float) -> None:
-        """Note something that began at a time and ends now."""
+        """Record an activity that started at time `begin` and ends now."""
         self.spans.append({"what": what, "begin": begin, "end": time.time()})
 
     def close(self, member: int) -> None:
-        """Write everything."""
+        """Write the record to the member's file."""
         write(self.folder / f"member-{member}.jsonl", self.spans)
 
 
@@ -58,12 +58,12 @@ def read(path: Path) -> list[Row]:
 
 
 def members(folder: Path) -> list[list[Row]]:
-    """Return what each member did."""
+    """Return the records of each member of a run."""
     return [read(file) for file in sorted(folder.glob("member-*.jsonl"))]
 
 
 def show(out: Path) -> None:
-    """Print a line for each run in a folder, and draw all of them into OUT/rl.png."""
+    """Print a line for each run in a folder, and plot all runs into OUT/rl.png."""
     runs = [name for name in RUNS if (out / name / REWARDS).exists()]
     for name in runs:
         print(line(name, out / name))
@@ -71,7 +71,7 @@ def show(out: Path) -> None:
 
 
 def line(name: str, folder: Path) -> str:
-    """Say how a run ended and what its processes spent their time on, the first rollout left out."""
+    """Return a line on a run: its last rewards, and how its processes spent their time after the first rollout."""
     rewards = read(folder / REWARDS)
     begin, end = rewards[0]["time"], rewards[-1]["time"]
     spent: defaultdict[str, float] = defaultdict(float)
@@ -95,8 +95,8 @@ def events_of(folder: Path) -> list[Any]:
 
 
 def draw(path: Path, runs: dict[str, Path]) -> Path:
-    """Draw rewards, what each process of each run did in the middle of it, and the pauses of switches."""
-    from matplotlib.figure import Figure  # a Figure of its own: no window, no global state
+    """Plot the rewards, the activities of each process in the middle of each run, and the pauses of switches."""
+    from matplotlib.figure import Figure  # a Figure of its own needs no window and no global state
 
     figure = Figure(figsize=(10, 5 + 2 * len(runs)), layout="constrained")
     axes = figure.subplots(2 + len(runs), 1, height_ratios=[2.5, *[1.3] * len(runs), 1.3])
@@ -119,7 +119,7 @@ def draw(path: Path, runs: dict[str, Path]) -> Path:
 
 
 def _draw_members(axes: Axes, title: str, folder: Path) -> None:
-    """Draw what each member did during some rollouts from the middle of a run; white where it had nothing to do."""
+    """Plot the activities of each member during a few rollouts in the middle of a run. White means idle."""
     times = [row["time"] for row in read(folder / REWARDS)]
     middle = len(times) // 2
     begin, end = times[middle - 1], times[min(middle - 1 + SHOWN, len(times) - 1)]

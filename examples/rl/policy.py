@@ -1,6 +1,6 @@
-"""A policy of 27,000 parameters and a task: count on from a digit to 9, then say that this is the end.
+"""A policy with 27,000 parameters and a task: count from a digit up to 9, then output END.
 
-The right answer to 5 is 6, 7, 8, 9, END. The reward is the share of it before the first mistake.
+The right answer to 5 is 6, 7, 8, 9, END. The reward is the fraction of the answer before the first mistake.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONGEST = NUMBERS
 
 
 class Policy(nn.Module):
-    """Transformer that gives the logits of each next token."""
+    """A transformer that returns the logits of each next token."""
 
     def __init__(self, layers: int = 2, width: int = 32, heads: int = 2) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class Policy(nn.Module):
 
 
 def log_probabilities(logits: Tensor, answers: Tensor) -> Tensor:
-    """Return (batch, LONGEST) of what the policy gives to each token of the answers."""
+    """Return (batch, LONGEST): the log-probability that the policy gives to each token of the answers."""
     return F.log_softmax(logits, dim=-1).gather(2, answers.unsqueeze(2)).squeeze(2)
 
 
 @torch.no_grad()
 def answer(policy: Policy, prompts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Sample an answer to each prompt; return tokens and their log-probabilities, both (batch, LONGEST).
+    """Sample an answer to each prompt. Return tokens and their log-probabilities, both (batch, LONGEST).
 
-    Both follow from weights, prompts and seed alone. An answer is filled up with END.
+    The result depends only on weights, prompts and seed. Short answers are padded with END.
     """
     draws = torch.Generator().manual_seed(seed)
     tokens = prompts.unsqueeze(1)
@@ -66,12 +66,12 @@ def answer(policy: Policy, prompts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def is_said(answers: Tensor) -> Tensor:
-    """Return which tokens the policy has said: all to the first END, that one included."""
+    """Return a mask of the tokens of each answer up to and including the first END."""
     return (answers == END).cumsum(1) - (answers == END).long() == 0
 
 
 def rewards(prompts: Tensor, answers: Tensor) -> Tensor:
-    """Return the share of the right answer before the first mistake, from 0 to 1."""
+    """Return the fraction of each right answer before the first mistake, from 0 to 1."""
     right = (prompts.unsqueeze(1) + 1 + torch.arange(LONGEST)).clamp(max=END)
     length = NUMBERS - prompts
     before_mistake = (answers == right).long().cumprod(1).sum(1)

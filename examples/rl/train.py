@@ -1,10 +1,11 @@
-"""GRPO on one pool of processes: they train together, and while one keeps the trainer's state the others generate.
+"""GRPO with one pool of processes: all of them train, and during a rollout one keeps the state while the others
+generate.
 
 torchrun --standalone --nproc-per-node=4 examples/rl/train.py --keep
 torchrun --standalone --nproc-per-node=4 examples/rl/train.py
 
-The first run keeps its size: all ranks generate their share of each rollout, and hold their part of the state while
-they do. Both write into OUT, and the picture OUT/rl.png shows all runs that are there.
+The first run, for comparison, keeps its size: each rank generates its share of each rollout, and keeps its part of the
+state meanwhile. Both runs write into OUT, and the plot OUT/rl.png shows all runs in that folder.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from torch import Tensor
 
 import ds_dynatrain
 
-sys.path.append(str(Path(__file__).parents[1]))  # the model's blocks are those of the other examples
+sys.path.append(str(Path(__file__).parents[1]))  # the model's blocks are shared with the other examples
 from rl.picture import REWARDS, SWITCHES, Timeline, show, write
 from rl.policy import LONGEST, Policy, is_said, log_probabilities, rewards
 from rl.rollouts import ANSWERS, PIECES, SIZE, Rollouts
 
-UPDATES = 2  # optimizer steps of a rollout
+UPDATES = 2  # optimizer steps per rollout
 CLIP = 0.2
 
 
@@ -42,9 +43,9 @@ def arguments() -> argparse.Namespace:
 
 
 def generate(engine: Any, rollouts: Rollouts, number: int) -> None:
-    """Generate a rollout on all processes, and have all of them train afterwards. Called on those that hold the state.
+    """Generate a rollout on all processes, after which all of them train. Called on the processes that hold the state.
 
-    The switch is asked for first, so that it is prepared while completions are made.
+    The switch is requested first, so that it is prepared while completions are generated.
     """
     with rollouts.timeline.during("switch"):
         engine.switch(data=rollouts.processes, at=engine.global_steps)
@@ -64,7 +65,7 @@ def generate_in_lockstep(engine: Any, rollouts: Rollouts, number: int) -> None:
 
 
 def update(engine: Any, prompts: Tensor, answers: Tensor, before: Tensor) -> float:
-    """Train the completions of a rollout in `UPDATES` optimizer steps; return their mean reward."""
+    """Train the completions of a rollout in `UPDATES` optimizer steps. Return their mean reward."""
     scores = rewards(prompts, answers).view(-1, ANSWERS)
     gains = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-4)).view(-1, 1)
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(engine.global_steps))
@@ -84,7 +85,7 @@ def update(engine: Any, prompts: Tensor, answers: Tensor, before: Tensor) -> flo
 def main() -> None:
     """Alternate between rollouts and updates."""
     args = arguments()
-    logging.getLogger("ds_dynatrain").setLevel(logging.WARNING)  # the picture shows the switches
+    logging.getLogger("ds_dynatrain").setLevel(logging.WARNING)  # the plot shows the switches
     folder = args.out / ("keep" if args.keep else "pool")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SWITCHES).unlink(missing_ok=True)
@@ -107,7 +108,7 @@ def main() -> None:
     done: list[dict[str, float]] = []
     while engine.global_steps < args.rollouts * UPDATES:
         number, begin = engine.global_steps // UPDATES, time.time()
-        engine.boundary()  # members that become idle generate in here, until they train again
+        engine.boundary()  # members that become idle generate in here until they train again
         if engine.layout.data == ranks:
             timeline.note("switch", begin)
             (generate_in_lockstep if keeps else generate)(engine, rollouts, number)
