@@ -1,6 +1,6 @@
-"""Walks over the other axes: a model of the class that has each axis, the changes of a lap, and a step on it.
+"""Walks over the axes other than data: for each axis, a model that has it, the changes of a lap, and a training step.
 
-All have twelve layers, about 25 million parameters, in bf16 with fp32 masters.
+All models have twelve layers, about 25 million parameters, and bf16 weights with fp32 masters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXPERTS = 4
 
 
 def _hugging(kind: str, **sizes: int) -> nn.Module:
-    """A model of transformers, from a configuration."""
+    """Return a model of transformers with a configuration of these sizes."""
     import transformers
 
     given = {
@@ -40,24 +40,24 @@ def _hugging(kind: str, **sizes: int) -> nn.Module:
 
 
 def llama() -> nn.Module:
-    """Grouped queries, gate and up, rows and columns: what the tensor axis cuts."""
+    """Return a Llama. The tensor axis cuts grouped queries, gate and up projections, and rows and columns."""
     return _hugging("Llama", intermediate_size=1024)
 
 
 def mixtral() -> nn.Module:
-    """Four experts in every layer."""
+    """Return a Mixtral with four experts in every layer."""
     return _hugging("Mixtral", intermediate_size=256, num_local_experts=EXPERTS, num_experts_per_tok=2)
 
 
 def hugging_step(engine: Any, batches: Iterator[Tensor]) -> None:
-    """One optimizer step of a language model of transformers."""
+    """Train one optimizer step of a transformers language model."""
     tokens = next(batches)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
 
 
 class Words(nn.Module):
-    """The embedding, which is the last layer, too."""
+    """The embedding layer, which is also the last layer of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class Words(nn.Module):
 
 
 def guess(words: Words, hidden: Tensor) -> Tensor:
-    """Logits, by the embedding's own matrix."""
+    """Return the logits, computed with the embedding matrix."""
     return hidden @ words.weight.t()
 
 
 def pipeline() -> nn.Module:
-    """A tied embedding around twelve blocks."""
+    """Return a pipeline of twelve blocks between a tied embedding."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     layers = [
@@ -88,23 +88,23 @@ def pipeline() -> nn.Module:
 
 
 def pipeline_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The mean cross-entropy of each next token."""
+    """Return the mean cross-entropy of each next token."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def pair(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A pipeline wants inputs and targets."""
+    """Collate samples into (inputs, targets), as a pipeline expects."""
     tokens = torch.stack(samples)
     return tokens, tokens
 
 
 def pipeline_step(engine: Any, batches: Iterator[Any]) -> None:
-    """One global batch."""
+    """Train one global batch of a pipeline."""
     engine.train_batch(batches)
 
 
 class SpreadBlock(nn.Module):
-    """A block whose attention goes over the sequence ranks."""
+    """A transformer block whose attention spans the sequence ranks."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -126,13 +126,13 @@ class SpreadBlock(nn.Module):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """Causal attention over (batch, length, heads, size)."""
+    """Compute causal attention over (batch, length, heads, size)."""
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
 
 class SpreadGPT(nn.Module):
-    """The mean loss of a part of (batch, length) tokens and their targets; positions are left out."""
+    """A GPT without position embeddings, which computes the loss of this rank's part of each sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,13 +140,13 @@ class SpreadGPT(nn.Module):
         self.blocks = nn.Sequential(*(SpreadBlock(WIDTH, HEADS) for _ in range(LAYERS)))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy."""
+        """Return the mean cross-entropy of this rank's tokens."""
         logits = F.linear(self.blocks(self.tokens(tokens)), self.tokens.weight).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def spread_step(engine: Any, batches: Iterator[Tensor]) -> None:
-    """One optimizer step on this rank's part of each sequence."""
+    """Train one optimizer step on this rank's part of each sequence."""
     tokens = next(batches)
     inputs, targets = (
         whole.chunk(engine.sequence, 1)[engine.sequence_rank] for whole in (tokens[:, :-1], tokens[:, 1:])

@@ -1,10 +1,10 @@
-"""One rank of `bench_balance.py --ranks`: a pipeline of layers that sleep walks through layouts; its steps are timed.
+"""One rank of `bench_balance.py --ranks`: times the steps of a pipeline of sleeping layers in several layouts.
 
 torchrun ... balance_ranks.py FOLDER '{"forward": [0.01, ...], "backward": [...], "walk": [{...}], "steps": 5, ...}'
 
-speeds: of each rank; of one they are 1 by default.
+`speeds` may give the speed of each rank; by default all speeds are 1.
 
-A layer that sleeps takes no processor time, so that many ranks on few cores show the true times of a pipeline.
+A sleeping layer uses no processor time, so many ranks on few cores show the true times of a pipeline.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ WIDTH = 8
 
 
 class Sleep(torch.autograd.Function):
-    """Hands a tensor on after so many seconds for each sample, and its gradient back."""
+    """A function that copies a tensor and sleeps for a number of seconds per sample, in both passes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        """Sleep, and copy."""
+        """Sleep, and return a copy."""
         ctx.seconds = backward * len(x)
         time.sleep(forward * len(x))
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Sleep."""
+        """Sleep, and return the gradient unchanged."""
         time.sleep(ctx.seconds)
         return gradient, None, None
 
 
 class Sleeper(nn.Module):
-    """A small matrix, and the seconds of a large one for each sample."""
+    """A small layer that takes as long for each sample as a large one."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
         self.matrix, self._seconds = nn.Linear(WIDTH, WIDTH), (forward, backward)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[samples, WIDTH] to the same."""
+        """Map [samples, WIDTH] to the same shape."""
         return Sleep.apply(self.matrix(x), *self._seconds)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Points(torch.utils.data.Dataset[Any]):
-    """Always the same."""
+    """A data set whose samples are all equal."""
 
     def __len__(self) -> int:
         return 10**6
@@ -67,7 +67,7 @@ class Points(torch.utils.data.Dataset[Any]):
 
 
 def main() -> None:
-    """Walk; the seconds of each step but the first two in a layout are noted."""
+    """Train in each layout, and record the seconds of each step except the first two."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)

@@ -1,4 +1,4 @@
-"""One rank of `bench_after.py`: a model without stages, of which rank 1 becomes slow at a step; what is done about it.
+"""One rank of `bench_after.py`: trains a model without stages while rank 1 becomes slow, and records what the job does.
 
 torchrun ... balance_slow_ranks.py FOLDER '{"from_step": 30, "steps": 90, "pace": 2.0, "slow_steps": 20}'
 """
@@ -24,7 +24,10 @@ BATCH, SECONDS = 24, 0.001
 
 
 class Paced(nn.Module):
-    """A matrix, and known seconds for each sample. pace: how much longer they take on this member."""
+    """A layer that takes a known time for each sample.
+
+    pace: the factor by which it takes longer on this member.
+    """
 
     pace = 1.0
 
@@ -33,7 +36,7 @@ class Paced(nn.Module):
         self.matrix = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """[samples, WIDTH] to a loss."""
+        """Map [samples, WIDTH] to a loss."""
         seconds = SECONDS * self.pace * len(hidden)
         burn(seconds)
         made: torch.Tensor = Burn.apply(self.matrix(hidden), 2 * seconds, [])  # type: ignore[no-untyped-call]
@@ -41,7 +44,7 @@ class Paced(nn.Module):
 
 
 def main() -> None:
-    """Train; rank 0 notes the first switch."""
+    """Train. Rank 0 records the first switch."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)

@@ -1,9 +1,9 @@
-"""One rank of `bench_balance.py --timed`: a pipeline of two stages, whose layers burn processor time, is timed.
+"""One rank of `bench_balance.py --timed`: times a pipeline of two stages whose layers use processor time.
 
 torchrun ... balance_timed_ranks.py FOLDER '{"seconds": [0.001, ...], "rounds": 40, "batch": 16, "micro_batch": 2}'
 
-In each round there is a step without balance, one between windows and one in a window, so that what else the machine
-does falls on all three alike. Then the boundaries become those that are proposed, and all is done again.
+Each round has a step without balance, a step between windows and a step in a window, so that other load on the machine
+affects all three alike. Then the proposed boundaries are applied, and everything is repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUND = ("off", "between", "window")
 
 
 def steps_of(engine: Any, kind: str) -> float:
-    """Seconds of one step of a kind."""
+    """Train one step of this kind, and return its seconds."""
     balance, balancer = engine._parts.extension("balance"), engine.balancer
     if kind == "window":
         balancer.note("timed now")
@@ -44,7 +44,7 @@ def steps_of(engine: Any, kind: str) -> float:
 
 
 def measure(engine: Any, rounds: int) -> tuple[dict[str, Any], Advice]:
-    """What a rank says of a layout."""
+    """Return this rank's measurements in the current layout, and the balancer's advice."""
     for _ in range(4):
         engine.train_batch()
     found: dict[str, list[float]] = {kind: [] for kind in ROUND}
@@ -74,7 +74,7 @@ def _stage(profile: Profile, boundaries: Sequence[int], place: int) -> float:
 
 
 def main() -> None:
-    """Measure in even boundaries, and in those that are proposed."""
+    """Measure with even boundaries, and with those that the balancer proposes."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)

@@ -1,14 +1,14 @@
-"""What a job trains in after something has happened: a member lost, one that became slow, layers that became heavy.
+"""Measure how fast a job trains after an event: a member is lost or becomes slow, or layers become more expensive.
 
 python tools/bench_after.py
 python tools/bench_after.py --cases "1 of 4 lost" --write docs/figures
 
-The layout that `balance.choose` takes is trained beside all others that could be faster, and steps are timed. Layers
-sleep, so that many ranks on few cores show the true times of a pipeline. A layout is left out only if the sleep of its
-busiest rank alone takes longer than a step of the chosen one, which is checked against the steps that were measured.
-Beside them: the column of the lost member dropped (torchft's rule), which is trained too; and the peers of its stage
-taking over its micro-batches (ReCycle's rule), which is a formula: micro-batches of the busiest rank times the seconds
-of its layers, and all other stages once. Ten minutes in all.
+The layout that `balance.choose` selects is trained, and so are all other layouts that could be faster. Layers sleep, so
+many ranks on few cores show the true times of a pipeline. A layout is left out only if the sleep of its busiest rank
+alone exceeds a step of the chosen layout, which is verified with measured steps. Two rules are compared: dropping the
+lost member's column (torchft), which is also trained; and letting the peers of its stage take over its micro-batches
+(ReCycle), which is computed as the micro-batches of the busiest rank times the seconds of its layers, plus all other
+stages once. Takes ten minutes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ SLOW_STEPS, ANSWERED_WITHIN, SLOW_FROM = 20, 5, 30
 
 @dataclass(frozen=True)
 class Case:
-    """before: the layout in which it happens. speeds: of members that are left, slow ones last. share: seconds of each
-    layer, as a multiple.
+    """An event, and the layout in which it happens.
+
+    before: the layout before the event.
+    speeds: the speeds of the remaining members, slow ones last.
+    share: the seconds of each layer, as a multiple of the usual ones.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Case:
 
     @property
     def profile(self) -> Profile:
-        """Known, not measured: the layers sleep."""
+        """The profile of the layers, which is known because they sleep."""
         layers = tuple(
             LayerCost(
                 name=f"sleeper.{place}",
@@ -67,50 +70,55 @@ class Case:
         return Profile(layers=layers, train_batch_size=BATCH, micro_batch_size=MICRO_BATCH)
 
     def predict(self, layout: Layout) -> float:
-        """Seconds of a step."""
+        """Return the predicted seconds of a step."""
         speeds = self.speeds[: layout.world_size]
         return step_time(self.profile, layout, Deal.of(self.profile, layout, pipeline=True), speeds).seconds
 
     def busiest(self, layout: Layout) -> float:
-        """Seconds that one rank sleeps in a step; no step is shorter."""
+        """Return the seconds that the busiest rank sleeps in a step. No step is shorter."""
         speeds = self.speeds[: layout.world_size]
         return max(step_time(self.profile, layout, Deal.of(self.profile, layout, pipeline=True), speeds).busy)
 
     def chosen(self) -> Layout:
-        """What a job takes."""
+        """Return the layout that a job would choose."""
         members = Members(self.speeds, self.memory_bytes)
         return choose(self.profile, self.before, members, Search(zero_stages=(1,), count=1))[0].layout
 
     @property
     def memory_bytes(self) -> int:
-        """That a member has."""
+        """The memory of a member in bytes."""
         return int(MEMORY * self.needed(self.before))
 
     def needed(self, layout: Layout) -> int:
-        """Bytes of the rank with the most."""
+        """Return the bytes on the rank that needs the most."""
         deal = Deal.of(self.profile, layout, pipeline=True)
         return max(peak_bytes(self.profile, layout, deal))
 
     def dropped(self) -> Layout | None:
-        """Without the column of the member that is lost or slow; None if it is the only one, or nobody is either."""
+        """Return the layout without the column of the lost or slow member.
+
+        Returns None if there is only one column, or if no member is lost or slow.
+        """
         is_hurt = len(self.speeds) < self.before.world_size or min(self.speeds) < 1
         return self.before.replace(data=self.before.data - 1) if is_hurt and self.before.data > 1 else None
 
     def taken_over(self) -> float | None:
-        """Seconds of a step by ReCycle's rule, without use of its bubbles; who is lost or slow is of the last stage."""
+        """Return the seconds of a step by ReCycle's rule, without filling bubbles. The lost or slow member is on the
+        last stage.
+        """
         lost = self.before.world_size - len(self.speeds)
         if lost >= self.before.data or self.dropped() is None:
             return None
         stages = [sum(self.share[start:stop]) for start, stop in itertools.pairwise(self.before.boundaries or ())]
         whole, data = BATCH // MICRO_BATCH, self.before.data
         pace = [1.0] * (data - lost) if lost else [1.0] * (data - 1) + [min(self.speeds)]
-        most = [whole / data] * (len(stages) - 1) + [whole / sum(pace)]  # of a member of speed 1
+        most = [whole / data] * (len(stages) - 1) + [whole / sum(pace)]  # counted for a member of speed 1
         return (FORWARD + BACKWARD) * max(
             micro_batches * mine + sum(stages) - mine for micro_batches, mine in zip(most, stages, strict=True)
         )
 
     def candidates(self) -> Iterator[Layout]:
-        """Of each number of stages all boundaries, on as many data ranks as there are members for."""
+        """Yield all possible boundaries for each number of stages, with as many data ranks as the members allow."""
         for pipe in range(1, min(len(self.speeds), LAYERS) + 1):
             for data in range(len(self.speeds) // pipe, 0, -1):
                 found = [each for each in self._cuts(pipe, data) if self._is_possible(each)]
@@ -148,7 +156,7 @@ CASES = (
 
 
 def measured(case: Case, walk: list[Layout]) -> dict[Layout, float]:
-    """Seconds of a step of each layout: the middle one, all in one job that switches from one to the next."""
+    """Train in all these layouts, one after the other in one job. Return the median seconds of a step in each."""
     notes = launch(
         "balance_ranks.py",
         len(case.speeds),
@@ -168,7 +176,7 @@ def measured(case: Case, walk: list[Layout]) -> dict[Layout, float]:
 
 
 def row(case: Case) -> tuple[list[object], bool]:
-    """One line of the table, and whether it meets the bar."""
+    """Return (a row of the table, whether it meets the bar)."""
     chosen, dropped = case.chosen(), case.dropped()
     if chosen.pipe == 1:
         chosen = chosen.replace(boundaries=None)
@@ -198,7 +206,7 @@ def row(case: Case) -> tuple[list[object], bool]:
 
 
 def answered() -> tuple[str, bool]:
-    """What a job does about a member that takes twice as long from a step on, and after how many steps."""
+    """Describe what a job does about a member that becomes twice as slow, and whether it reacts in time."""
     given = {"from_step": SLOW_FROM, "steps": 90, "pace": 2.0, "slow_steps": SLOW_STEPS}
     first = launch("balance_slow_ranks.py", 2, 600, "cpu", **given).get(0, [])
     if not first:
@@ -215,7 +223,7 @@ def answered() -> tuple[str, bool]:
 
 
 def main() -> None:
-    """Train, time and print."""
+    """Train, measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     names = [case.name for case in CASES]

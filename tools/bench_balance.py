@@ -1,16 +1,17 @@
-"""Balance: how long the solver takes, what it gains on pipelines of 24 and 48 blocks by simulation, and is that right.
+"""Measure balance: the solver's time, the gain on simulated pipelines of 24 and 48 blocks, and the predictions'
+accuracy.
 
 python tools/bench_balance.py
 python tools/bench_balance.py --ranks 8 --timed 40 --write docs/figures
 python tools/bench_balance.py --picture docs/balance.svg
 
-With --ranks a pipeline of layers that sleep is trained in many layouts (two minutes), and its steps are timed beside
-what was predicted. With --timed a pipeline of two stages, whose layers take 1 ms and more of a processor, is timed in
-so many rounds (40 take three minutes): what windows cost, and whether their sums and predictions are right. It needs
-two cores that are idle. Of the simulated pipelines no step is trained: a dense block takes what one of width 256 took
-on a CPU core with 2 x 256 tokens (11.7 ms forward, 26.4 ms backward), each dynamism changes that by a formula below,
-there are 4 micro-batches for each stage, and messages take no time. With --picture what their stages take before and
-after is drawn, and nothing else is done.
+With --ranks, a pipeline of sleeping layers is trained in many layouts, and measured steps are compared with predicted
+ones (two minutes). With --timed, a pipeline of two stages, whose layers use 1 ms of processor time or more, is timed in
+this many rounds, to find out what windows cost, and whether their sums and predictions are right. 40 rounds take three
+minutes, and need two idle cores. No step of the simulated pipelines is trained. There, a dense block takes as long as a
+block of width 256 on a CPU core with 2 x 256 tokens (11.7 ms forward, 26.4 ms backward), each kind of change modifies
+this by a formula below, there are 4 micro-batches per stage, and messages take no time. With --picture, only a chart of
+the stages' times before and after balance is drawn.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ SLEEPERS, BATCH, MICRO_BATCH, STEPS, WITHIN = 12, 64, 4, 5, 0.15
 
 @dataclass(frozen=True)
 class Blocks:
-    """Seconds and parameters of each layer."""
+    """The seconds and parameters of each layer of a model."""
 
     forward: Floats
     backward: Floats
@@ -67,12 +68,15 @@ class Blocks:
 
     @classmethod
     def dense(cls, count: int, share: Floats | float = 1.0) -> Blocks:
-        """So many blocks that take a share of the dense seconds."""
+        """Return `count` blocks that take a fraction of a dense block's seconds.
+
+        share: the fraction, the same for all blocks or for each.
+        """
         ones = np.ones(count)
         return cls(FORWARD * share * ones, BACKWARD * share * ones, PARAMETERS * ones)
 
     def profile(self, micro_batches: int) -> Profile:
-        """One sample in a micro-batch."""
+        """Return the profile of the layers, with one sample in a micro-batch."""
         rows = enumerate(zip(self.forward.tolist(), self.backward.tolist(), self.parameters.tolist(), strict=True))
         layers = tuple(
             LayerCost(
@@ -88,35 +92,45 @@ class Blocks:
 
 
 def frozen(count: int) -> Blocks:
-    """The first half is frozen: no backward pass there."""
+    """Return blocks of which the first half is frozen and has no backward pass."""
     dense = Blocks.dense(count)
     return Blocks(dense.forward, np.where(np.arange(count) < count // 2, 0.0, dense.backward), dense.parameters)
 
 
 def early_exit(count: int) -> Blocks:
-    """At each block 12 % of the tokens that are left go."""
+    """Return blocks at each of which 12 % of the remaining tokens exit."""
     return Blocks.dense(count, 0.88 ** np.arange(count, dtype=np.float64))
 
 
 def pruned(count: int) -> Blocks:
-    """A tenth of the weights stays, a log-normal share of each block (sigma 0.6); 12 % of a block cannot be pruned."""
+    """Return pruned blocks: a log-normal fraction of each block's weights stays (sigma 0.6, mean 0.1).
+
+    12 % of a block cannot be pruned.
+    """
     kept = np.exp(np.random.default_rng(1).normal(0, 0.6, count))
     return Blocks.dense(count, 0.12 + 0.88 * np.minimum(1, 0.1 * kept / kept.mean()))
 
 
 def sparse_attention(count: int) -> Blocks:
-    """A third of a block is attention, of which a log-normal share (sigma 0.8, mean 0.3) is computed."""
+    """Return blocks with sparse attention: attention is a third of a block, and a log-normal fraction of it is
+    computed.
+
+    The fraction has sigma 0.8 and mean 0.3.
+    """
     share = np.exp(np.random.default_rng(2).normal(0, 0.8, count))
     return Blocks.dense(count, 2 / 3 + np.minimum(1, 0.3 * share / share.mean()) / 3)
 
 
 def mixture_of_depths(count: int) -> Blocks:
-    """Every other block sees an eighth of the tokens."""
+    """Return blocks of which every other one computes an eighth of the tokens."""
     return Blocks.dense(count, np.where(np.arange(count) % 2, 0.125, 1.0))
 
 
 def ends(count: int) -> Blocks:
-    """Dense, with an embedding of 3 blocks' parameters that takes no time, and a head of 3 blocks' in both."""
+    """Return dense blocks, with an embedding and a head that have as many parameters as 3 blocks.
+
+    The embedding takes no time; the head takes as long as 3 blocks.
+    """
     dense = Blocks.dense(count)
     return Blocks(
         np.array([0, *dense.forward, 3 * FORWARD]),
@@ -136,7 +150,7 @@ CASES: dict[str, Callable[[int], Blocks]] = {
 
 
 def solver_row(layers: int, stages: int, bar: float | None) -> list[object]:
-    """Processor seconds of one cut with speeds, rooms and present boundaries: the middle one of five."""
+    """Return a row with the solver's processor seconds for one cut: the median of five runs."""
     random, found = np.random.default_rng(layers), []
     for _ in range(5):
         problem = Problem.of(
@@ -156,7 +170,10 @@ def solver_row(layers: int, stages: int, bar: float | None) -> list[object]:
 
 
 def choice(members: int, layers: int, slowest: float = 1.0) -> str:
-    """Say how long the best three layouts of so many members take. slowest: their speeds are from this to 1."""
+    """Return a sentence on how long it takes to find the best three layouts of this many members.
+
+    slowest: the speeds of the members range from this number to 1.
+    """
     profile = Blocks.dense(layers).profile(members)
     begin = time.process_time()
     speeds = tuple(np.linspace(1.0, slowest, members).tolist())
@@ -166,7 +183,7 @@ def choice(members: int, layers: int, slowest: float = 1.0) -> str:
 
 
 def simulated_row(name: str, blocks: Callable[[int], Blocks], count: int, stages: int) -> list[object]:
-    """Static and balanced boundaries: the slowest stage and the step, in ms, by simulation."""
+    """Return a row that compares even and balanced boundaries by simulation: the slowest stage and the step, in ms."""
     changed, dense = blocks(count), Blocks.dense(count)
     seconds = changed.forward + changed.backward
     uniform = tuple(map(int, partition_balanced(changed.parameters.tolist(), stages)))
@@ -185,7 +202,7 @@ def simulated_row(name: str, blocks: Callable[[int], Blocks], count: int, stages
 
 
 def panel(name: str, count: int, stages: int) -> Panel:
-    """Ms that each stage takes for a micro-batch, by simulation."""
+    """Return a chart of the simulated milliseconds that each stage takes for a micro-batch."""
     blocks = CASES[name](count)
     seconds = blocks.forward + blocks.backward
     before = tuple(map(int, partition_balanced(blocks.parameters.tolist(), stages)))
@@ -195,19 +212,19 @@ def panel(name: str, count: int, stages: int) -> Panel:
 
 
 def loads(seconds: Floats, cut: Sequence[int]) -> Floats:
-    """Of each stage, of one micro-batch."""
+    """Return the seconds that each stage takes for a micro-batch."""
     return np.array([seconds[start:stop].sum() for start, stop in itertools.pairwise(cut)])
 
 
 def step(blocks: Blocks, stages: int, cut: tuple[int, ...]) -> float:
-    """Simulated seconds of a step."""
+    """Return the simulated seconds of a step."""
     profile = blocks.profile(PER_STAGE * stages)
     layout = Layout(zero_stage=1, pipe=stages, boundaries=cut)
     return step_time(profile, layout, Deal.of(profile, layout, pipeline=True)).seconds
 
 
 def sleepers() -> Profile:
-    """The profile of layers that sleep: 12 ms and 24 ms for a micro-batch, a tenth less with each layer."""
+    """Return the profile of sleeping layers: 12 ms and 24 ms per micro-batch, a tenth less with each layer."""
     share = 0.9 ** np.arange(SLEEPERS, dtype=np.float64)
     layers = tuple(
         LayerCost(
@@ -222,7 +239,9 @@ def sleepers() -> Profile:
 
 
 def layouts_to_try(profile: Profile, ranks: int) -> list[Layout]:
-    """The best ones, and worse boundaries of each shape that uses most ranks; the last one uses all of them."""
+    """Return the best layouts, and worse boundaries for each shape that uses most ranks. The last layout uses all
+    ranks.
+    """
     best = choose(profile, Layout(zero_stage=1), Members((1.0,) * ranks), Search(zero_stages=(1,), count=10))
     found = [each.layout for each in best]
     random = np.random.default_rng(4)
@@ -234,7 +253,7 @@ def layouts_to_try(profile: Profile, ranks: int) -> list[Layout]:
 
 
 def measured(ranks: int) -> str:
-    """Return how far predicted and measured steps differ."""
+    """Train the pipeline of sleeping layers, and return text that compares predicted and measured steps."""
     profile = sleepers()
     walk = layouts_to_try(profile, ranks)
     notes = launch(
@@ -264,7 +283,9 @@ def measured(ranks: int) -> str:
 
 
 def timed(rounds: int) -> str:
-    """What windows cost and find in a pipeline of two stages: even boundaries, then those that are proposed."""
+    """Time a pipeline of two stages with even and with proposed boundaries. Return text on what windows cost
+    and find.
+    """
     begin, heavy = time.perf_counter(), [0.003] * 4 + [0.001] * 8
     given: dict[str, Any] = {"seconds": heavy, "rounds": rounds, "batch": 8 * MICRO_BATCH, "micro_batch": MICRO_BATCH}
     notes = launch("balance_timed_ranks.py", 2, 1800, **given)
@@ -289,7 +310,7 @@ def timed(rounds: int) -> str:
 
 
 def main() -> None:
-    """Measure, simulate and print."""
+    """Measure, simulate, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs/figures")
     parser.add_argument("--ranks", type=int, help="train layers that sleep in so many processes, and time the steps")

@@ -1,14 +1,14 @@
-"""Measure what copies with buddies cost a step: how long it waits, what is sent, what memory it takes.
+"""Measure what copies with buddies cost a step: how long it waits, what is sent, and how much memory it takes.
 
 python tools/bench_buddies.py                              # three minutes on a quiet machine
 python tools/bench_buddies.py --sizes 30M --batches 4 --steps 20
 python tools/bench_buddies.py --write docs/figures
 
-An elastic job of two torchrun agents with one worker each takes a copy after every second step, so that steps with a
-copy on its way stand beside steps without. `plain` is a copy of the same buffers into memory that was touched before,
-made at the same boundary. `waits` is all that a step waits for at a boundary where a copy is taken. `more` is by how
-much steps during which a copy travels take longer than those during which none does: what the thread and the network
-take away from training, on cores that both share.
+An elastic job of two torchrun agents with one worker each takes a copy after every second step, so steps during which a
+copy is sent can be compared with steps during which none is. `plain` is a copy of the same buffers, made at the same
+boundary, into memory that was used before. `waits` is the time for which a step waits at a boundary where a copy is
+taken. `more` is how much longer steps take while a copy is being sent: the time that the thread and the network take
+away from training on shared cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCKING, SHARE, JUDGED = 1.25, 0.02, 64
 
 
 def steps_of(**wanted: Any) -> list[Row]:
-    """The lines of one job."""
+    """Run one job, and return the lines that its ranks wrote."""
     with tempfile.TemporaryDirectory(prefix="dynatrain-bench-", ignore_cleanup_errors=True) as folder:
         variables = {"WANTED": json.dumps(wanted), "DS_ACCELERATOR": "cpu"}
         times = {**TIMES, "silent_seconds": 5.0}
@@ -50,7 +50,7 @@ def steps_of(**wanted: Any) -> list[Row]:
 
 
 def line(size: str, stage: int, batch: int, args: argparse.Namespace) -> list[object]:
-    """One line of the table."""
+    """Return a row of the table."""
     wanted = {"size": size, "stage": stage, "batch": batch * len(NODES), "dtype": args.dtype}
     rows = steps_of(**wanted, steps=args.steps, length=args.length)
     with_copy, without = ([row for row in rows if row["is_taken"] == kind] for kind in (True, False))

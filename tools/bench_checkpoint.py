@@ -3,12 +3,13 @@
 python tools/bench_checkpoint.py
 python tools/bench_checkpoint.py --write docs/figures
 
-Two processes each write their half of a state of Adam in bf16 (ZeRO-1, matrices of 1024 columns), down to the disk, and
-read it back: their own half as it was saved, the quarter of four ranks, all of it cold (dropped from the page cache)
-and warm. Raw: the same number of bytes with `pwrite` and `preadv` in pieces of 1 MiB, into memory that was touched.
+Each of two processes writes its half of an Adam state in bf16 (ZeRO-1, matrices of 1024 columns) to disk, and reads
+state back: the same half, and the quarter that one of four ranks would hold, both cold (dropped from the page cache)
+and warm. The raw figures are for the same number of bytes with `pwrite` and `preadv` in pieces of 1 MiB, into memory
+that was used before.
 
-A save also weighs all values, and a load casts the weights of all ranks from their masters, which raw input and output
-do not. Where other processes want the cores, too, that counts more, so processor time stands beside it.
+In addition, a save digests all values, and a load casts the weights of all ranks from their masters. If other processes
+use the cores, this counts more, so the processor time is shown as well.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MEMORY |= dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), Memory(torch.float3
 
 
 def space(parameters: int) -> VirtualParameterSpace:
-    """Matrices of a thousand and more rows, a vector with each."""
+    """Return the parameter space of a model of matrices, each with a vector."""
     count = max(1, parameters // (1312 * COLUMNS))
     tensors = [LogicalTensor(f"layer{n}.weight", (1312, COLUMNS)) for n in range(count)]
     tensors += [LogicalTensor(f"layer{n}.bias", (1312,)) for n in range(count)]
@@ -49,7 +50,7 @@ def space(parameters: int) -> VirtualParameterSpace:
 
 
 def buffers_of(vps: VirtualParameterSpace, layout: Layout, rank: int, seed: int | None) -> Any:
-    """A rank's memory, touched: random values, or zeros."""
+    """Return a rank's buffers, in memory that has been used: with random values if a seed is given, otherwise zeros."""
     buffers = provide(vps.local(layout, rank), MEMORY, set(), {}, zeros)
     generator = torch.Generator().manual_seed(seed or 0)
     for (kind, _), held in buffers.items():
@@ -61,7 +62,7 @@ def buffers_of(vps: VirtualParameterSpace, layout: Layout, rank: int, seed: int 
 
 
 def cast_weights(vps: VirtualParameterSpace, parts: list[Any], buffers: Any) -> None:
-    """Weights as their masters give them: those of all ranks, by the seeds that they have."""
+    """Set the weights of all ranks to casts of their masters, whose values follow from the ranks' seeds."""
     for (kind, name), held in buffers.items():
         if kind == "weight":
             whole = torch.cat([part["master", name] for part in parts])
@@ -69,7 +70,7 @@ def cast_weights(vps: VirtualParameterSpace, parts: list[Any], buffers: Any) -> 
 
 
 def drop(path: Path) -> None:
-    """Take a file out of the page cache."""
+    """Drop a file from the page cache."""
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -77,7 +78,7 @@ def drop(path: Path) -> None:
 
 
 def warm(path: Path, scratch: torch.Tensor) -> None:
-    """Bring a file into the page cache."""
+    """Read a file into the page cache."""
     view, file, at = scratch.numpy().data, os.open(path, os.O_RDONLY), 0
     while done := os.preadv(file, [view], at):
         at += done
@@ -85,7 +86,7 @@ def warm(path: Path, scratch: torch.Tensor) -> None:
 
 
 def raw_write(path: Path, memory: torch.Tensor) -> None:
-    """All of `memory`, down to the disk."""
+    """Write all of `memory` to disk."""
     view, file = memory.numpy().data, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for at in range(0, len(view), PIECE):
         os.pwrite(file, view[at : at + PIECE], at)
@@ -94,7 +95,7 @@ def raw_write(path: Path, memory: torch.Tensor) -> None:
 
 
 def raw_read(path: Path, memory: torch.Tensor) -> None:
-    """All of it back into `memory`."""
+    """Read all of `memory` back."""
     view, file = memory.numpy().data, os.open(path, os.O_RDONLY)
     for at in range(0, len(view), PIECE):
         os.preadv(file, [view[at : at + PIECE]], at)
@@ -102,7 +103,7 @@ def raw_read(path: Path, memory: torch.Tensor) -> None:
 
 
 def run(rank: int, folder: Path, parameters: int, repeats: int, barrier: Any, answers: Any) -> None:
-    """One process: every measurement `repeats` times, begun together with the other's."""
+    """Run one process: every measurement `repeats` times, started together with the other process."""
     torch.set_num_threads(1)
     vps = space(parameters)
     parts = [buffers_of(vps, SAVED, other, other + 1) for other in range(PROCESSES)]
@@ -125,7 +126,7 @@ def run(rank: int, folder: Path, parameters: int, repeats: int, barrier: Any, an
         begin, busy = time.perf_counter(), time.process_time()
         work()
         busy = time.process_time() - busy
-        barrier.wait()  # the slower one counts
+        barrier.wait()  # the slower process counts
         found.setdefault(name, []).append(time.perf_counter() - begin)
         found.setdefault(f"{name} busy", []).append(busy)
 
@@ -191,7 +192,7 @@ def main() -> None:
 
 
 def rows_of(found: list[dict[str, Any]]) -> list[list[object]]:
-    """The table: the processes together, the slower one's time."""
+    """Return the rows of the table, with the time of the slower process."""
 
     def slowest(name: str) -> float:
         return max(float(each[name]) for each in found)
@@ -220,7 +221,10 @@ def rows_of(found: list[dict[str, Any]]) -> list[list[object]]:
 
 
 def verdict(ratio: float, bar: float, is_most: bool) -> list[str]:
-    """(ratio, bar, whether it is met)."""
+    """Return (ratio, bar, whether the bar is met).
+
+    is_most: whether the bar is an upper limit.
+    """
     met = ratio <= bar if is_most else ratio >= bar
     sign = "≤" if is_most else "≥"
     return [f"{ratio:.2f}", f"{sign} {bar}", "pass" if met else f"missed by {abs(ratio - bar):.2f}"]

@@ -1,13 +1,13 @@
-"""Measure what members of a switch tell each other: operations of the store, bytes, and how long all wait.
+"""Measure the communication between members in a switch: operations of the store, bytes, and how long members wait.
 
 python tools/bench_control.py
 python tools/bench_control.py --members 16 64 --write docs/figures
 
-Two measurements, with records of real size: those of a model of 70 billion parameters (the 723 tensors of Llama-2-70B)
-in ZeRO stage 3, which goes to stage 1. In the first, threads stand in for members: each has a connection of its own to
-one TCPStore, and goes through all that a switch says, with nothing to compute and nothing to move in between. In the
-second, 16,384 members are simulated in one process, one after the other, from the leaves of the tree to its root: what
-it takes to tell, join and judge their agreement and their reports, and what goes through the store.
+There are two measurements. Their records have the real size of a model with 70 billion parameters (the 723 tensors of
+Llama-2-70B) that switches from ZeRO stage 3 to stage 1. In the first measurement, threads act as members. Each has its
+own connection to one TCPStore, and sends all messages of a switch, without computing or moving anything in between. In
+the second, 16,384 members are simulated in one process, one after the other, from the leaves of the tree to its root.
+It measures the time to send, merge and judge their requests and reports, and the traffic through the store.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STEP_SECONDS = 0.1
 
 
 def tensors() -> tuple[LogicalTensor, ...]:
-    """Those of Llama-2-70B."""
+    """Return the logical tensors of Llama-2-70B."""
     layer = {
         "q": (WIDTH, WIDTH),
         "k": (KEYS, WIDTH),
@@ -72,7 +72,7 @@ SWITCH_SECONDS = 2e-4
 
 
 class Switch:
-    """What all members of one switch have in common."""
+    """The properties of one switch that all its members share."""
 
     def __init__(self, members: int) -> None:
         self.source, self.target = (Layout(data=members, zero_stage=stage) for stage in (3, 1))
@@ -84,7 +84,10 @@ class Switch:
         self.whole = dict(zip(self.kinds, drawn.astype(np.uint64), strict=True))
 
     def digests(self, layout: Layout, rank: int) -> SideDigests:
-        """As if of real state: a replicated kind is whole on all; of another one the first rank has what is left."""
+        """Return made-up digests of a rank that add up correctly.
+
+        A replicated kind is whole on all ranks. Of other kinds, rank 0 has the remainder of the sum.
+        """
         found, count = {}, len(self.members)
         for kind, whole in self.whole.items():
             if self.vps.is_replicated(layout, kind):
@@ -94,7 +97,7 @@ class Switch:
         return SideDigests(found)
 
     def report(self, rank: int) -> dict[str, Any]:
-        """What one member says of both sides."""
+        """Return one member's report about both sides of the switch."""
         sides = zip(SIDES, (self.source, self.target), strict=True)
         return {
             side: folded(shares(self.vps, layout, self.members, rank, self.digests(layout, rank)))
@@ -102,32 +105,36 @@ class Switch:
         }
 
     def judge(self, report: dict[str, Any]) -> VoteResult:
-        """As a switch does."""
+        """Judge the merged report, as a switch does."""
         said = certify(self.vps, self.source, self.target, report)
         return VoteResult("digest" in said, said=said)
 
     def proposal(self, generation: int) -> Proposal:
-        """In place, from one stage to another."""
+        """Return a proposal to change the ZeRO stage with the same members."""
         return Proposal(generation, self.source, self.members, self.target, self.members, None)
 
 
 @dataclass
 class Counts:
-    """What went through the store. bytes: values written and read, without keys."""
+    """The traffic through the store.
+
+    operations: the number of operations.
+    bytes: the size of all values written and read, without keys.
+    """
 
     operations: int = 0
     bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, size: int) -> None:
-        """One operation."""
+        """Count one operation."""
         with self.lock:
             self.operations += 1
             self.bytes += size
 
 
 class CountedStore:
-    """A store that counts."""
+    """A store that counts its operations."""
 
     def __init__(self, store: Any, counts: Counts) -> None:
         self._store, self._counts = store, counts
@@ -146,14 +153,17 @@ class CountedStore:
 
 
 def board(store: Any, counts: Counts, member: int) -> Control:
-    """One member's, with its operations counted."""
+    """Return the board of one member, on which operations are counted."""
     made = Control(store, "bench", member, 60.0)
     made.store = CountedStore(made.store, counts)  # type: ignore[assignment]
     return made
 
 
 def one_switch(switch: Switch, mine: Control, generation: int, together: threading.Barrier) -> dict[str, float]:
-    """All that a member says in a switch; milliseconds that it waits, with all members ready at the same time."""
+    """Make all calls of one member in a switch. Return the milliseconds that it waits in each, by name.
+
+    together: a barrier, so that all members begin each call at the same time.
+    """
     proposal, member, waited = switch.proposal(generation), mine.member, dict[str, float]()
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -171,7 +181,7 @@ def one_switch(switch: Switch, mine: Control, generation: int, together: threadi
         else:
             time.sleep(STEP_SECONDS)
     session = Session(mine, proposal.key, switch.members, "bench", record=f"record/{generation}")
-    report = switch.report(member)  # in time: what one thread computes keeps the others from what they say
+    report = switch.report(member)  # computed beforehand, because computing in one thread delays the messages of others
     timed("meet", lambda: meet(session, proposal))
     decision = timed("verify", lambda: session.vote(lambda: report, joined_sides, switch.judge))
     if not decision.commit:
@@ -182,7 +192,9 @@ def one_switch(switch: Switch, mine: Control, generation: int, together: threadi
 
 
 def prepare(mine: Control, proposal: Proposal) -> None:
-    """What is said in the background: by all, and by those of one node, who may read each other's memory."""
+    """Exchange the messages of a preparation: among all members, and among those of one node, who find their
+    neighbours.
+    """
     key, node = f"machine/{proposal.generation}/{mine.member // PER_NODE}", f"near/{proposal.generation}"
     mine.add_to_list(key, mine.member)
     session = Session(mine, f"prepare/{proposal.generation}", proposal.union, "bench", longest=POLL_SECONDS)
@@ -197,7 +209,7 @@ def prepare(mine: Control, proposal: Proposal) -> None:
 
 
 def meet(session: Session, proposal: Proposal) -> None:
-    """Post the random streams, which nobody needs in place, and meet."""
+    """Post the random streams, which no member needs because nobody moves, and meet."""
     mine, generation = session.board, proposal.generation
     mine.post(f"stream/{generation}/{mine.member}", STREAMS)
     carry = {"shared": {"groups": ["x" * 200] * 8, "scheduler": "x" * 500}} if session.is_first else {}
@@ -206,7 +218,10 @@ def meet(session: Session, proposal: Proposal) -> None:
 
 
 def threads(members: int) -> dict[str, Any]:
-    """Of one switch, the median of several: operations and bytes per member, and milliseconds that the last waits."""
+    """Run several switches with threads as members. Return the medians.
+
+    The result has the operations and bytes per member, and the milliseconds that the last member waits.
+    """
     switch, server = Switch(members), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     counts, together = Counts(), threading.Barrier(members)
     boards = [board(TCPStore("127.0.0.1", server.port, is_master=False), counts, each) for each in switch.members]
@@ -223,7 +238,7 @@ def threads(members: int) -> dict[str, Any]:
 
 
 def simulated(members: int) -> dict[str, float]:
-    """CPU seconds in which so many members tell, join and judge what they ask for and report, in one process."""
+    """Return the CPU seconds in which this many simulated members send, merge and judge their requests and reports."""
     switch, store = Switch(members), HashStore()
     store.set_timeout(timedelta(seconds=60))
     counts, found = Counts(), dict[str, float]()
@@ -239,8 +254,8 @@ def simulated(members: int) -> dict[str, float]:
     ]
     for step, of_rank, join, judge in steps:
         found[step] = 0.0
-        for rank in reversed(range(members)):  # whoever leads others comes after them
-            said = of_rank(rank)  # what a member computes for itself takes each of them the same time, side by side
+        for rank in reversed(range(members)):  # members that lead others come after those
+            said = of_rank(rank)  # members compute their own parts in parallel, so these count once
             session = Session(board(store, counts, rank), step, switch.members, "bench")
             begin = time.process_time()
             joined = session.gather("up", said, join)

@@ -1,10 +1,10 @@
-"""Memory and time of each conversion of a checkpoint, beside its largest tensor and the whole of it.
+"""Measure memory and time of each conversion of a checkpoint, compared with its largest tensor and its total size.
 
 python tools/bench_convert.py [--mib 64] [--tensors 12]
 
-Each conversion has a process of its own: what it held at most, beyond what it held before (the imports), by Linux's
-high-water mark. The state is a DeepSpeed checkpoint of ZeRO stage 2 on 4 ranks, written by hand:
-masters and two moments.
+Each conversion runs in a process of its own. Its memory is Linux's high-water mark minus what the process held before
+(the imports). The state is a hand-written DeepSpeed checkpoint of ZeRO stage 2 on 4 ranks, with masters and two
+moments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB, RANKS = 1 << 20, 4
 
 
 def main() -> None:
-    """Print a row for each direction."""
+    """Print a row for each conversion."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=64, help="of the largest tensor, in one state kind")
     parser.add_argument("--tensors", type=int, default=12, help="tensors of half that size, beside the largest")
@@ -60,7 +60,9 @@ def main() -> None:
 
 
 def reading_cost(path: Path, with_crcs: bool) -> float:
-    """GB a second of processor time that a reader takes for all values, from the page cache; the best of three."""
+    """Return how many GB per second of processor time a reader takes for all values, from the page cache; the best of
+    three.
+    """
     foreign, best = told_at(path), 0.0
     for _ in range(3):
         with Reader(path, foreign.manifest, links=True) as reader:
@@ -74,14 +76,14 @@ def reading_cost(path: Path, with_crcs: bool) -> float:
 
 
 def run(*asks: object) -> tuple[float, float]:
-    """(MiB at most, seconds) of one conversion, in a process of its own."""
+    """Run one conversion in a process of its own. Return (peak memory in MiB, seconds)."""
     command = [sys.executable, __file__, "--one", *map(str, asks)]
     said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     return said["bytes"] / MIB, said["seconds"]
 
 
 def directions(folder: Path) -> Iterator[tuple[str, str, tuple[Path, Path, str]]]:
-    """(from, to, what the command is asked for: path, out, --to), in an order in which each finds what it needs."""
+    """Yield (from, to, arguments: path, out, --to) for each conversion, in an order in which each finds its input."""
     ours = folder / "ours"
     yield "DeepSpeed's, ZeRO stage 2", "ours", (folder / "zero", ours, "universal")
     for name in ("safetensors", "deepspeed-universal", "dcp"):
@@ -91,7 +93,7 @@ def directions(folder: Path) -> Iterator[tuple[str, str, tuple[Path, Path, str]]
 
 
 def measure(path: str, out: str, to: str) -> None:
-    """Convert in this process; the bytes that it took at most beyond those of before, and seconds."""
+    """Convert in this process, and print the additional peak memory in bytes and the seconds."""
     import pyarrow
     import torch.distributed.checkpoint.state_dict_saver
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -102,7 +104,7 @@ def measure(path: str, out: str, to: str) -> None:
 
     with FakeTensorMode():
         torch.empty(1)
-    pyarrow.array([0])  # imports what it needs
+    pyarrow.array([0])  # imports everything that the conversion needs
     before, begin = resident(), time.perf_counter()
     reset_high_water()
     list(conversion.convert(Path(path), Path(out), Format(to), None, False))
@@ -111,13 +113,13 @@ def measure(path: str, out: str, to: str) -> None:
 
 
 def shapes_of(mib: int, tensors: int) -> dict[str, tuple[int, ...]]:
-    """Matrices in float32: one of so many MiB, others of half of it."""
+    """Return the shapes of fp32 matrices by name: one of this many MiB, and others of half the size."""
     wide = {"words.weight": (mib * 256, 1024)}
     return {**wide, **{f"layers.{number}.weight": (mib * 128, 1024) for number in range(tensors)}}
 
 
 def write_zero(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """As DeepSpeed 0.19 lays it out; values are drawn rank by rank."""
+    """Write a checkpoint in the form of DeepSpeed 0.19, with random values rank by rank."""
     folder.mkdir(parents=True)
     (folder.parent / "latest").write_text(folder.name)
     part = sum(torch.Size(shape).numel() for shape in shapes.values()) // RANKS

@@ -1,11 +1,11 @@
-"""Measure a coordinator under load: a thousand members, a thousand strangers a second, messages that were changed.
+"""Measure a coordinator under load: a thousand members, a thousand strangers per second, and forged messages.
 
 python tools/bench_coordinator.py                          # about three minutes on two cores
 python tools/bench_coordinator.py --members 200 --seconds 5 --forged 500   # a quick look
 python tools/bench_coordinator.py --write docs/figures
 
-The coordinator is `ds-dynatrain coordinator` in a process of its own, with a token and the usual limit of 1,024 files.
-Members are light: the connections, messages and heartbeats of a worker, and no training.
+The coordinator is `ds-dynatrain coordinator` in a process of its own, with a token and the usual limit of 1,024 open
+files. Members are simulated: they have the connections, messages and heartbeats of a worker, but do not train.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ CHANGES = ("a bit", "no tag", "once more", "the order", "left out", "of another 
 
 @contextmanager
 def coordinator(members: int, token: str, port: int, least: int = 1) -> Iterator[int]:
-    """The process of one for `least` to `members` nodes, which begins with the usual limit of files."""
+    """Context manager with a coordinator process for `least` to `members` nodes, which starts with the usual limit of
+    files.
+
+    Yields the id of the process.
+    """
     command = [sys.executable, "-m", "ds_dynatrain.cli", "coordinator", f"127.0.0.1:{port}"]
     command += [f"--nnodes={least}:{members}", "--recovery-seconds=1"]
 
@@ -75,7 +79,9 @@ def coordinator(members: int, token: str, port: int, least: int = 1) -> Iterator
 
 
 class Members:
-    """Workers of as many nodes, in one thread: they send heartbeats, and enter what they are told of."""
+    """Simulated workers, one per node, in one thread. They send heartbeats, and enter each generation that is
+    announced.
+    """
 
     def __init__(self, address: Address, token: str, count: int) -> None:
         self._links: dict[int, tuple[Connection, Report]] = {}
@@ -91,13 +97,13 @@ class Members:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """All say that they are ready, and go on from there."""
+        """Report all workers as ready, and start the thread."""
         for number in self._links:
             self._say(number, ready=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Be gone."""
+        """Stop the thread, and close all connections."""
         self._stop.set()
         self._thread.join()
         for link, _ in self._links.values():
@@ -105,7 +111,7 @@ class Members:
 
     @property
     def entered(self) -> int:
-        """How many have entered the newest generation."""
+        """The number of workers that have entered the newest generation."""
         newest = 0 if self.world is None else self.world.generation
         return sum(0 < newest == report.entered for _, report in self._links.values())
 
@@ -119,7 +125,8 @@ class Members:
         numbers, beat = list(self._links), 0
         while not self._stop.is_set():
             begin = time.monotonic()
-            for _ in range(max(1, len(numbers) // 20)):  # spread over the time between two heartbeats
+            # heartbeats are spread over the interval between two of one worker
+            for _ in range(max(1, len(numbers) // 20)):
                 self._say(numbers[beat % len(numbers)])
                 beat += 1
             while (left := begin + BEAT_SECONDS / 20 - time.monotonic()) > 0:
@@ -137,7 +144,7 @@ class Members:
 
 
 def descriptors(process: int) -> int:
-    """Open files of a process."""
+    """Return the number of open files of a process."""
     return len(os.listdir(f"/proc/{process}/fd"))
 
 
@@ -148,7 +155,7 @@ def percentiles(times: list[float]) -> tuple[float, float]:
 
 
 def measured(ask: Callable[[], object], times: int) -> list[float]:
-    """Seconds of each call."""
+    """Call a function several times, and return the seconds of each call."""
     found = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -158,7 +165,9 @@ def measured(ask: Callable[[], object], times: int) -> list[float]:
 
 
 def many_members(count: int, token: str, port: int) -> list[list[object]]:
-    """A world of them: how it was entered, what the coordinator holds open, and how soon it answers."""
+    """Return rows about a world of this many members: how it formed, open files, and how quickly the coordinator
+    answers.
+    """
     address = Address("127.0.0.1", port)
     with coordinator(count, token, port) as process:
         wait_for(lambda: ask_status(address, token), "the coordinator")
@@ -223,7 +232,7 @@ print(count / (time.monotonic() - begin))
 
 
 def strangers(token: str, port: int, seconds: float) -> list[list[object]]:
-    """How soon honest connections get their answer meanwhile."""
+    """Return rows on how quickly honest connections get an answer while strangers connect."""
     address, found = Address("127.0.0.1", port), list[float]()
     with coordinator(100, token, port):
         wait_for(lambda: ask_status(address, token), "the coordinator")
@@ -262,8 +271,12 @@ def strangers(token: str, port: int, seconds: float) -> list[list[object]]:
 
 
 def forged(frames: list[bytes], change: str, welcome: bytes, other: bytes, chance: random.Random) -> bytes:
-    """What arrives of messages that were changed on their way. welcome, other: what the coordinator has said, and what
-    belongs to another connection."""
+    """Return the bytes of messages of which one was changed on its way.
+
+    change: the kind of change.
+    welcome: a message from the coordinator.
+    other: a message that belongs to another connection.
+    """
     place = chance.randrange(len(frames))
     match change:
         case "a bit":
@@ -287,7 +300,9 @@ def forged(frames: list[bytes], change: str, welcome: bytes, other: bytes, chanc
 
 
 def changed(count: int, token: str, port: int) -> list[list[object]]:
-    """Of so many connections with one change each: how many of them the coordinator goes on with."""
+    """Change one message on each of `count` connections. Return a row on how many of them the coordinator still
+    accepts.
+    """
     from tests.elastic.by_hand import greeted
 
     address, chance, taken = Address("127.0.0.1", port), random.Random(0), 0
@@ -314,7 +329,7 @@ def changed(count: int, token: str, port: int) -> list[list[object]]:
 
 
 def heartbeat(token: str, port: int) -> list[list[object]]:
-    """What a worker does for membership while nothing happens, as a share of one core."""
+    """Return rows on the share of one core that a worker spends on membership while nothing happens."""
     address, watched = Address("127.0.0.1", port), MainThread()
     with coordinator(1, token, port):
         wait_for(lambda: ask_status(address, token), "the coordinator")
@@ -333,7 +348,9 @@ def heartbeat(token: str, port: int) -> list[list[object]]:
 
 
 def tags() -> str:
-    """Say what a tag takes of a heartbeat, of a world of 64, and of records on the board."""
+    """Return a sentence on how long authentication tags take, for a heartbeat, a world of 64, and records on
+    the board.
+    """
     members = tuple(f"node-{number}/0" for number in range(64))
     world = Generation(term="feed", generation=7, change="planned", members=members)
     beat, change = encode(Report(ready=True, entered=7, step=1000)), encode(Changed(world=world))
@@ -350,7 +367,7 @@ def tags() -> str:
 
 
 def least(work: Callable[[], object], times: int) -> float:
-    """Seconds of one call, in the fastest of five series."""
+    """Return the seconds of one call, from the fastest of five series."""
     series = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -364,7 +381,7 @@ def least(work: Callable[[], object], times: int) -> float:
 
 
 def wait_for(holds: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-    """TimeoutError if it never is so."""
+    """Wait until `holds()` is true. Raises TimeoutError, with `what`, if this takes longer than `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -377,12 +394,12 @@ def wait_for(holds: Callable[[], object], what: str, seconds: float = 120.0) -> 
 
 
 def verdict(is_met: bool) -> str:
-    """For the table."""
+    """Return the word for the table: whether a bar is met."""
     return "pass" if is_met else "missed"
 
 
 def free_port() -> int:
-    """One that nobody has at present."""
+    """Return a TCP port that is currently free."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

@@ -1,14 +1,13 @@
-"""Measure how long it takes from a SIGKILL to the first step in the new world, with buddies and no checkpoint.
+"""Measure the time from a SIGKILL to the first step in the new world, with buddies and without a checkpoint.
 
 python tools/bench_deaths.py                               # three minutes on a quiet machine
 python tools/bench_deaths.py --sizes 125M --kills 1        # needs more cores than two, or patience
 python tools/bench_deaths.py --stages 1 2 3
 python tools/bench_deaths.py --write docs/figures
 
-A job of four torchrun agents with one worker each, one of which is killed in the middle of a step. `stands still` is
-the time from the signal to the first step that all of the three others have made, less the median of a step of theirs.
-`raw` is the transport alone: the time in which each of them sends the bytes of the busiest of them, and receives as
-many.
+The job has four torchrun agents with one worker each, one of which is killed in the middle of a step. `stands still` is
+the time from the signal to the first step that all three survivors have made, minus their median step. `raw` is the
+time of the transport alone: each survivor sends and receives as many bytes as the busiest one does.
 """
 
 from __future__ import annotations
@@ -37,7 +36,13 @@ BOUND = 1.0, 1.25
 
 @dataclass(frozen=True)
 class Death:
-    """What one has cost. steps_lost: that were made before, and had to be made again."""
+    """The cost of one death.
+
+    seconds: how long training stood still.
+    steps_lost: the number of steps that had to be made again.
+    nbytes: the bytes of the busiest survivor.
+    raw: the seconds of the raw transport.
+    """
 
     seconds: float
     steps_lost: int
@@ -46,7 +51,10 @@ class Death:
 
 
 def death(number: int, **wanted: Any) -> Death:
-    """One job. number: which node is killed."""
+    """Run a job in which one node is killed, and return what the death cost.
+
+    number: the index of the node to kill.
+    """
     with tempfile.TemporaryDirectory(prefix="dynatrain-bench-", ignore_cleanup_errors=True) as folder:
         variables = {"WANTED": json.dumps({**wanted, "ranks": len(NODES)}), "DS_ACCELERATOR": "cpu"}
         job = Job(Path(folder), f"{len(NODES) - 1}:{len(NODES)}", variables=variables, script=SCRIPT)
@@ -72,7 +80,7 @@ def death(number: int, **wanted: Any) -> Death:
 
 
 def _is_protected(rows: list[Row]) -> bool:
-    """All nodes train together, for some steps, and copies of one of them are whole."""
+    """Return whether all nodes have trained together for some steps and have complete copies."""
     full = [row for row in rows if row["ranks"] == len(NODES)]
     return len({row["pid"] for row in full if (row["whole"] or -1) > 0}) == len(NODES) and len(full) >= 6 * len(NODES)
 
@@ -88,7 +96,7 @@ def _judged(rows: list[Row], killed: float) -> Death:
 
 
 def line(size: str, stage: int, args: argparse.Namespace) -> list[object]:
-    """One line of the table: the median of several deaths."""
+    """Return a row of the table: medians over several deaths."""
     wanted = {"size": size, "stage": stage, "dtype": args.dtype, "batch": args.batch, "length": args.length, "steps": 4}
     found = [death(1 + number % (len(NODES) - 1), **wanted) for number in range(args.kills)]
     seconds, raw = median(each.seconds for each in found), median(each.raw for each in found)

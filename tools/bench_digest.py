@@ -1,12 +1,12 @@
-"""Measure the certificate's digest on one core: gigabytes per second, by type and size.
+"""Measure the certificate's digest on one core, in gigabytes per second, by type and size.
 
 python tools/bench_digest.py
 python tools/bench_digest.py --write docs/figures
 
-Beside it stand the speed of an installation without compiled code, and that at which numpy just adds the same bytes up,
-which is what one core can read at all. A second table has what comes before an accelerator reads the first byte, and
-needs none: for a million runs of 4 KiB the time in which they are cut, which a switch does while training goes on, and
-what is then left for its pause.
+For comparison, the table has the speed without compiled code, and the speed at which numpy sums the same bytes, which
+is about what one core can read. A second table is about the work before an accelerator reads the first byte, and needs
+no accelerator. For a million runs of 4 KiB, it has the time to cut the runs, which a switch does during training, and
+the time that remains for the pause.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RUNS, RUN_BYTES, ROWS = 1_000_000, 4096, 4096
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median processor time, after one pass that is not counted (others may be using the machine)."""
+    """Return the median processor time of a call, after one pass that does not count."""
     times = []
     for _ in range(repeats + 1):
         begin = time.process_time()
@@ -45,12 +45,12 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def speed(work: Callable[[], object], nbytes: int, repeats: int) -> float:
-    """Median GB/s of processor time."""
+    """Return the median speed in GB/s of processor time."""
     return nbytes / seconds(work, repeats) / 1e9
 
 
 def row(dtype: torch.dtype, nbytes: int, repeats: int) -> list[object]:
-    """Return the cells of one type and size."""
+    """Return the row of one type and size."""
     values = torch.randn(nbytes // dtype.itemsize, generator=torch.Generator().manual_seed(0)).to(dtype)
     words = values.view(torch.uint8).numpy().view(np.uint64)
     found = speed(lambda: digest(values), nbytes, repeats)
@@ -61,7 +61,7 @@ def row(dtype: torch.dtype, nbytes: int, repeats: int) -> list[object]:
 
 
 def cutting(repeats: int) -> str:
-    """Say what it takes to cut runs, and what is left for the pause, beside a kernel that does nothing here."""
+    """Return text on how long it takes to cut runs, and what remains for the pause. The kernel does nothing here."""
     width = RUN_BYTES // 4
     at = np.arange(RUNS, dtype=np.int64) * width
     name, bases = BufferId("group", 0), np.append(np.arange(0, RUNS, ROWS), RUNS) * (4 * width)

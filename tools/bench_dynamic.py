@@ -1,13 +1,13 @@
-"""Balance with layers that change: six dynamisms on two stages, each once its layers change no more.
+"""Measure balance with layers that change: six kinds of change on two stages, each after its last change.
 
 python tools/bench_dynamic.py
 python tools/bench_dynamic.py --only freezing early_exit --json build/dynamic.json --write docs/figures
 
-It wants two idle cores and takes about ten minutes. Layers are those of `examples/dynamic`, so what they save is real
-processor time. Of each: a step as predicted from layers timed in it, beside the clock, at even boundaries and at the
-best; 300 steps in which balance acts, windows and pauses included, beside the best boundaries of all, found by trying
-each; what each move gained beside what was predicted; and even boundaries beside the best, by the clock and by the
-slowest stage. DeepSpeed's boundaries of the start are even.
+Needs two idle cores, and takes about ten minutes. Layers are those of `examples/dynamic`, so their savings are real
+processor time. For each kind, the table compares: a step predicted from timed layers with a measured step, at even and
+at the best boundaries; 300 steps in which balance acts, including windows and pauses, with the best boundaries, found
+by trying all; the measured with the predicted gain of each move; and even with the best boundaries, by measured time
+and by the slowest stage. DeepSpeed's initial boundaries are even.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ HEAD = (
 
 
 def slowest(said: Mapping[str, Any]) -> float:
-    """Seconds of the stage that computes the longest, of a micro-batch."""
+    """Return the seconds of a micro-batch on the stage that computes the longest."""
     layers, cut = said["layers"], said["cut"]
     return float(max(sum(layers[start:stop]) for start, stop in itertools.pairwise(cut)))
 
 
 def figures(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What is held against the bars."""
+    """Return the figures that are compared with the bars."""
     start, best = said["start"], said["best"]
     layers = start["layers"]
     return {
@@ -77,7 +77,7 @@ def figures(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row(name: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """One line of the table."""
+    """Return a row of the table."""
     start, best = said["start"], said["best"]
     moves = [" ".join(f"{each[side]:.3f}" for each in found["moves"]) for side in (0, 1)]
     return [
@@ -93,7 +93,7 @@ def row(name: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> list[st
 
 
 def verdict(by_name: Mapping[str, Mapping[str, Any]]) -> str:
-    """The bars, and who misses them."""
+    """Return text on the bars, and on which kinds miss them."""
     off = max((abs(each), name) for name, found in by_name.items() for each in found["off"])
     acted = max((found["acted"], name) for name, found in by_name.items())
     ratios = [measured / predicted for found in by_name.values() for predicted, measured in found["moves"]]
@@ -118,7 +118,7 @@ def _bar(what: str, bar: float, is_met: bool) -> str:
 
 
 def measured(names: Sequence[str], steps: int, timed: int) -> dict[str, dict[str, Any]]:
-    """What rank 0 says of each."""
+    """Run each kind of change, and return rank 0's results by name."""
     found = {}
     for name in names:
         given: dict[str, Any] = {

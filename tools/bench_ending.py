@@ -1,11 +1,11 @@
-"""Measure how long it takes from SIGTERM to all members until their state is kept, and go on at another size.
+"""Measure the time from SIGTERM to all members until their state is saved, and continue with another number of ranks.
 
 python tools/bench_ending.py                              # 30M parameters, two ranks, then three
 python tools/bench_ending.py --sizes 125M --times 2
 python tools/bench_ending.py --write docs/figures
 
-A job of torchrun agents of one worker each; at a random instant all of them get SIGTERM. The next launch, of another
-size, has to go on with the step after the one that was kept.
+The job has torchrun agents with one worker each. All of them get SIGTERM at a random time. The next launch, with
+another number of ranks, has to continue with the step after the saved one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ RANKS = (2, 3)
 def launch(
     folder: Path, ranks: int, kept: Path, delay: float, args: argparse.Namespace, size: str
 ) -> tuple[float, float, int]:
-    """(seconds until it was kept, those of a step, the first step that was made); SystemExit if it was not kept."""
+    """Run one launch. Return (seconds until the state was saved, seconds of a step, first step of the launch).
+
+    Raises SystemExit if the state was not saved.
+    """
     folder.mkdir()
     wanted = {"size": size, "dtype": args.dtype, "stage": args.stage, "batch": args.batch, "length": args.length}
     variables = {"WANTED": json.dumps({**wanted, "kept": str(kept)}), "DS_ACCELERATOR": "cpu"}
@@ -64,7 +67,7 @@ def launch(
 
 
 def line(size: str, args: argparse.Namespace) -> str:
-    """Say what one size took: launches of 2 and 3 ranks in turn."""
+    """Return text with the times of one size, for launches of 2 and 3 ranks in turn."""
     chance, last, steps, kept_after = random.Random(args.seed), 0, list[float](), list[float]()
     with tempfile.TemporaryDirectory(prefix="dynatrain-bench-", ignore_cleanup_errors=True) as folder:
         kept = Path(folder, "kept")

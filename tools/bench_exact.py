@@ -1,12 +1,12 @@
-"""Measure a step of an exact job against one of the same job without `exact`, in the same processes and in turn.
+"""Measure a step of an exact job against a step of the same job without `exact`, in the same processes and in turn.
 
 python tools/bench_exact.py                              # 8M, 2 and 4 ranks, stages 1 to 3; minutes on a quiet machine
 python tools/bench_exact.py --size 30M --write docs/figures
 
-Both have the same micro-batches. Compared is the median over all pairs of the ratio within a pair, by the slowest rank,
-so that a slow moment of the machine meets both. Bars: 1.2 at stage 1, 1.15 at stages 2 and 3. Memory is that of two
-more launches, one of each: what the fullest rank has at the most in a step; the exact job may have log2(leaves) + 2
-times a rank's part of the gradient in fp32 more.
+Both jobs have the same micro-batches. The figure is the median, over all pairs of steps, of the ratio within a pair, by
+the slowest rank, so a slow moment of the machine affects both. The bars are 1.2 at stage 1, and 1.15 at stages 2 and 3.
+Memory is measured in two more launches, one of each job, as the peak of the fullest rank in a step. The exact job may
+need log2(leaves) + 2 times a rank's part of the gradient in fp32 more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Notes = dict[int, list[dict[str, Any]]]
 
 
 def row(data: int, stage: int, args: argparse.Namespace) -> list[object]:
-    """A line of the table."""
+    """Return a row of the table."""
     wanted = {name: getattr(args, name) for name in ("size", "leaves", "samples", "length")} | {"stage": stage}
     notes = launch("exact_ranks.py", data, LIMIT_SECONDS, forms=FORMS, steps=args.steps, **wanted)
     pairs = [
@@ -49,7 +49,7 @@ def row(data: int, stage: int, args: argparse.Namespace) -> list[object]:
 
 
 def memory_cells(data: int, stage: int, args: argparse.Namespace) -> list[object]:
-    """The memory that an exact job holds beyond a plain one, and how much may be more."""
+    """Return the cells on memory: what an exact job needs in addition, and what it may need."""
     wanted = {name: getattr(args, name) for name in ("size", "leaves", "samples", "length")} | {"stage": stage}
     held = {
         form: most(launch("exact_ranks.py", data, LIMIT_SECONDS, forms=[form], steps=1, **wanted), form, "memory")
@@ -62,7 +62,7 @@ def memory_cells(data: int, stage: int, args: argparse.Namespace) -> list[object
 
 
 def most(notes: Notes, form: str, name: str) -> int:
-    """Of all ranks."""
+    """Return the largest value of a note over all ranks."""
     return max(int(line[name]) for lines in notes.values() for line in lines if line.get("form") == form)
 
 

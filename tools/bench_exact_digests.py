@@ -1,9 +1,9 @@
-"""Measure what a step of an exact job spends on its digest, and on losses and norm alone, as shares of the step.
+"""Measure how much of an exact job's step goes to its digest, and to losses and norm alone.
 
 python tools/bench_exact_digests.py                           # 8M, 1, 2 and 4 ranks, stages 1 and 3
 python tools/bench_exact_digests.py --write docs/figures
 
-Medians over steps of the slowest rank. Bar: a digest after every step takes at most 3 % of it.
+The figures are medians over steps, of the slowest rank. Bar: a digest after every step takes at most 3 % of the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODE = "COMPATIBLE"
 
 
 def row(data: int, stage: int, args: argparse.Namespace) -> list[object]:
-    """A line of the table."""
+    """Return a row of the table."""
     wanted = {name: getattr(args, name) for name in ("size", "steps", "leaves", "samples", "length")}
     notes = launch("exact_digest_ranks.py", data, LIMIT_SECONDS, stage=stage, **wanted)
     lines = [*zip(*notes.values(), strict=True)]

@@ -1,13 +1,13 @@
-"""Measure thousands of light workers that join a coordinator at once, and a loss that all the others have to hear of.
+"""Measure thousands of simulated workers that join a coordinator at once, and a loss of which all others must hear.
 
 python tools/bench_joins.py                          # 4,096 workers; about a minute on two cores
 python tools/bench_joins.py --workers 512
 python tools/bench_joins.py --write docs/figures
 
-A light worker is a coroutine that speaks a worker's side of the protocol over a socket of its own: handshake with tags,
-announcement, heartbeats, and the check of each generation that it is sent. Two processes have half of them each. The
-coordinator is `ds-dynatrain coordinator` in a third process. A fourth measurement has no sockets: what 16,384 members
-cost the coordinator's decisions.
+A simulated worker is a coroutine that speaks a worker's side of the protocol over its own socket: handshake with tags,
+announcement, heartbeats, and the check of each generation that it receives. Two processes run half of the workers each,
+and `ds-dynatrain coordinator` runs in a third process. Another measurement has no sockets: the time that the
+coordinator's decisions take for 16,384 members.
 """
 
 from __future__ import annotations
@@ -66,7 +66,11 @@ amended: dict[str, Generation] = {}
 
 
 class LightWorker:
-    """One worker. newest: the newest generation that it was told of; told_at: when."""
+    """One simulated worker.
+
+    newest: the newest generation of which it was told.
+    told_at: the time at which it was told.
+    """
 
     def __init__(self, number: int, size: int, token: str) -> None:
         self.number, self._size, self._token = number, size, token
@@ -80,7 +84,7 @@ class LightWorker:
         self._channel: Channel | None = None
 
     async def run(self, address: Address) -> None:
-        """Connect, as often as it takes, and hear what the coordinator says."""
+        """Connect, with as many attempts as needed, and read the coordinator's messages."""
         while True:
             try:
                 await self._serve(*await self._greet(address))
@@ -90,12 +94,12 @@ class LightWorker:
             await asyncio.sleep(random.uniform(0.5, 1.5) * RETRY_SECONDS)
 
     def say(self, message: Message) -> None:
-        """Send a message, if it is connected."""
+        """Send a message if connected."""
         if self._writer is not None and self._channel is not None and not self._writer.is_closing():
             self._writer.write(self._channel.seal(encode(message)))
 
     def die(self) -> None:
-        """End the connection at once."""
+        """Close the connection at once."""
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -140,7 +144,10 @@ class LightWorker:
 
 
 def in_full(message: Changed | Amended, base: Generation | None) -> Generation:
-    """Return the generation that a worker is told of. All of a process share it once one of them has made it."""
+    """Return the generation that a message describes. All workers of a process share one object.
+
+    base: the generation to which the message refers.
+    """
     if isinstance(message, Changed):
         return message.world
     if base is None or base.digest != message.change.base:
@@ -151,14 +158,17 @@ def in_full(message: Changed | Amended, base: Generation | None) -> Generation:
 
 
 async def frame(reader: asyncio.StreamReader) -> tuple[bytes, bytes, bytes]:
-    """Return the next message, its tag and its header."""
+    """Read the next message, and return it with its tag and its header."""
     header = await reader.readexactly(HEADER.size)
     body = await reader.readexactly(HEADER.unpack(header)[0])
     return body, await reader.readexactly(TAG_BYTES), header
 
 
 async def lead(workers: list[LightWorker], address: Address, pipe: Pipe) -> None:
-    """Run all workers of a process, and answer the questions of the measurement."""
+    """Run all workers of a process, and answer the questions of the measurement.
+
+    pipe: the connection to the measuring process.
+    """
     tasks = [asyncio.create_task(worker.run(address)) for worker in workers]
     beating = asyncio.create_task(beat(workers))
     while (asked := await asyncio.to_thread(pipe.recv)) is not None:
@@ -185,7 +195,7 @@ async def lead(workers: list[LightWorker], address: Address, pipe: Pipe) -> None
 
 
 async def beat(workers: list[LightWorker]) -> None:
-    """Send the heartbeats of all workers, spread over the time between two of one worker."""
+    """Send the heartbeats of all workers, spread over the interval between two of one worker."""
     parts = 20
     while True:
         for part in range(parts):
@@ -197,14 +207,18 @@ async def beat(workers: list[LightWorker]) -> None:
 
 
 def process(numbers: range, size: int, token: str, port: int, pipe: Pipe) -> None:
-    """Be one of the processes with light workers."""
+    """Body of a process that runs simulated workers.
+
+    numbers: the numbers of the workers.
+    size: the number of all workers.
+    """
     raise_descriptors()
     pipe.recv()
     asyncio.run(lead([LightWorker(number, size, token) for number in numbers], Address("127.0.0.1", port), pipe))
 
 
 def asked(pipes: list[Pipe]) -> dict[str, Any]:
-    """Return what all workers say together."""
+    """Ask all processes for the state of their workers, and return the merged answer."""
     for pipe in pipes:
         pipe.send("state")
     states = [pipe.recv() for pipe in pipes]
@@ -216,7 +230,7 @@ def asked(pipes: list[Pipe]) -> dict[str, Any]:
 
 
 def joins(count: int, port: int, token: str) -> list[list[object]]:
-    """So many workers join at once; then one dies."""
+    """Let `count` workers join at once, and then let one die. Return the rows of the table."""
     context, address = multiprocessing.get_context("spawn"), Address("127.0.0.1", port)
     pipes, children = [], []
     with coordinator(-(-count // PER_NODE), token, port, least=-(-count // PER_NODE)) as served:
@@ -227,7 +241,7 @@ def joins(count: int, port: int, token: str) -> list[list[object]]:
             children.append(context.Process(target=process, args=(numbers, count, token, port, there)))
             children[-1].start()
             pipes.append(here)
-        time.sleep(5.0)  # until both have imported everything
+        time.sleep(5.0)  # until both processes have imported everything
         begin, spent = time.monotonic(), cpu_seconds(served)
         for pipe in pipes:
             pipe.send("go")
@@ -282,7 +296,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def decisions(count: int) -> list[list[object]]:
-    """CPU seconds of the decisions alone, without sockets."""
+    """Return a row with the CPU seconds of the decisions alone, without sockets."""
     machine_, spent = MembershipStateMachine(Settings(1, count, recovery_seconds=0), "feed", 0.0), dict[str, float]()
     machine_.advance(0.1)
 

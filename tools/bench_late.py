@@ -1,12 +1,12 @@
-"""Measure what late switches take out of the pause: the same changes with and without `late`, in one launch.
+"""Measure how much shorter late switches make the pause: the same changes with and without `late`, in one launch.
 
 python tools/bench_late.py                                              # all: 12 launches of one to four minutes
 python tools/bench_late.py --sizes 30M --dtypes bf16 --stages 1 --laps 1  # a quick look
 python tools/bench_late.py --sizes 125M --dtypes fp32 --stages 3 --write docs/figures  # a piece of the table
 
-Each launch of four ranks walks six changes of the number of ranks in a ring, laps without `late` and with it in turns.
-Figures are medians over laps; of a switch the pause is the longest of a member that trains afterwards. Pieces add up in
-`--out`, from which the whole table is written each time.
+Each launch of four ranks makes six changes of the number of ranks in a ring, in alternating laps without and with
+`late`. Figures are medians over laps. The pause of a switch is the longest one of any member that trains afterwards.
+Results are collected in `--out`, and the whole table is written each time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def measure(size: str, dtype: str, stage: int, laps: int, length: int) -> list[Row]:
-    """One launch: a row for each change."""
+    """Run one launch, and return a row for each change."""
     walk = [
         {"name": name, "late": late, "target": {"data": data}}
         for _ in range(laps)
@@ -63,11 +63,11 @@ def measure(size: str, dtype: str, stage: int, laps: int, length: int) -> list[R
 
 
 def _of(records: dict[int, Row]) -> Row:
-    """One switch, over the members that train afterwards."""
+    """Return the figures of one switch, over the members that train afterwards."""
     one = next(iter(records.values()))
     working = [record for member, record in records.items() if member in one["event"]["target"]["members"]]
     trained = [record for member, record in records.items() if member in one["event"]["source"]["members"]]
-    both = [record for record in trained if record in working]  # who was idle has waited longer
+    both = [record for record in trained if record in working]  # members that were idle have waited longer
     row = {"name": one["name"], "late": one["late"], "step_ms": max(record["step_ms"] for record in both)}
     keys = ("pause_ms", "late_bytes", "late_ms", "late_wait_ms")
     return row | {key: max(record["event"][key] for record in working) for key in keys}
@@ -78,7 +78,7 @@ def _median(rows: list[Row], key: str) -> float:
 
 
 def line(rows: list[Row]) -> list[object]:
-    """One line of the table: medians over the changes of one size, type and stage."""
+    """Return a row of the table: medians over the changes of one size, type and stage."""
     bar, ratios = BARS[rows[0]["stage"]], sorted(row["ratio"] for row in rows)
     return [
         *(rows[0][key] for key in ("size", "dtype", "stage")),
@@ -93,7 +93,7 @@ def line(rows: list[Row]) -> list[object]:
 
 
 def document(pieces: dict[str, Row], laps: int) -> str:
-    """Return the table of all pieces that were measured, with the machines and their loads at that time."""
+    """Return the table of all pieces measured so far, with the machines and their loads at that time."""
     found = [piece["machine"].partition(", load ") for piece in pieces.values()]
     places, loads = dict.fromkeys(place for place, _, _ in found), sorted({load for _, _, load in found}, key=float)
     lines = table(HEAD, (line(pieces[name]["rows"]) for name in sorted(pieces)))

@@ -1,18 +1,18 @@
-"""Measure what it costs those that stay when nodes come, leave, die and hang, and the same with stock torchrun.
+"""Measure what it costs the others when nodes join, leave, die and hang, and compare it with stock torchrun.
 
 python tools/bench_membership.py                                    # about eight minutes
 python tools/bench_membership.py --parts join-kill hang             # some of it
 python tools/bench_membership.py --kept build/membership.json       # adds to what that file has, and shows all of it
 python tools/bench_membership.py --write docs/figures
 
-Real agents on one machine, over loopback, with one worker each; the script is `tests/elastic/summing.py`: a step is
-20 ms of sleep and three small all-reduces, batches come from two loader processes. A pause is the time from the last
-step of the old world to the first one that all members of the new world have made, less the median step; a switch that
-the script makes itself (`pause_ms` of its `switch` line) is taken off, too.
+Real agents run on one machine, over loopback, with one worker each. The script is `tests/elastic/summing.py`: a step is
+20 ms of sleep and three small all-reduces, and batches come from two loader processes. A pause is the time from the
+last step of the old world to the first step that all members of the new world have made, minus the median step, and
+minus any switch that the script itself makes (`pause_ms` in its `switch` line).
 
-Stock torchrun is the c10d back-end: "default", with restarts allowed and no other setting, one event of each kind; and
-"best", with what made it fastest in our hands (`BEST`). It replaces all processes at every change, and they load a
-snapshot that rank 0 writes after each step.
+Stock torchrun uses the c10d back-end in two forms: "default", with restarts allowed and no other setting, with one
+event of each kind; and "best", with the settings that made it fastest in our tests (`BEST`). It replaces all processes
+at every change, and they load a snapshot that rank 0 writes after each step.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ Given = dict[str, Any]
 
 
 class OverError(Exception):
-    """Nothing more can be measured in a scene, and why."""
+    """Raised if nothing more can be measured in a scene. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """From one world to the next, in seconds of the machine's clock."""
+    """The change from one world to the next, in seconds of the machine's clock."""
 
     last: float
     """The last step of the old one."""
@@ -75,12 +75,12 @@ class Crossing:
 
     @property
     def pause_ms(self) -> float:
-        """What the change cost those that stayed, beyond the switch."""
+        """The pause of the members that stayed, without the switch."""
         return 1e3 * (self.first - self.last - self.usual - self.switch)
 
 
 def crossing(rows: list[Row], begin: float, size: int) -> Crossing | None:
-    """The first one after `begin` into a world of `size`; None if it is not through yet."""
+    """Return the first change after `begin` into a world of `size` members; None if it is not complete yet."""
     steps = sorted((row for row in rows if row["event"] == "step"), key=lambda row: float(row["time"]))
     new: dict[int, Row] = {}
     for row in steps:
@@ -104,20 +104,20 @@ def crossing(rows: list[Row], begin: float, size: int) -> Crossing | None:
 
 
 def usual(steps: list[Row]) -> float:
-    """Median seconds from one step to the next, of the process that made the last of them."""
+    """Return the median seconds between two steps, for the process that made the last step."""
     mine = [float(row["time"]) for row in steps if row["pid"] == steps[-1]["pid"]]
     return median([after - before for before, after in pairwise(mine)] or [0.0])
 
 
 class Scene:
-    """Two nodes that stay, and others that come and go; what that costs goes into `events`."""
+    """Two nodes that stay, and others that come and go. The costs are appended to `events`."""
 
     def __init__(self, job: Job, system: str, events: list[Event], conf: dict[str, Any]) -> None:
         self.job, self.system, self.events, self.conf = job, system, events, conf
         self.count = 2
 
     def begin(self, *names: str) -> None:
-        """Start nodes, the first one as host of stock torchrun's store; wait for the steps of all."""
+        """Start nodes, the first one as host of stock torchrun's store, and wait until all have made steps."""
         is_ours = self.system == "ours"
         if is_ours:
             self.job.coordinator("coordinator")
@@ -131,11 +131,11 @@ class Scene:
         self._rest()
 
     def join(self, name: str = "c") -> None:
-        """A node comes."""
+        """Start a node."""
         self._cross("join", 3, lambda: self._node(name, is_host=0))
 
     def kill(self, name: str = "c") -> None:
-        """All processes of a node are killed, as when a machine loses its power, but that connections end."""
+        """Kill all processes of a node. This resembles a loss of power, except that connections are closed."""
         pids = [self.job.processes[name].pid, *self.job.workers_of(name)]
 
         def act() -> None:
@@ -146,12 +146,12 @@ class Scene:
         self.job.code(name)
 
     def leave(self, name: str = "c") -> None:
-        """SIGTERM to a node's agent."""
+        """Send SIGTERM to a node's agent."""
         self._cross("leave", 2, lambda: self.job.kill(name, signal.SIGTERM))
         self.job.code(name)
 
     def hang(self, name: str = "c") -> None:
-        """A worker is stopped; it is replaced before the next event."""
+        """Stop a worker, and wait until it has been replaced."""
         pid = self.job.workers_of(name)[0]
         self._cross("hang", 2, lambda: os.kill(pid, signal.SIGSTOP))
         begin = self.events[-1]["first"]
@@ -159,7 +159,7 @@ class Scene:
         self._rest()
 
     def lose_coordinator(self) -> None:
-        """It is killed, and started again after a while."""
+        """Kill the coordinator, and restart it after a while."""
         begin = time.monotonic()
         time.sleep(AWAY_SECONDS)
         middle = time.monotonic()
@@ -176,7 +176,11 @@ class Scene:
         self.job.node(name, RESTARTS, **{**self.conf, **conf})
 
     def _cross(self, kind: str, size: int, act: Callable[[], object]) -> None:
-        """Do something, and wait for the world that comes of it; or for the end of the job."""
+        """Act, and wait for the world that results, or for the end of the job.
+
+        kind: the kind of event.
+        size: the number of members of that world.
+        """
         begin = time.monotonic()
         act()
         try:
@@ -192,7 +196,7 @@ class Scene:
         self._rest()
 
     def _unless_ended(self, found: Found | None) -> Found | None:
-        """What was found; OverError if it was nothing, and the nodes that stay have ended."""
+        """Return `found`. Raises OverError if it is None and the nodes that stay have ended."""
         if found is None and all(self.job.processes[name].poll() is not None for name in ("a", "b")):
             raise OverError("the whole job ended")
         return found
@@ -208,7 +212,7 @@ class Scene:
 
 
 def longest(steps: list[Row], begin: float, end: float) -> float:
-    """Seconds of the longest step of any process in that time."""
+    """Return the seconds of the longest step of any process between `begin` and `end`."""
     times: dict[int, list[float]] = {}
     for row in steps:
         if begin < row["time"] < end:
@@ -221,7 +225,7 @@ def longest(steps: list[Row], begin: float, end: float) -> float:
 
 @contextmanager
 def scene(system: str, events: list[Event], given: Given, nodes: str = "2:3") -> Iterator[Scene]:
-    """Of one of three systems; nothing of it is left."""
+    """Context manager with a scene of one of three systems. At the end, all its processes are ended."""
     is_ours = system == "ours"
     with tempfile.TemporaryDirectory(prefix="dynatrain-bench-", ignore_cleanup_errors=True) as folder:
         job = Job(Path(folder), nodes, backend="dynatrain" if is_ours else "c10d", **given)
@@ -230,14 +234,14 @@ def scene(system: str, events: list[Event], given: Given, nodes: str = "2:3") ->
         try:
             yield Scene(job, system, events, dict(BEST) if system == "best" else {})
         except OverError:
-            pass  # it is among the events
+            pass  # the reason is already among the events
         finally:
             job.end()
             job.clean_up()
 
 
 def join_and_kill(events: list[Event], given: Given, times: int) -> None:
-    """Ours."""
+    """Measure joins and kills with this library."""
     with scene("ours", events, given) as ours:
         ours.begin("a", "b")
         for _ in range(times):
@@ -246,7 +250,7 @@ def join_and_kill(events: list[Event], given: Given, times: int) -> None:
 
 
 def join_and_leave(events: list[Event], given: Given, times: int) -> None:
-    """Ours."""
+    """Measure joins and leaves with this library."""
     with scene("ours", events, given) as ours:
         ours.begin("a", "b")
         for _ in range(times):
@@ -255,7 +259,7 @@ def join_and_leave(events: list[Event], given: Given, times: int) -> None:
 
 
 def hang_and_coordinator(events: list[Event], given: Given, times: int) -> None:
-    """Ours."""
+    """Measure hangs and a lost coordinator with this library."""
     with scene("ours", events, given) as ours:
         ours.begin("a", "b")
         for _ in range(times):
@@ -266,7 +270,10 @@ def hang_and_coordinator(events: list[Event], given: Given, times: int) -> None:
 
 
 def stock_at_its_best(events: list[Event], given: Given, times: int) -> None:
-    """Half as many events, since each takes long; and what happens if the host of its store dies."""
+    """Measure half as many events with stock torchrun's best settings, because each takes long.
+
+    The last event is the death of the node that hosts its store.
+    """
     with scene("best", events, given) as stock:
         stock.begin("a", "b")
         for _ in range((times + 1) // 2):
@@ -277,14 +284,15 @@ def stock_at_its_best(events: list[Event], given: Given, times: int) -> None:
 
 
 def stock_by_default(events: list[Event], given: Given, times: int) -> None:
-    """One event of each kind, side by side: they wait for most of their time."""
+    """Measure one event of each kind with stock torchrun's defaults, all in parallel, because they mostly wait."""
 
     def act(kind: str, stock: Scene) -> None:
         with suppress(OverError):
             stock.begin(*("ab" if kind == "join" else "abc"))
             getattr(stock, kind)()
 
-    with ThreadPoolExecutor() as pool, ExitStack() as scenes:  # whatever ends us ends the jobs, and then the threads
+    # whatever ends this process ends the jobs, and then the threads
+    with ThreadPoolExecutor() as pool, ExitStack() as scenes:
         kinds = ("join", "kill", "leave")
         list(pool.map(act, kinds, [scenes.enter_context(scene("default", events, given)) for _ in kinds]))
 
@@ -318,12 +326,12 @@ HEAD = ("event, ms", "events", "median", "range", "bar", "", "stock, best", "÷ 
 
 
 def values(events: list[Event], system: str, kind: str, name: str) -> list[float]:
-    """All figures of one kind."""
+    """Return all measured values of one name, for one system and kind of event."""
     return [float(one[name]) for one in events if (one["system"], one["kind"]) == (system, kind) and name in one]
 
 
 def line(events: list[Event], title: str, kind: str, name: str, bar: float | None) -> list[object] | None:
-    """A row of the table; None if that was not measured."""
+    """Return a row of the table; None if it was not measured."""
     ours = values(events, "ours", kind, name)
     if not ours:
         return None
@@ -340,7 +348,7 @@ def line(events: list[Event], title: str, kind: str, name: str, bar: float | Non
 
 
 def report(events: list[Event]) -> str:
-    """Everything that was measured."""
+    """Return the tables with everything that was measured."""
     rows = [row for each in ROWS if (row := line(events, *each)) is not None]
     lost = {kind: [int(one) for one in values(events, "ours", kind, "lost")] for kind in ("join", "leave", "kill")}
     steps = "; ".join(f"{kind} {sum(each)} in {len(each)} events" for kind, each in lost.items() if each)
@@ -359,7 +367,7 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process also ends the job
     variables = dict(each.split("=", 1) for each in args.set)
     events: list[Event] = json.loads(args.kept.read_text()) if args.kept is not None and args.kept.exists() else []
     where = machine()

@@ -1,10 +1,10 @@
-"""Measure planning: one rank's part of a switch in small and large worlds, and who takes which slot.
+"""Measure planning: one rank's part of a switch in small and large worlds, and the assignment of slots.
 
 python tools/bench_plan.py
 python tools/bench_plan.py --write docs/figures
 
-The models have the shapes of Llama 3, of Qwen3-235B-A22B and of DeepSeek-V3 (experts stacked as AutoEP has them), in
-bf16 with fp32 masters and Adam, on nodes of 8. Nothing is allocated but the plan. `plan` is what a member that trains
+The models have the shapes of Llama 3, of Qwen3-235B-A22B and of DeepSeek-V3 (with experts stacked as by AutoEP), in
+bf16 with fp32 masters and Adam, on nodes of 8 members. Only the plan is allocated. `plan` is what each training member
 computes for itself; `slots` is the same on every member.
 """
 
@@ -94,7 +94,9 @@ Shapes = dict[str, tuple[tuple[int, ...], int | None]]
 
 
 def with_queries(layers: int, width: int, words: int, heads: int, keys: int, feed: int, experts: int = 0) -> Shapes:
-    """A Llama, or with `experts` a Qwen3; heads of 128, and gate and up in one matrix each."""
+    """Return the shapes of a Llama or, with `experts`, of a Qwen3. Heads have 128 elements; gate and up are two
+    matrices.
+    """
     found: Shapes = {"embedding": ((words, width), ROWS), "norm": ((width,), None), "head": ((words, width), ROWS)}
     for layer in range(layers):
         cut = ROWS if keys >= 8 else None
@@ -108,7 +110,7 @@ def with_queries(layers: int, width: int, words: int, heads: int, keys: int, fee
 
 
 def with_latent_queries(layers: int, width: int, words: int, dense: int, feed: int, experts: int) -> Shapes:
-    """A DeepSeek-V3, whose first `dense` layers have no experts."""
+    """Return the shapes of a DeepSeek-V3, whose first `dense` layers have no experts."""
     found: Shapes = {"embedding": ((words, width), ROWS), "norm": ((width,), None), "head": ((words, width), ROWS)}
     for layer in range(layers):
         for name, shape, cut in (
@@ -128,7 +130,7 @@ def with_latent_queries(layers: int, width: int, words: int, dense: int, feed: i
 
 
 def feed_forward(layer: object, width: int, feed: int, experts: int) -> Shapes:
-    """Gate, up and down of a layer; with `experts` stacked, and a router."""
+    """Return the shapes of gate, up and down of a layer; with `experts`, they are stacked and there is a router."""
     each = {"w1": ((feed, width), ROWS), "w3": ((feed, width), ROWS), "w2": ((width, feed), COLUMNS)}
     if not experts:
         return {f"{layer}.{name}": held for name, held in each.items()}
@@ -147,9 +149,12 @@ MODELS: dict[str, tuple[int, Callable[[], Shapes]]] = {
 
 
 def space(layout: Layout, model: str = "Qwen3-235B") -> VirtualParameterSpace:
-    """A model in a layout, member r at rank r; experts in an optimizer group of their own, as DeepSpeed puts them."""
+    """Return the parameter space of a model in a layout, with member r at rank r.
+
+    Experts are in an optimizer group of their own, as in DeepSpeed.
+    """
     layers, shapes = MODELS[model]
-    every = dict(sorted(shapes().items(), key=lambda item: ".experts." in item[0]))  # groups in order
+    every = dict(sorted(shapes().items(), key=lambda item: ".experts." in item[0]))  # tensors ordered by group
     tensors = [
         LogicalTensor(name, shape, int(".experts." in name), ".experts." in name) for name, (shape, _) in every.items()
     ]
@@ -163,7 +168,10 @@ def space(layout: Layout, model: str = "Qwen3-235B") -> VirtualParameterSpace:
 
 
 def cuts(name: str, shape: tuple[int, ...], dim: int | None, layers: int, layout: Layout) -> AxisCuts:
-    """How a layout deals one tensor out: layers to stages evenly, the embedding to the first, the rest to the last."""
+    """Return how a layout cuts one tensor.
+
+    Layers are divided evenly over stages, with the embedding on the first stage, and everything else on the last one.
+    """
     ends = {"embedding": 0, "norm": layers - 1, "head": layers - 1}
     layer = ends[name] if name in ends else int(name.split(".")[0])
     of_expert = uneven(0, [shape[0] // layout.expert] * layout.expert) if ".experts." in name else None
@@ -174,14 +182,16 @@ def cuts(name: str, shape: tuple[int, ...], dim: int | None, layers: int, layout
 def layout_of(
     ranks: int, zero_stage: int = 1, tensor: int = 1, pipe: int = 1, expert: int = 1, fewer: int = 0
 ) -> Layout:
-    """The layout with these sizes, or with smaller ones where the ranks do not suffice."""
+    """Return the layout with these sizes, or with smaller ones if there are too few ranks."""
     pipe = min(pipe, ranks // tensor)
     data, expert = ranks // (tensor * pipe) - fewer, min(expert, ranks // pipe)
     return Layout(zero_stage=zero_stage, data=data, tensor=tensor, pipe=pipe, expert=expert)
 
 
 def part(model: str, source: Layout, target: Layout) -> tuple[float, float, int, int]:
-    """The last rank's part in the target: CPU seconds, MB above the import, blocks, peers."""
+    """Plan the last target rank's part. Return (CPU seconds, MB above the imports, number of blocks, number
+    of peers).
+    """
     before, vps = resident_bytes(), space(source, model)
     begin = time.process_time()
     nodes = {member: f"{member // 8}" for member in range(max(source.world_size, target.world_size))}
@@ -193,12 +203,12 @@ def part(model: str, source: Layout, target: Layout) -> tuple[float, float, int,
 
 
 def resident_bytes() -> int:
-    """Memory that this process has now."""
+    """Return the memory that this process holds now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def plan_row(model: str, name: str, source: dict[str, int], target: dict[str, int]) -> list[object]:
-    """One change at each number of ranks."""
+    """Return a row about one change with each number of ranks."""
     cells, is_met = list[str](), True
     for ranks in RANKS:
         layouts = layout_of(ranks, **source), layout_of(ranks, **target)
@@ -209,7 +219,7 @@ def plan_row(model: str, name: str, source: dict[str, int], target: dict[str, in
 
 
 def slots_row(name: str, source: Layout, target: Layout) -> list[object]:
-    """The assignment of all members."""
+    """Return a row about the assignment of all members to slots."""
     vps = space(source)
     members = range(max(source.world_size, target.world_size))
     nodes = {member: str(member // 8 if name.startswith(NODES) else 0) for member in members}
@@ -222,14 +232,16 @@ def slots_row(name: str, source: Layout, target: Layout) -> list[object]:
 
 
 def seven_billion() -> list[LogicalTensor]:
-    """The tensors of Llama 7B."""
+    """Return the tensors of Llama 7B."""
     shapes = with_queries(32, 4096, 32000, 32, 32, 11008)
     ends = {name: shapes.pop(name) for name in ("norm", "head")}
     return [LogicalTensor(name, shape) for name, (shape, _) in {**shapes, **ends}.items()]
 
 
 def owners_cell(source: int, target: int) -> str:
-    """The share of masters and moments that moves in DeepSpeed's order of tensors and in ours, and what has to."""
+    """Return text with the share of masters and moments that moves, in DeepSpeed's order and in ours, and the least
+    possible.
+    """
     layouts = [Layout(data=data, zero_stage=2) for data in (source, target)]
     vps = VirtualParameterSpace.of(seven_billion(), ZeroRules(), standard_kinds(2), layouts[0], range(source))
     found, _ = nearest(vps, layouts[1], range(target))
@@ -241,7 +253,7 @@ def owners_cell(source: int, target: int) -> str:
 
 
 def in_a_process_of_its_own(work: Callable[..., Any], *arguments: Any) -> Any:
-    """So that one row's memory is not another's peak."""
+    """Call a function in a new process, so that the peak memory of one row does not affect another."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 

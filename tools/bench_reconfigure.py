@@ -1,12 +1,13 @@
-"""Measure what a switch waits for: a gloo group that torch edits in place, or one that is built anew.
+"""Measure how long a switch waits for a gloo group, either edited in place by torch or built anew.
 
 python tools/bench_reconfigure.py                           # about five minutes
 python tools/bench_reconfigure.py --ranks 4 --laps 5
 python tools/bench_reconfigure.py --write docs/figures
 
-Torch 2.14 and newer can give a group other members in place (`ProcessGroup.reconfigure`); an older torch measures the
-other two ways alone. In every lap the same processes change their group in each of the ways, in turn: either the same
-members again, or one leaves and one comes. A way ends when the last member is through a collective of the new group.
+Since torch 2.14 the members of a group can be changed in place (`ProcessGroup.reconfigure`). With an older torch only
+the other two ways are measured. In every lap the same processes change their group in each of the ways, in turn: either
+with the same members, or with one that leaves and one that joins. A way ends when the last member has finished a
+collective of the new group.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ GLOO = td.ProcessGroup.BackendType.GLOO
 
 
 class Order(NamedTuple):
-    """What all processes are told: to go from the group of `before` to one of `members`, in order.
+    """An order to all processes: to change from the group of `before` to a group of `members`.
 
-    handles: torch's names of the members' groups; begin: the instant of `time.monotonic` in which all begin.
+    handles: torch's names of the members' groups.
+    begin: the time (`time.monotonic`) at which all begin.
     """
 
     number: int
@@ -58,8 +60,11 @@ class Order(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Seconds until this process could go on in the new group, and until the old one was gone, too; the handle of its
-    group that can be edited.
+    """One process's answer to an order.
+
+    through: the seconds until it could use the new group.
+    gone: the seconds until the old group was also destroyed.
+    handle: the handle of its group that can be edited.
     """
 
     through: float
@@ -68,7 +73,7 @@ class Answer(NamedTuple):
 
 
 def editable(store: Store, number: int) -> td.ProcessGroup:
-    """Return a group without peers, as `init_process_group(enable_reconfigure=True)` makes one."""
+    """Return a group without peers, as made by `init_process_group(enable_reconfigure=True)`."""
     prefix = PrefixStore("edited/", store)
     timeout: Any = {"timeout": timedelta(seconds=SECONDS), "enable_reconfigure": True}
     group = td.ProcessGroup(prefix, number, number + 1)
@@ -78,7 +83,7 @@ def editable(store: Store, number: int) -> td.ProcessGroup:
 
 
 def edit(group: Any, number: int, handles: list[str]) -> None:
-    """Give a group the members with these handles, in their order."""
+    """Give a group the members with these handles, in this order."""
     options = distributed_c.ReconfigureOptions()  # type: ignore[attr-defined]  # since torch 2.14
     options.uuid, options.handles = number, handles
     group.reconfigure(options).wait()
@@ -93,7 +98,10 @@ def collective(group: td.ProcessGroup, value: float) -> float:
 
 @dataclass
 class Process:
-    """One process, which changes its groups as it is told. groups: the present one of each way."""
+    """One process, which changes its groups as ordered.
+
+    groups: the current group of each way.
+    """
 
     number: int
     port: int
@@ -101,7 +109,7 @@ class Process:
     groups: dict[str, td.ProcessGroup] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Follow orders until it is killed."""
+        """Carry out orders until the process is killed."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.store = TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
         while True:
@@ -110,7 +118,7 @@ class Process:
             if self.number in {*order.before, *order.members}:
                 time.sleep(max(0.0, order.begin - time.monotonic()))
                 old = [group] if (group := self.groups.pop(order.way, None)) else list[td.ProcessGroup]()
-                del group  # no name may keep the last of it
+                del group  # the group is destroyed only when its last reference is gone
                 begin = self.change(order, old)
                 through = time.monotonic() - begin
                 tear_down(old).join()
@@ -118,14 +126,16 @@ class Process:
             self.pipe.send(Answer(through, gone, self.handle() if CAN_EDIT else ""))
 
     def handle(self) -> str:
-        """Return the handle of the group to edit; a process that has none, or has left it, comes with a new one."""
+        """Return the handle of the group to edit. A process that has no such group, or has left it, makes a new one."""
         if EDITED not in self.groups:
             self.groups[EDITED] = editable(self.store, self.number)
         group: Any = self.groups[EDITED]
         return str(group.get_reconfigure_handle())
 
     def change(self, order: Order, old: list[td.ProcessGroup]) -> float:
-        """Go on in the next group, and leave in `old` what is to be taken down; return when the pause has begun."""
+        """Change to the next group, and leave groups to be destroyed in `old`. Return the time at which the pause
+        began.
+        """
         begin, stays = order.begin, self.number in order.members
         if order.way == EDITED and stays:
             edit(old[0], order.number, order.handles)
@@ -148,7 +158,9 @@ class Process:
         self.groups[order.way] = make_group(self.store, name, rank, len(order.members), SECONDS)[0]
 
     def build_beside(self, order: Order, old: list[td.ProcessGroup]) -> float:
-        """Build the next group in a thread while members go on in the old one; return when they stop for it."""
+        """Build the next group in a thread while members use the old one. Return the time at which they stop to wait
+        for it.
+        """
         thread = threading.Thread(target=self.build, args=(order,))
         thread.start()
         if self.number in order.before:
@@ -160,7 +172,7 @@ class Process:
 
 
 class Job:
-    """So many members, and one process more."""
+    """The processes of a measurement: `ranks` members, and one that is not in the group."""
 
     def __init__(self, ranks: int) -> None:
         self.store, context = serve_store("127.0.0.1"), get_context("fork")
@@ -174,12 +186,13 @@ class Job:
         self.members, self.orders = tuple(range(ranks)), 0
         self.handles = [""] * (ranks + 1)
         for way in WAYS:
-            self.change(way, (), ())  # tells the first handles
+            self.change(way, (), ())  # collects the first handles
             self.change(way, (), self.members)
 
     def change(self, way: str, before: tuple[int, ...], members: tuple[int, ...]) -> tuple[float, float]:
-        """Let all change their group in one way; return the seconds until all are through, and until the old is
-        gone.
+        """Let all processes change their group in one way.
+
+        Returns (seconds until all can use the new group, seconds until the old group is destroyed).
         """
         self.orders += 1
         handles, begin = [self.handles[member] for member in members], time.monotonic() + LEAD_SECONDS
@@ -194,7 +207,9 @@ class Job:
         return max(answer.through for answer in answers), max(answer.gone for answer in answers)
 
     def lap(self, lap: int) -> dict[str, tuple[float, float]]:
-        """Let one member leave and one come, in every way; another way is first in each lap."""
+        """Replace one member by another, in every way. Each lap begins with another way. Return the results of `change`
+        by way.
+        """
         before, resting = self.members, next(n for n in range(len(self.pipes)) if n not in self.members)
         self.members = tuple(resting if place == lap % len(before) else old for place, old in enumerate(before))
         first = lap % len(WAYS)
@@ -208,13 +223,13 @@ class Job:
 
 
 def spread(seconds: list[float]) -> list[str]:
-    """Return the cells of a column: the median, and the least and the greatest."""
+    """Return the cells of a column: the median, and the range."""
     found = [1e3 * each for each in seconds]
     return [f"{median(found):.1f}", f"{min(found):.1f} to {max(found):.1f}"]
 
 
 def row(ranks: int, laps: int) -> list[object]:
-    """Return the row of so many members."""
+    """Measure with this many members, and return a row."""
     job = Job(ranks)
     try:
         job.lap(0)

@@ -1,12 +1,12 @@
-"""Members that are not needed: nine of twelve layers are frozen in a job of four nodes; who stays, and what it costs.
+"""Measure a job of four nodes that needs fewer members after nine of twelve layers are frozen: who stays, and the cost.
 
 python tools/bench_release.py
 python tools/bench_release.py --simulate
 
-Four real torchrun agents with a worker each train a GPT in four stages, with "members": "release"; another
-job keeps them all. Steps of as many processors as members are predicted from the profile that the job has measured. It
-takes about three minutes on two cores. With --simulate no step is trained: each of twelve blocks takes what one of
-`bench_balance.py` takes, and the first nine have no backward pass.
+Four real torchrun agents with one worker each train a GPT in four stages, with "members": "release"; another job keeps
+all members. The steps that such members would make on processors of their own are predicted from the profile that the
+job has measured. Takes about three minutes on two cores. With --simulate no step is trained: each of twelve blocks
+takes as long as a block in `bench_balance.py`, and the first nine have no backward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ SCRIPT = Path(__file__).with_name("release_ranks.py")
 
 @dataclass(frozen=True)
 class Found:
-    """What a job has come to. losses: by step. remain: nodes. gone: seconds from being told to the end of the agent."""
+    """The results of a job.
+
+    losses: the loss of each step.
+    remain: the nodes that remained.
+    gone: the seconds from the request to leave to the end of each agent.
+    """
 
     losses: dict[int, float]
     remain: int
@@ -49,7 +54,7 @@ class Found:
 
 
 def run(folder: Path, members: str, slower: float) -> Found:
-    """Train in one job."""
+    """Run one job, and return its results."""
     balance = {
         **{"mode": "act", "every_steps": 10, "slow_ratio": None},
         **{"least_gain": 0.1, "members": members, "at_most_slower": slower},
@@ -96,7 +101,7 @@ def run(folder: Path, members: str, slower: float) -> Found:
 
 
 def predicted(profile: Profile) -> str:
-    """Return a table of the best step for each number of members, each on a processor of its own."""
+    """Return a table of the best predicted step for each number of members, each on a processor of its own."""
     profile = Profile(**{**vars(profile), "speeds": (1.0,)})
     layers = len(profile.layers)
     search = Search(zero_stages=(1,), micro_batches=MICRO_BATCHES, count=1)
@@ -125,7 +130,7 @@ def predicted(profile: Profile) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure or simulate, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     parser.add_argument("--simulate", action="store_true", help="predict alone, from layers of equal cost")
@@ -144,7 +149,7 @@ def simulated() -> str:
 
 
 def measured() -> str:
-    """Launch three jobs, and return what has come of them."""
+    """Run three jobs, and return text about their results."""
     found = list[Found]()
     for members, slower in (("keep", 0.01), ("release", 0.01), ("release", 1.0)):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,12 @@
-"""Measure who sends what: the busiest sender beside the busiest receiver, and bytes between nodes beside their bound.
+"""Measure the load of senders: the busiest sender and receiver, and bytes between nodes compared with their lower
+bound.
 
 python tools/bench_senders.py
 python tools/bench_senders.py --write docs/figures
 
-Nothing is allocated but plans. The first table moves the boundary between two pipeline stages of a model of 70 billion
-parameters by one layer. The second walks through changes of a small model on 8 nodes of 8 members; the bound is what
-no member of a node holds and some member needs, once for each node.
+Only plans are allocated. The first table is about a model with 70 billion parameters, in which the boundary between two
+pipeline stages moves by one layer. The second table is about changes of a small model on 8 nodes of 8 members. Its
+lower bound counts, for each node, the elements that a member of the node needs and no member of it holds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SIZES: tuple[dict[str, Any], ...] = (
 
 
 def space(sizes: tuple[int, int, int, int], layout: Layout) -> VirtualParameterSpace:
-    """Return a model of the Llama family in a layout, member r at rank r, with 8 heads of keys and values."""
+    """Return the parameter space of a Llama with 8 key-value heads, with member r at rank r."""
     layers, width, feed, words = sizes
     every: dict[str, tuple[tuple[int, ...], int | None, int]] = {"embedding": ((words, width), 0, 0)}
     for layer in range(layers):
@@ -83,7 +84,7 @@ def space(sizes: tuple[int, int, int, int], layout: Layout) -> VirtualParameterS
 
 
 def sender_row(ranks: int) -> list[object]:
-    """Return the traffic of a boundary that moves by one layer."""
+    """Return a row on the traffic when a boundary moves by one layer."""
     borders = tuple(range(0, 81, 10))
     source = Layout(pipe=8, data=ranks // 8, zero_stage=1, boundaries=borders)
     target = source.replace(boundaries=(0, 11, *borders[2:]))
@@ -95,7 +96,7 @@ def sender_row(ranks: int) -> list[object]:
 
 
 def between_nodes(plan: SwitchPlan, nodes: Mapping[int, str]) -> tuple[int, int, float]:
-    """Return (bytes between nodes, the bound, the busiest sender / max(busiest receiver, mean))."""
+    """Return (bytes between nodes, lower bound, bytes of the busiest sender / max(busiest receiver, mean))."""
     sides, bound = plan.sides, 0
     numbers = {name: number for number, name in enumerate(sorted({*nodes.values()}))}
     found = picture_of(plan, np.array([numbers[nodes[member]] for member in plan.members]))

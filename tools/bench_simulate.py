@@ -1,11 +1,11 @@
-"""How right `ds-dynatrain simulate` is: the goodput that it predicts for a storm, beside the goodput of the real job.
+"""Measure how accurate `ds-dynatrain simulate` is: its predicted goodput for a storm, compared with a real job's.
 
 python tools/bench_simulate.py                              # a storm of 60 events to calibrate with, another one of 200
 python tools/bench_simulate.py --write docs/simulate.md
 
-Both are storms of `chaos.py`, of other seeds. From the first come the times that a cluster's owner measures once: a
-step, a start, a change. The second is written down as a trace, and simulated with these times. Goodput is the number of
-steps that count × the time of a step that nothing disturbs ÷ the time of the storm.
+Both storms are those of `chaos.py`, with different seeds. The first gives the times that the owner of a cluster
+measures once: a step, a start, a change. The second is recorded as a trace and simulated with these times. Goodput is
+the number of steps that count × the time of an undisturbed step ÷ the duration of the storm.
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ NOTICED = {"stop": CHAOS_TIMES["silent_seconds"], "hang": CHAOS_TIMES["stuck_sec
 
 @dataclass(frozen=True)
 class Played:
-    """A storm that was played: what the scripts wrote, what happened, and from when to when."""
+    """A storm that was played.
+
+    rows: the lines that the scripts wrote.
+    told: the events, as (time, event, node).
+    begin, end: the time of its start and of its end.
+    faults: anything that went wrong.
+    """
 
     rows: list[Row]
     told: list[tuple[float, str, str]]
@@ -59,14 +65,14 @@ class Played:
 
     @property
     def steps(self) -> int:
-        """Steps that count, made in the storm."""
+        """Number of steps made in the storm that count."""
         return len({row["step"] for row in self.rows if row["event"] == "step" and self.is_in(row["time"])})
 
     def is_in(self, at: float) -> bool:
         return self.begin <= at < self.end
 
     def step_seconds(self) -> float:
-        """The mean step that no change disturbs."""
+        """Return the mean seconds of a step without a change."""
         by_process: dict[tuple[int, int], list[float]] = {}
         for row in self.rows:
             if row["event"] == "step":
@@ -75,7 +81,7 @@ class Played:
         return sum(steps) / len(steps)
 
     def start_seconds(self) -> float:
-        """The median time from the start of a node's process to the first world that its worker is in."""
+        """Return the median time from the start of a node's process until its worker is in a world."""
         formed: dict[int, float] = {}
         for row in self.rows:
             if row["event"] == "formed":
@@ -85,18 +91,20 @@ class Played:
         return median(each for each in after if each is not None)
 
     def change_seconds(self) -> float:
-        """The mean pause of changes that members knew of before, less one step."""
+        """Return the mean pause of planned changes, minus one step."""
         planned = [gap for kind, found in gaps(self.rows).items() if kind != "failure" for gap in found]
         return max(0.0, sum(planned) / len(planned) - self.step_seconds()) if planned else 0.0
 
     def failure_seconds(self) -> float:
-        """The median pause after a failure: half of them are of workers whose ends the others see at once."""
+        """Return the median pause after a failure, minus one step. Half of the failures are deaths that others notice
+        at once.
+        """
         failed = gaps(self.rows).get("failure", [])
         return max(0.0, median(failed) - self.step_seconds()) if failed else 0.0
 
 
 def storm(seed: int, events: int) -> Played:
-    """Play one."""
+    """Play a storm, and return it."""
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-simulate-"))
     job = Job(folder, times=CHAOS_TIMES, variables={"ORPHAN_SECONDS": f"{REST_SECONDS:g}"})
     found = Storm(job, seed, most=NODES, rest_seconds=REST_SECONDS)
@@ -118,31 +126,32 @@ def storm(seed: int, events: int) -> Played:
 
 
 def trace_of(played: Played, start_seconds: float) -> list[dict[str, Any]]:
-    """Return what happened as rows of a trace. A node is the first of five places that is free when it comes.
+    """Return the events of a storm as rows of a trace. A new node gets the first free one of five places.
 
-    start_seconds: how long another coordinator needs, too, until it can notice a loss.
+    start_seconds: how long a new coordinator needs until it can notice a loss.
     """
     back = [at - played.begin + start_seconds for at, what, _ in played.told if what == "coordinator"]
     places: dict[str, int] = {}
     lines: list[dict[str, Any]] = []
-    unnoticed: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}  # a worker that stands, and its successor
+    # workers that stand still, and the rows of their successors
+    unnoticed: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for at, what, name in played.told:
         seconds = at - played.begin
         if what == "join":
             places[name] = min(set(range(NODES)) - set(places.values()))
         if name not in places:
-            continue  # its agent has been told to go
+            continue  # its agent was told to leave
         row = {"seconds": seconds, "members": [places[name]]}
         if what in ("loss", "preemption"):
             del places[name]
             lost, successor = unnoticed.pop(name, ({}, {"seconds": 0.0}))
-            if successor["seconds"] > seconds:  # it goes before anybody has noticed that it stands
+            if successor["seconds"] > seconds:  # it leaves before anybody has noticed that it stands still
                 lost["noticed_seconds"] = seconds - lost["seconds"]
                 lines.remove(successor)
                 continue
         if seconds >= 0:
             lines.append({**row, "event": what if what in ("join", "preemption") else "loss"})
-        if what in ("kill", "stop", "hang"):  # its agent starts another one
+        if what in ("kill", "stop", "hang"):  # its agent starts another worker
             noticed = NOTICED.get(what, 0.0)
             lines[-1] |= {"noticed_seconds": noticed} if noticed else {}
             unnoticed[name] = lines[-1], {**row, "event": "join", "seconds": seconds + noticed}
@@ -157,8 +166,11 @@ def trace_of(played: Played, start_seconds: float) -> list[dict[str, Any]]:
 
 
 def simulated(calibrated: Played, played: Played, folder: Path) -> tuple[Assumptions, float, float]:
-    """Return what is assumed, the predicted goodput, and the predicted number of lost steps."""
-    # Steps take equally long in all worlds, and all members that may train do: more are faster by a trifle.
+    """Simulate a storm. Return (assumptions, predicted goodput, predicted number of lost steps).
+
+    calibrated: the storm from which the times are taken.
+    """
+    # Steps take equally long in all worlds, so larger worlds are made slightly faster. All possible members then train.
     layer = LayerCost(name="sum", forward_seconds=1e-7, backward_seconds=0.0, kind_bytes={"weight": 16})
     step, free = calibrated.step_seconds(), LinkClass(1e15)
     profile = Profile(layers=(layer,), train_batch_size=12, micro_batch_size=12, beside_seconds=step)
@@ -170,14 +182,14 @@ def simulated(calibrated: Played, played: Played, folder: Path) -> tuple[Assumpt
         change_seconds=calibrated.change_seconds(),
         detection_seconds=max(0.0, calibrated.failure_seconds() - calibrated.change_seconds()),
     )
-    layout = "data=4,zero_stage=0"  # all members hold the whole state
+    layout = "data=4,zero_stage=0"  # so that all members hold the whole state
     job = SimulatedJob.read(folder / "profile.json", folder / "cluster.toml", layout, assumed, 1, AT_MOST)
     found = play(job, read_trace(folder / "trace.jsonl", job.topology), RIVALS[:1]).policies[0]
     return assumed, found.goodput, found.lost_steps
 
 
 def main() -> None:
-    """Play both storms, simulate the second, and compare."""
+    """Play both storms, simulate the second one, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--calibration-events", type=int, default=60)
@@ -185,7 +197,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for what the storms wrote")
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process also ends the job
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-simulate-"))
     calibrated, played = (storm(*each) for each in zip(args.seeds, (args.calibration_events, args.events), strict=True))
     (folder / "storms.json").write_text(json.dumps([vars(calibrated), vars(played)]))

@@ -1,10 +1,10 @@
-"""How much of a slow-down is removed: a neighbour takes most of one member's core for 10 and for 24 scaled minutes.
+"""Measure how much of a slow-down balance removes, while another process takes most of one member's core.
 
 python tools/bench_slow.py
 
-Two ranks train with a core each. Each slow-down is run twice, once with balance and once without. What a run loses is
-what it trains less, in the same time, than at the speed before the slow-down. 10 and 24 minutes are the means that
-GREYHOUND reports for slow computation and slow communication. About six minutes in all.
+Two ranks train with one core each. The slow-down lasts 10 or 24 scaled minutes, the means that GREYHOUND reports for
+slow computation and slow communication. Each is run once with balance and once without. The loss of a run is what it
+trains less than it would have at its speed before the slow-down. Takes about six minutes.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ BAR = 0.59
 
 
 def run(minutes: int, balance: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 has noted of one run."""
+    """Run one job, and return rank 0's notes."""
     slow = minutes * MINUTE
     given: dict[str, Any] = {"begin": BEFORE, "end": BEFORE + slow, "stop": BEFORE + 1.5 * slow, "neighbors": NEIGHBORS}
     return launch("slow_ranks.py", 2, 300, balance=balance, **given)[0][0]
 
 
 def step_seconds(note: dict[str, Any], begin: float, end: float) -> float:
-    """The median step between these seconds."""
+    """Return the median seconds of a step between two times."""
     ends = np.array(note["ends"])
     return float(np.median(np.diff(ends[(ends > begin) & (ends < end)])))
 
 
 def lost(note: dict[str, Any], healthy: float, minutes: int) -> float:
-    """Seconds lost from the begin of the slow-down to the end of the run, with all pauses.
+    """Return the seconds lost from the start of the slow-down to the end of the run, including all pauses.
 
-    Each second counts by its median step, so what others do on this machine for a moment does not.
+    The steps of each second count by their median, so short disturbances by other processes do not matter.
+
+    healthy: the seconds of a step before the slow-down.
     """
     ends, total = np.array(note["ends"]), 0.0
     for second in np.arange(BEFORE, BEFORE + 1.5 * minutes * MINUTE):
@@ -52,9 +54,11 @@ def lost(note: dict[str, Any], healthy: float, minutes: int) -> float:
 
 
 def row(minutes: int, notes: list[dict[str, Any]]) -> list[object]:
-    """One line of the table. notes: of the run without balance, and of the one with it.
+    """Return a row of the table.
 
-    Each run is compared with its own speed before the slow-down, because other work on the machine changes it.
+    notes: the notes of the run without balance, and of the run with it.
+
+    Each run is compared with its own speed before the slow-down, because other load on the machine changes it.
     """
     end = BEFORE + minutes * MINUTE
     healthy = [step_seconds(note, SETTLED, BEFORE) for note in notes]
@@ -68,7 +72,7 @@ def row(minutes: int, notes: list[dict[str, Any]]) -> list[object]:
 
 
 def main() -> None:
-    """Train, time and print."""
+    """Train, measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=int, nargs="*", default=list(MINUTES), help="lengths of the slow-downs")
     asked = parser.parse_args()

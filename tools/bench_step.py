@@ -3,10 +3,10 @@
 python tools/bench_step.py                          # stages 1 and 3, a minute each on a quiet machine
 python tools/bench_step.py --write docs/figures
 
-Each rank holds two engines of one model, one plain and one of ds_dynatrain, and runs a step of each in turn; which goes
-first changes every time. Compared is the median over all pairs of the ratio within a pair, so that a slow
-moment of the machine meets both: once of wall time (the slowest rank, data loading included), once of processor time
-(the sum of the ranks), which hardly depends on what else runs.
+Each rank has a plain engine and an engine of ds_dynatrain for the same model, and runs a step of each in turn, with
+alternating order. The figure is the median, over all pairs of steps, of the ratio within a pair, so a slow moment of
+the machine affects both. It is given for wall time (of the slowest rank, including data loading) and for processor time
+(the sum over ranks), which hardly depends on other load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Pair = dict[str, float]
 
 
 def pairs(stage: int, args: argparse.Namespace) -> tuple[list[Pair], list[Pair]]:
-    """(wall, processor) seconds of each pair of steps, over all launches."""
+    """Run all launches. Return the (wall, processor) seconds of each pair of steps."""
     wall: list[Pair] = []
     processor: list[Pair] = []
     wanted: dict[str, Any] = {name: getattr(args, name) for name in ("size", "dtype", "steps", "batch", "length")}
@@ -40,7 +40,7 @@ def pairs(stage: int, args: argparse.Namespace) -> tuple[list[Pair], list[Pair]]
 
 
 def compare(stage: int, args: argparse.Namespace) -> list[list[object]]:
-    """Two lines of the table."""
+    """Return the two rows of the table for a stage."""
     rows: list[list[object]] = []
     for name, found in zip(("wall", "processor"), pairs(stage, args), strict=True):
         ratios = [pair["dynatrain"] / pair["plain"] - 1 for pair in found]

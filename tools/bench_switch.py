@@ -7,10 +7,10 @@ python tools/bench_switch.py --sizes 30M --variants all  # offload, fp16, BF16_O
 python tools/bench_switch.py --sizes 25M --variants axes  # other models: tensor, expert, pipe and sequence sizes change
 python tools/bench_switch.py --cluster cluster.toml  # also what a cluster file of four members predicts of the moves
 
-One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
+One launch of four ranks per size and type makes all changes in a ring, lap after lap. A switch is *ahead* (requested at
 least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
-members exchange the same bytes between the same pairs over the same transport and do nothing else: the raw time.
-Figures are medians over laps.
+members exchange the same bytes between the same pairs, over the same transport, and do nothing else; this gives the raw
+time. Figures are medians over laps.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Switch:
-    """One switch: what its members noted, by member."""
+    """One switch, as recorded by its members."""
 
     records: dict[int, Record]
 
     @property
     def name(self) -> str:
-        """The change."""
+        """The name of the change."""
         return str(self.any["change"]["name"])
 
     @property
     def mode(self) -> str:
-        """ahead or immediate."""
+        """ "ahead" or "immediate"."""
         return str(self.any["change"]["mode"])
 
     @property
@@ -78,46 +78,49 @@ class Switch:
 
     @property
     def raw_ms(self) -> float:
-        """The slowest member's time, the median of the repeats."""
+        """The raw time of the slowest member, as the median of the repeats."""
         rounds = zip(*(record["raw_seconds"] for record in self.records.values()), strict=True)
         return 1e3 * float(median(max(times) for times in rounds))
 
     @property
     def apart_ms(self) -> float:
-        """How long training stood still, less the certificate's share."""
+        """The time for which training paused, without the certificate."""
         return self.pause_ms - self.most("certificate_ms")
 
     @property
     def pause_ms(self) -> float:
-        """The longest pause of a member that trains afterwards: one that goes idle takes its time over its memory."""
+        """The longest pause of a member that trains afterwards. A member that goes idle takes longer to free its
+        memory.
+        """
         working = self.any["event"]["target"]["members"]
         return float(max(record["pause_ms"] for member, record in self.records.items() if member in working))
 
     def expected_ms(self, topology: Topology) -> float:
-        """The time of the moves that a topology predicts from the bytes of each pair."""
+        """Return the time of the moves that a topology predicts from the bytes of each pair."""
         pairs = [(member, member, record["local_bytes"]) for member, record in self.records.items()]
         for member, record in self.records.items():
             pairs += [(member, int(peer), sent) for peer, (sent, _) in record["peers"].items() if sent]
         return 1e3 * topology.seconds(*np.array(pairs, np.int64).T).expected
 
     def phase(self, name: str) -> float:
-        """The longest of one phase, or of one part of a phase."""
+        """Return the longest duration of a phase, or of a part of a phase, over the members."""
         return float(max(r["phases_ms"].get(name, r.get(f"{name}_ms", 0.0)) for r in self.records.values()))
 
     def most(self, name: str) -> float:
-        """The largest of one field."""
+        """Return the largest value of a field over the members."""
         return float(max(record[name] for record in self.records.values()))
 
 
 def lap_of(variant: str) -> tuple[tuple[Change, ...], dict[str, int]]:
-    """(changes of a lap, where it begins and ends)."""
+    """Return (the changes of a lap, the layout in which it begins and ends)."""
     held = AXES.get(variant)
     return (RING, START) if held is None else (held.lap, held.start)
 
 
 def measure(size: str, dtype: str, variant: str, laps: int, immediate: int, **settings: Any) -> list[Switch]:
-    """One launch: `laps` times round the ring ahead, `immediate` times immediate. variant: "" for none.
+    """Run one launch, with `laps` laps of switches ahead and `immediate` laps of immediate ones. Return the switches.
 
+    variant: the variant of the model; "" for none.
     settings: `repeats` of the raw exchange, and the `transport`.
     """
     modes = ["ahead"] * laps + ["immediate"] * immediate
@@ -135,7 +138,7 @@ def measure(size: str, dtype: str, variant: str, laps: int, immediate: int, **se
 
 
 def summary(size: str, title: str, name: str, switches: list[Switch], topology: Topology | None) -> Record:
-    """Medians of one change, its bytes, and the verdict on its bar."""
+    """Return the medians of one change, its bytes, and the verdict on its bar."""
     ahead = [switch for switch in switches if switch.mode == "ahead"] or switches
     immediate = [switch for switch in switches if switch.mode == "immediate"]
     event = ahead[-1].any["event"]
@@ -177,7 +180,7 @@ SUMMARY = (
 
 
 def document(rows: list[Record], laps: int, immediate: int, transport: str) -> str:
-    """Return one line for each model and kind."""
+    """Return the tables, with a row for each model and kind of change."""
     cases: dict[str, list[Record]] = {}
     for row in rows:
         cases.setdefault(f"{row['size']}, {row['title']}", []).append(row)
@@ -204,7 +207,7 @@ def _summary_row(case: str, rows: list[Record]) -> list[object]:
 
 
 def prediction(rows: list[Record]) -> str:
-    """One sentence: how close expected and measured seconds of the moves are; empty without a cluster file."""
+    """Return a sentence on how close expected and measured times of the moves are; "" without a cluster file."""
     ratios = [row["expected_ms"] / row["phases_ms"]["move"] for row in rows if row["expected_ms"] is not None]
     close = sum(abs(ratio - 1) <= CLOSE for ratio in ratios)
     return (
@@ -216,7 +219,7 @@ def prediction(rows: list[Record]) -> str:
 
 
 def _span(values: Iterable[float]) -> str:
-    """The smallest and the largest; empty if there are none."""
+    """Return the smallest and the largest value as text; "" if there are none."""
     found = sorted(values)
     return "–".join(dict.fromkeys(f"{value:.0f}" for value in (found[0], found[-1]))) if found else ""
 

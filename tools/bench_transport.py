@@ -1,11 +1,11 @@
-"""Measure the ways that bytes take between members of one machine against a plain copy of as many in one process.
+"""Measure transports between members of one machine against a plain copy of the same bytes in one process.
 
 python tools/bench_transport.py                          # seconds
 python tools/bench_transport.py --write docs/figures
 
-One pair of processes, then two at once: four processes, which share the cores of a small machine. The time of a message
-is that of its receiver, from a barrier to its last byte; both buffers were touched before. The copies of two pairs run
-at the same time, too.
+First one pair of processes is measured, then two pairs at once, which share the cores of a small machine. The time of a
+message is that of its receiver, from a barrier to the last byte. Both buffers have been used before. The copies of two
+pairs also run at the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TITLES = {"copy": "plain copy", "auto": "reading memory", "gloo": "gloo"}
 
 
 def speeds(pairs: int, args: argparse.Namespace) -> dict[tuple[str, int], float]:
-    """GB/s over all pairs, by way and megabytes: each pair's is the median over all launches."""
+    """Return the GB/s over all pairs, keyed by (way, megabytes). Each pair's speed is the median over all launches."""
     seconds: dict[tuple[str, int, int], list[float]] = {}
     for _ in range(args.launches):
         notes = launch("transport_ranks.py", 2 * pairs, LIMIT_SECONDS, megabytes=args.megabytes, repeats=args.repeats)

@@ -1,12 +1,13 @@
-"""Measure what a sync of weights from ZeRO-3 to a rollout engine takes, beside a loop over parameters.
+"""Measure how long it takes to send weights from ZeRO-3 to a rollout engine, compared with a loop over parameters.
 
 python tools/bench_weights.py                            # 126M on four ranks; five minutes
 python tools/bench_weights.py --size 30M --laps 1        # a quick look
 python tools/bench_weights.py --write docs/figures
 
-Four ranks send to one receiver in this process: by the loop of today (gather, request and broadcast for each parameter;
-and without the requests), to a plain torch rank, to a stub of vLLM's server, and changed elements only. The first lap,
-which connects, is shown apart; other figures are medians of laps. Extra memory is the most of any rank and lap.
+Four ranks send to one receiver in this process: by the usual loop (gather, request and broadcast for each parameter),
+by this loop without requests, to a plain torch rank, to a stub of vLLM's server, and only changed elements. The first
+lap, which also connects, is shown separately; other figures are medians over laps. Extra memory is the largest of any
+rank and lap.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ ROOM_BYTES = 64 << 20
 
 
 def measure(size: str, dtype: str, stage: int, laps: int) -> dict[str, dict[str, float]]:
-    """One launch; the figures of each way."""
-    sys.path.insert(0, str(ROOT))  # receivers and stubs are those of the tests
+    """Run one launch, and return the figures of each way."""
+    sys.path.insert(0, str(ROOT))  # receivers and stubs are shared with the tests
     from tests.weights.fakes import rollouts
     from tests.weights.stubs import Stub, VLLMStub
 
     class LoopStub(Stub):
-        """Takes parameters as they are announced."""
+        """A stub that receives parameters as they are announced."""
 
         def answer(self, route: str, body: Mapping[str, Any], query: Mapping[str, str]) -> Any:
             if route == "/init":
@@ -79,7 +80,7 @@ def measure(size: str, dtype: str, stage: int, laps: int) -> dict[str, dict[str,
 
 
 def bars(found: dict[str, dict[str, float]], layers: int) -> list[list[object]]:
-    """Each bar, what was measured, and whether it is met."""
+    """Return a row for each bar: the bar, the measured value, and whether it is met."""
     group, vllm, loop = found["group"], found["vllm"], found["loop"]
     room = group["bucket"] + ROOM_BYTES
     rows = [
@@ -102,7 +103,7 @@ def bars(found: dict[str, dict[str, float]], layers: int) -> list[list[object]]:
 
 
 def document(found: dict[str, dict[str, float]], size: str, dtype: str, stage: int, laps: int) -> str:
-    """The tables."""
+    """Return the tables."""
     lines = [
         [
             way,

@@ -1,9 +1,9 @@
-"""Measure the whole picture of a plan, and compute changes of 70B and 235B models on 16 nodes of 8 GPUs.
+"""Measure the computation of a whole plan's bytes, and compute changes of 70B and 235B models on 16 nodes of 8 GPUs.
 
 python tools/bench_whole_plan.py
 python tools/bench_whole_plan.py --write docs/figures
 
-Members keep their ranks in the large worlds, so that the time is that of the picture alone.
+In the large worlds members keep their ranks, so only the computation of the bytes is timed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAMED = (
 
 
 def large_row(ranks: int, model: str, source: str, target: str) -> list[object]:
-    """Time one whole picture."""
+    """Time the computation for one large world, and return a row."""
     sizes = {0: ranks, 1: ranks - 1, 4: ranks // 4, 8: ranks // 8, 16: ranks // 16}
     before, after = (text.format(*(sizes.get(each, 0) for each in range(17))) for text in (source, target))
     job, here = PlannedJob.read(model, None), layout_of(before)
@@ -58,7 +58,7 @@ def large_row(ranks: int, model: str, source: str, target: str) -> list[object]:
 
 
 def named_row(model: str, source: str, target: str) -> list[object]:
-    """Compute one change on the cluster."""
+    """Compute one change on the cluster, and return a row."""
     before = layout_of(source)
     found = answered(PlannedJob.read(model, None), before, layout_of(target, present=before), Topology.read(CLUSTER))
     figures = found.figures
@@ -78,7 +78,8 @@ def main() -> None:
     large, named = [], []
     for ranks in (1024, 16384):
         for row in LARGE:
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:  # memory of its own
+            # so that each has memory of its own
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 large.append(pool.submit(large_row, ranks, *row).result())
     for row in NAMED:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -1,14 +1,14 @@
-"""Measure how long the others need for a new world when one of 4, 8, 16 or 32 processes is killed.
+"""Measure how long survivors need to form a new world when one of 4, 8, 16 or 32 processes is killed.
 
 python tools/bench_world.py                                 # about five minutes
 python tools/bench_world.py --ranks 4 8 --times 5
 python tools/bench_world.py --write docs/figures
 
-Membership alone: the processes are those of `tests/elastic/summing.py`, which import torch and no DeepSpeed, hold a few
-numbers and add them up. All but one are workers of one agent, and the one that is killed, with its agent, is alone on
-another node. Every world is built anew: one gloo group of all members, in which each connects to each at once, an
-all-gather, and a barrier. `formed` is from the SIGKILL until the last of the others is through these; `step` until all
-of them have made their next step.
+Only membership is measured: the processes are those of `tests/elastic/summing.py`, which import torch but not
+DeepSpeed, and add up a few numbers. All but one are workers of one agent. The one that is killed, with its agent, is
+alone on another node. Every world is built anew: one gloo group in which each member connects to all others at once, an
+all-gather, and a barrier. `formed` is the time from the SIGKILL until the last survivor has finished these; `step` is
+the time until all survivors have made their next step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEAD = ("ranks", "deaths", "a step s", "formed s", "from, to", "step s", "bar s"
 
 
 def deaths(job: Job, ranks: int, times: int) -> list[tuple[float, Crossing]]:
-    """(when the killing began, what came of it) of so many deaths, one after another."""
+    """Kill the last node this many times, one death after the other. Return (time of the kill, the change) of each."""
     job.times = dict(TIMES)
     job.variables["LOADERS"] = "0"
     job.coordinator("coordinator")
@@ -56,24 +56,24 @@ def deaths(job: Job, ranks: int, times: int) -> list[tuple[float, Crossing]]:
 
 
 def start(job: Job, name: str, workers: int) -> None:
-    """A node of so many workers."""
+    """Start a node with this many workers."""
     job.workers = workers
     job.node(name)
 
 
 def whole(job: Job, ranks: int, since: float) -> bool:
-    """Whether all of so many ranks have made a step."""
+    """Return whether all ranks of a world of this size have made a step since `since`."""
     made = {row["pid"] for row in job.rows("step") if row["time"] > since and row["size"] == ranks}
     return len(made) == ranks
 
 
 def without(job: Job, ranks: int, since: float) -> Crossing | None:
-    """The way into a world of so many ranks, once they are through; from the newest lines alone, which are enough."""
+    """Return the change into a world of this size, once it is complete, from the newest lines only."""
     return crossing(job.rows()[-ROWS_BEFORE * ranks :], since, ranks)
 
 
 def line(ranks: int, times: int) -> list[object]:
-    """A row of the table."""
+    """Return a row of the table."""
     with tempfile.TemporaryDirectory(prefix="dynatrain-bench-", ignore_cleanup_errors=True) as folder:
         job = Job(Path(folder), "1:2")
         try:
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3, help="deaths of each line (default 3)")
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the jobs, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process also ends the jobs
     where = machine()
     rows = [line(ranks, args.times) for ranks in args.ranks]
     text = f"Measured on: {where}; processes of one machine, medians.\n\n{table(HEAD, rows)}"
