@@ -1,5 +1,4 @@
-"""Measure balance: the solver's time, the gain on simulated pipelines of 24 and 48 blocks, and the predictions'
-accuracy.
+"""Measure balance: the solver's time, the gain on simulated pipelines of 24 and 48 blocks, and the predictions' errors.
 
 python tools/bench_balance.py
 python tools/bench_balance.py --ranks 8 --timed 40 --write docs/figures
@@ -112,8 +111,7 @@ def pruned(count: int) -> Blocks:
 
 
 def sparse_attention(count: int) -> Blocks:
-    """Return blocks with sparse attention: attention is a third of a block, and a log-normal fraction of it is
-    computed.
+    """Return blocks with sparse attention: a third of a block, of which a log-normal fraction is computed.
 
     The fraction has sigma 0.8 and mean 0.3.
     """

@@ -57,10 +57,9 @@ CHANGES = ("a bit", "no tag", "once more", "the order", "left out", "of another 
 
 @contextmanager
 def coordinator(members: int, token: str, port: int, least: int = 1) -> Iterator[int]:
-    """Context manager with a coordinator process for `least` to `members` nodes, which starts with the usual limit of
-    files.
+    """Context manager with a coordinator for `least` to `members` nodes, which starts with the usual limit of files.
 
-    Yields the id of the process.
+    Yields the id of its process.
     """
     command = [sys.executable, "-m", "ds_dynatrain.cli", "coordinator", f"127.0.0.1:{port}"]
     command += [f"--nnodes={least}:{members}", "--recovery-seconds=1"]

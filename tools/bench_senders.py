@@ -1,5 +1,4 @@
-"""Measure the load of senders: the busiest sender and receiver, and bytes between nodes compared with their lower
-bound.
+"""Measure the load of senders: the busiest sender and receiver, and bytes between nodes compared with a lower bound.
 
 python tools/bench_senders.py
 python tools/bench_senders.py --write docs/figures

@@ -1,7 +1,7 @@
-"""One rank of `bench_buddies.py`: an elastic job that takes a copy after every second step, and notes what it cost.
+"""One rank of `bench_buddies.py`: an elastic job that takes a copy after every second step, and records what it cost.
 
-Started by torchrun agents, with $OUT as folder for its lines and $WANTED:
-'{"size": "30M", "dtype": "fp32", "stage": 1, "steps": 40, "batch": 8, "length": 32}'
+Started by torchrun agents. $OUT is the folder for its lines, and $WANTED has its settings: '{"size": "30M", "dtype":
+"fp32", "stage": 1, "steps": 40, "batch": 8, "length": 32}'
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVERY_STEPS = 2
 
 
 class Watch:
-    """Stands in front of an engine's boundary, and times what buddies do there, beside a plain copy of the same."""
+    """A replacement of the `at_boundary` of buddies that times the call, and a plain copy of the same buffers."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._parts = engine, engine._parts
@@ -67,7 +67,7 @@ def main() -> None:
     """Train, and write a line for each step."""
     wanted = json.loads(os.environ["WANTED"])
     quiet()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody has to wait for a compiler
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # so that no rank waits for a compiler
     shape = SIZES[wanted["size"]]
     block = {"buddies": {"mode": "copy", "every_steps": EVERY_STEPS}}
     settings = {**config(wanted["dtype"], wanted["stage"], wanted["batch"]), "dynatrain": block}

@@ -1,4 +1,4 @@
-"""Layers that take a known processor time in each pass, and what a stage of them takes, measured apart."""
+"""Layers that use a known processor time in each pass, and an independent measurement of the time of a stage."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ WIDTH = 4
 
 
 def burn(seconds: float) -> None:
-    """Processor time of this thread."""
+    """Use this much processor time in this thread."""
     begin = time.thread_time()
     while time.thread_time() - begin < seconds:
         pass
 
 
 class Burn(torch.autograd.Function):
-    """Hands a tensor on, and burns processor time in the backward pass; notes in which thread that is."""
+    """A function that copies a tensor, and uses processor time in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float, seen: list[int]) -> torch.Tensor:
-        """A copy. seen: gets the thread of each backward pass."""
+        """Return a copy.
+
+        seconds: the processor time of the backward pass.
+        seen: a list to which the thread of each backward pass is appended.
+        """
         ctx.given = seconds, seen
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Burn."""
+        """Use the processor time, and return the gradient unchanged."""
         seconds, seen = ctx.given
         seen.append(threading.get_ident())
         burn(seconds)
@@ -43,14 +47,17 @@ class Burn(torch.autograd.Function):
 
 
 class Burning(nn.Module):
-    """A matrix, and known times in both passes. pairs: it hands a second tensor on as it is."""
+    """A small layer with known times in both passes.
+
+    pairs: whether it also passes a second tensor on unchanged.
+    """
 
     def __init__(self, forward: float, backward: float, pairs: bool = False) -> None:
         super().__init__()
         self.matrix, self.seconds, self.pairs = nn.Linear(WIDTH, WIDTH), (forward, backward), pairs
 
     def forward(self, given: Any) -> Any:
-        """[samples, WIDTH] to the same."""
+        """Map [samples, WIDTH] to the same shape."""
         hidden, *others = given if isinstance(given, tuple) else (given,)
         burn(self.seconds[0])
         made = Burn.apply(self.matrix(hidden), self.seconds[1], [])  # type: ignore[no-untyped-call]
@@ -58,7 +65,7 @@ class Burning(nn.Module):
 
 
 class Points(torch.utils.data.Dataset[Any]):
-    """Always the same."""
+    """A data set whose samples are all equal."""
 
     def __len__(self) -> int:
         return 12_000
@@ -69,7 +76,7 @@ class Points(torch.utils.data.Dataset[Any]):
 
 @contextmanager
 def busy(engine: Any) -> Iterator[list[float]]:
-    """The processor time of this rank's passes in the block, in seconds, taken around DeepSpeed's instructions."""
+    """Context manager that measures the processor time of this rank's passes. Yields a list with the sum in seconds."""
     found, known = [0.0], engine._INSTRUCTION_MAP
 
     def timed(run: Any) -> Any:

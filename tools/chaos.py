@@ -1,4 +1,4 @@
-"""Random events in an elastic job on a busy machine, and what has to be right afterwards.
+"""Cause random events in an elastic job on a busy machine, and check the job's history afterwards.
 
 python tools/chaos.py                              # 200 events, about ten minutes
 python tools/chaos.py --events 15 --seed 3 --busy 0
@@ -6,11 +6,11 @@ python tools/chaos.py --write docs/figures
 python tools/chaos.py --script tests/elastic/several.py --steps step beside --busy 0  # two engines; see there for --set
 python tools/chaos.py --script tests/elastic/training.py --kind tensor --busy 0 --most 3 --rest 180  # or another axis
 
-Nodes of stock torchrun come and are told to go; agents, workers, rank 0 and the coordinator are killed; workers are
-stopped, or their main threads alone; the coordinator stands still for a while; sometimes two of it at once. Every few
-events the job has to come to rest: all nodes train, nobody is left behind. At the end every step has to be there, with
-the sum of all samples up to it, and those that lived longest may hold no more descriptors or threads than at their
-beginning. The exit status is 1 if anything is not so; then the folder with all logs stays.
+Nodes of stock torchrun start and are told to leave; agents, workers, rank 0 and the coordinator are killed; workers, or
+only their main threads, are stopped; the coordinator stands still for a while; sometimes two events happen at once.
+Every few events the job has to come to rest: all nodes train, and none is left behind. At the end every step must be
+there, with the sum of all samples up to it, and the processes that lived longest may hold no more descriptors or
+threads than at their start. If anything is wrong, the exit status is 1 and the folder with all logs stays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHAOS_TIMES = {**TIMES, "silent_seconds": 3.0, "stuck_seconds": 30.0, "recovery_
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many other processes want a core all the time."""
+    """Context manager that keeps this many cores busy with other processes."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -53,9 +53,9 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def gaps(rows: list[Row]) -> dict[str, list[float]]:
-    """Seconds from a process's last step of one world to its first of a later one, by the kind of the change.
+    """Return the seconds from a process's last step in one world to its first step in a later one, by kind of change.
 
-    "any": of a script that does not say which it was.
+    The kind is "any" if the script does not record it.
     """
     kinds = {row["generation"]: row["change"] for row in rows if row["event"] == "formed"}
     last: dict[int, Row] = {}
@@ -70,7 +70,10 @@ def gaps(rows: list[Row]) -> dict[str, list[float]]:
 
 
 def settings_of(kind: str, folder: Path) -> dict[str, str]:
-    """What `training.py` is told of an axis; with checkpoints, from which a state that has died comes back."""
+    """Return the environment variables that make `training.py` use an axis.
+
+    They turn on fallback checkpoints, from which lost state is restored.
+    """
     from tests.elastic.kinds import KINDS, settings
 
     here, fallback = KINDS[kind], {"path": str(folder / "fallback"), "every_steps": 5}
@@ -80,7 +83,7 @@ def settings_of(kind: str, folder: Path) -> dict[str, str]:
 
 
 def report(storm: Storm, rows: list[Row], seconds: float, faults: list[str]) -> str:
-    """What happened, and what it cost those that stayed."""
+    """Return text on the events, and on what they cost the members that stayed."""
     events = [*sorted(storm.counts.items()), ("two of these at once", storm.pairs)]
     counts = ", ".join(f"{name} {times}" for name, times in events)
     pauses = "; ".join(
@@ -97,7 +100,7 @@ def report(storm: Storm, rows: list[Row], seconds: float, faults: list[str]) -> 
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -129,9 +132,9 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Let it happen, and judge."""
+    """Run the storm, and judge the history."""
     args = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process also ends the job
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-chaos-"))
     variables = dict(each.split("=", 1) for each in args.set)
     if args.kind is not None:

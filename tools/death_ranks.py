@@ -1,7 +1,7 @@
-"""One rank of `bench_deaths.py`: an elastic job with buddies that notes when each step was made, and the raw transport.
+"""One rank of `bench_deaths.py`: a job with buddies that records the time of each step, and the raw transport's time.
 
-Started by torchrun agents, with $OUT as folder for its lines and $WANTED:
-'{"size": "125M", "dtype": "fp32", "stage": 1, "batch": 12, "length": 32, "ranks": 4, "steps": 5}'
+Started by torchrun agents. $OUT is the folder for its lines, and $WANTED has its settings: '{"size": "125M", "dtype":
+"fp32", "stage": 1, "batch": 12, "length": 32, "ranks": 4, "steps": 5}'
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ REPEATS = 5
 
 
 def busiest_bytes(engine: Any, before: tuple[int, ...], buddies: dict[int, tuple[int, ...]]) -> int:
-    """The busiest direction of a living member when it takes its new share from copies.
+    """Return the bytes in the busiest direction of any survivor when the survivors take over state from copies.
 
-    before: the members of the world before; buddies: who kept whose copies there, one each. Who kept those of
-    the one that is gone gives them, and keeps what it needs of them.
+    before: the members of the previous world.
+    buddies: the member that kept each member's copies. The buddy of the dead member sends these copies, and keeps what
+        it needs of them.
     """
     parts, gone = engine._parts, 10**6
     (dead,) = set(before) - set(parts.members)
@@ -47,7 +48,9 @@ def busiest_bytes(engine: Any, before: tuple[int, ...], buddies: dict[int, tuple
 
 
 def raw_seconds(nbytes: int) -> float:
-    """The least time in which each rank sends so many bytes, and receives as many, over gloo: in equal parts to all."""
+    """Return the minimum time in which each rank sends and receives this many bytes over gloo, in equal parts to all
+    others.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     peers = [peer for peer in range(size) if peer != rank]
     sends, receives = ({peer: torch.ones(nbytes // len(peers) // 4) for peer in peers} for _ in range(2))
@@ -64,10 +67,10 @@ def raw_seconds(nbytes: int) -> float:
 
 
 def main() -> None:
-    """Train until somebody has died and some more steps are made; write a line for each step."""
+    """Train until a member has died and some more steps are made. Write a line for each step."""
     wanted = json.loads(os.environ["WANTED"])
     quiet()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody has to wait for a compiler
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # so that no rank waits for a compiler
     shape = SIZES[wanted["size"]]
     settings = {**config(wanted["dtype"], wanted["stage"], wanted["batch"]), "gradient_clipping": 1.0}
     torch.manual_seed(0)

@@ -1,15 +1,15 @@
-"""Random deaths in a row, one at a time, under ZeRO with buddies and no checkpoint, and whether anything was lost.
+"""Kill members at random, one at a time, under ZeRO with buddies and no checkpoint, and check that nothing is lost.
 
 python tools/deaths.py                                              # 10 deaths in each of stages 1, 2 and 3
 python tools/deaths.py --stages 2 --seeds 1 2 3 --deaths 70 --minutes 90
 python tools/deaths.py --stages 1 --beside 3                        # two engines in each process
 python tools/deaths.py --write docs/figures
 
-A job of three stock torchrun agents and a spare. A worker or a whole node is killed at a random instant, the spare
-takes its place, and another node comes for the spare. When all are protected again the next one dies. So every world is
-of three, and at the end all steps have to be there with their samples and, bit for bit, the losses of a run in which
-nobody dies; those of both engines, if there are two. The exit status is 1 if anything is not so; then the folder with
-all logs stays.
+The job has three stock torchrun agents and a spare. A worker or a whole node is killed at a random time, the spare
+takes its place, and another node becomes the spare. When all members are protected again, the next one dies. Every
+world thus has three members. At the end all steps must be there with their samples and, bit for bit, with the losses of
+a run without deaths; with two engines, this holds for both. If anything is wrong, the exit status is 1 and the folder
+with all logs stays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ BLOCK = {"buddies": {"mode": "copy"}}
 
 @dataclass
 class Row:
-    """What came of one job. gaps: seconds from each death to the first step after it."""
+    """The results of one job.
+
+    gaps: the seconds from each death to the first step after it.
+    """
 
     stage: int
     seed: int
@@ -52,8 +55,11 @@ class Row:
 
 
 class Deaths:
-    """One job. rest_seconds: how long it may take until everything is in order again. beside: the stage of a second
-    engine, if there is one."""
+    """One job in which members are killed.
+
+    rest_seconds: the time limit for the job to recover.
+    beside: the ZeRO stage of a second engine, if there is one.
+    """
 
     def __init__(self, folder: Path, stage: int, seed: int, rest_seconds: float, beside: int | None = None) -> None:
         self.chance, self.row, self.rest_seconds = random.Random(seed), Row(stage, seed), rest_seconds
@@ -65,21 +71,24 @@ class Deaths:
         self.count = 0
 
     def begin(self) -> None:
-        """All nodes, and the spare."""
+        """Start the coordinator, all nodes and the spare, and wait until they train."""
         self.job.coordinator("coordinator")
         for _ in range(SIZE + SPARES):
             self.join()
         self.rest(0)
 
     def join(self) -> None:
-        """Another node."""
+        """Start another node."""
         name = f"n{self.count}"
         self.count += 1
         self.job.node(name, is_host=0)
         self.agents.append(name)
 
     def rest(self, after: int) -> Status:
-        """Wait until all train, are protected, and a spare is ready. after: a generation that is over."""
+        """Wait until all members train and are protected, and a spare is ready. Return the status.
+
+        after: the newest generation that does not count.
+        """
 
         def look() -> Status | None:
             for name in self.agents:
@@ -98,7 +107,7 @@ class Deaths:
         return self.job.wait(look, f"a protected world of {SIZE} after generation {after}, and a spare")
 
     def kill(self) -> None:
-        """One death, at a random instant."""
+        """Kill a worker or a node at a random time, and wait until the job has recovered."""
         status = self.rest(0)
         time.sleep(self.chance.uniform(0.0, 4 * STEP_SECONDS))
         pid = self.chance.choice(processes(status))
@@ -115,7 +124,7 @@ class Deaths:
         self.row.gaps.append(min(later) - killed)
 
     def end(self) -> None:
-        """The scripts end; what they wrote is held against a run in which nobody dies."""
+        """End the job, and compare its steps with those of a run without deaths."""
         self.job.end()
         for name in (*self.agents, "coordinator"):
             if code := self.job.code(name):
@@ -134,7 +143,7 @@ class Deaths:
                 self.row.faults.append(f"{event}: samples differ in {wrong[:9]}, losses in {other[:9]}")
 
     def _undisturbed(self, steps: int) -> list[tuple[Losses, Samples]]:
-        """Losses and samples of each engine in a run in which nobody dies."""
+        """Return the losses and samples of each engine in a run without deaths."""
         (folder := self.job.folder / "undisturbed").mkdir()
         job = training(folder, self.row.stage, BLOCK, f"{SIZE}:{SIZE}", 0.0, STEPS=str(steps), **self.given)
         try:
@@ -148,7 +157,7 @@ class Deaths:
 
 
 def run(stage: int, seed: int, args: argparse.Namespace, until: float) -> Row:
-    """One job, with as many deaths as there is time for."""
+    """Run one job, with as many deaths as fit before `until`, and return its results."""
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-deaths-"))
     deaths = Deaths(folder, stage, seed, args.rest, args.beside)
     try:
@@ -168,7 +177,7 @@ def run(stage: int, seed: int, args: argparse.Namespace, until: float) -> Row:
 
 
 def line(rows: list[Row]) -> str:
-    """Return a line of the list: the jobs of one stage."""
+    """Return a line about the jobs of one stage."""
     middles = sorted(median(row.gaps) for row in rows if row.gaps)
     span = " to ".join(dict.fromkeys(f"{middles[at]:.2f}" for at in (0, -1))) if middles else "none"
     deaths, longest = sum(len(row.gaps) for row in rows), max((max(row.gaps) for row in rows if row.gaps), default=0.0)
@@ -181,7 +190,7 @@ def line(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Let them die, and judge."""
+    """Run the jobs, and judge the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--beside", type=int, help="the stage of a second engine in each process")
@@ -191,7 +200,7 @@ def main() -> None:
     parser.add_argument("--rest", type=float, default=120.0, help="seconds until everything has to be in order")
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process also ends the job
     jobs = [(stage, seed) for seed in args.seeds for stage in args.stages]
     begin, rows = time.monotonic(), list[Row]()
     for number, (stage, seed) in enumerate(jobs):

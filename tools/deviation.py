@@ -1,10 +1,11 @@
-"""How far the losses of a job that changes its world are from those of one that does not, with and without `exact`.
+"""Measure how far losses deviate if a job changes its world, with and without `exact`.
 
 python tools/deviation.py                       # 300 steps of 4 runs; some minutes
 python tools/deviation.py --write docs/figures --picture docs/deviation.svg
 
-The job starts on 4 ranks and goes on on 3, 2 and 4. It has dropout, clipping and AdamW, and reads real text. A loss is
-the mean of the global batch. What ElasWave (arXiv 2510.00606) calls deviation is the mean of |loss - static run|.
+The job starts on 4 ranks, and continues on 3, 2 and 4. It uses dropout, clipping and AdamW, and reads real text. A loss
+is the mean of the global batch. The deviation, as defined by ElasWave (arXiv 2510.00606), is the mean of |loss - loss
+of the run without changes|.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ THEN = (3, 2, 4)
 
 
 def losses(exact: bool, steps: int, stage: int, worlds: Sequence[int]) -> np.ndarray:
-    """Of each step, (steps,): the mean over its micro-batches, in an order that is the same in every world."""
+    """Run a job, and return the loss of each step.
+
+    A loss is the mean over the step's micro-batches, added in an order that is the same in every world.
+    """
     schedule = {str(steps * (place + 1) // (len(worlds) + 1)): data for place, data in enumerate(worlds)}
     wanted: dict[str, Any] = {"exact": exact, "steps": steps, "stage": stage, "data": WORLD, "schedule": schedule}
     found = defaultdict(list)
@@ -43,7 +47,7 @@ def losses(exact: bool, steps: int, stage: int, worlds: Sequence[int]) -> np.nda
 
 
 def draw(file: Path, apart: dict[str, np.ndarray]) -> None:
-    """|loss - static run| by step."""
+    """Draw a chart of |loss - loss of the run without changes| by step."""
     figure = Figure(figsize=(7.0, 2.8), layout="constrained")
     place = figure.subplots()
     steps = len(next(iter(apart.values())))
@@ -57,7 +61,7 @@ def draw(file: Path, apart: dict[str, np.ndarray]) -> None:
     place.set_ylabel("|loss - static run|", fontsize=8)
     place.tick_params(labelsize=7)
     place.legend(fontsize=8)
-    with mpl.rc_context({"svg.hashsalt": "deviation", "svg.fonttype": "none"}):  # the same figures make the same file
+    with mpl.rc_context({"svg.hashsalt": "deviation", "svg.fonttype": "none"}):  # equal figures give equal files
         figure.savefig(file, format="svg", metadata={"Date": None})
 
 

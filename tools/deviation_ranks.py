@@ -1,4 +1,4 @@
-"""One rank of `deviation.py`: a GPT with dropout on real text, and the loss of each micro-batch that it trained.
+"""One rank of `deviation.py`: trains a GPT with dropout on real text, and writes the loss of each of its micro-batches.
 
 torchrun ... deviation_ranks.py FOLDER '{"exact": true, "schedule": {"75": 3}, "steps": 300, "stage": 2}'
 """
@@ -26,7 +26,7 @@ RATE = 1e-3
 
 
 class NoisyBlock(Block):
-    """With dropout on both branches, as in GPT-2."""
+    """A transformer block with dropout on both branches, as in GPT-2."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, length, width) to the same shape."""
@@ -35,7 +35,7 @@ class NoisyBlock(Block):
 
 
 def model() -> GPT:
-    """The same weights on every rank."""
+    """Return the model, with the same weights on every rank."""
     torch.manual_seed(0)
     made = GPT(layers=2, width=64)
     made.blocks = nn.ModuleList(NoisyBlock(64, 4) for _ in range(2))
@@ -43,7 +43,7 @@ def model() -> GPT:
 
 
 def main() -> None:
-    """Train, switch where the schedule says so, and write (step, loss) of every micro-batch."""
+    """Train, switch at the scheduled steps, and write (step, loss) of every micro-batch."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     schedule = {int(step): data for step, data in wanted["schedule"].items()}

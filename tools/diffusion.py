@@ -1,10 +1,10 @@
-"""Layers to stages by exchanges of neighbours: for tables that compare it with the optimal cut, and for nothing else.
+"""A balancer in which neighbouring stages exchange layers. It is only used in tables that compare it with the optimum.
 
-After DynMo's "diffusion" balancer (arXiv 2505.14864; code: wahibium/DynMo). Here a pair of neighbours takes its own
-best cut, in turns of odd and even boundaries, so the order of layers stays, as it does not in that code. Each change
-lowers the loads, sorted from the largest down, so it ends. At the end no boundary alone can be moved for the better,
-which says nothing about all of them together: the slowest stage may take twice the optimum. It knows neither room nor
-speeds.
+It follows DynMo's "diffusion" balancer (arXiv 2505.14864; code: wahibium/DynMo). Here pairs of neighbours take their
+own best cut, at odd and even boundaries in turn, so the order of layers stays, which it does not in that code. Each
+change lowers the loads, sorted from the largest down, so the exchanges end. At the end no single boundary can be
+improved. All boundaries together may still be far from optimal: the slowest stage may take twice the optimum. Memory
+and speeds are not taken into account.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from ds_dynatrain.balance.profile import Floats
 
 @dataclass(frozen=True)
 class Diffused:
-    """Where the exchanges ended. seconds: of the slowest stage. rounds: of all boundaries, the last changed nothing."""
+    """The state in which the exchanges ended.
+
+    seconds: the time of the slowest stage.
+    rounds: the number of rounds over all boundaries, including the last one, which changed nothing.
+    """
 
     boundaries: tuple[int, ...]
     seconds: float
@@ -26,7 +30,10 @@ class Diffused:
 
 
 def diffuse(seconds: Floats, boundaries: tuple[int, ...]) -> Diffused:
-    """Exchange layers from these boundaries on until no pair of neighbours gains. seconds: [layers]."""
+    """Exchange layers, starting with these boundaries, until no pair of neighbours gains.
+
+    seconds: [layers].
+    """
     sums = np.concatenate((np.zeros(1), np.cumsum(seconds)))
     cut, rounds, changed = list(boundaries), 0, True
     while changed:

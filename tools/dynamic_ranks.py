@@ -2,8 +2,8 @@
 
 torchrun ... dynamic_ranks.py FOLDER '{"name": "pruning", "blocks": 8, "width": 96, "steps": 300, "timed": 6}'
 
-Layers change after the first step, as far as they do at all. Then steps are timed while balance acts; and, in another
-job, at all boundaries that there are, with what was predicted for those of the start and for the best.
+Layers make their whole change after the first step. Then steps are timed while balance acts. In another job, steps are
+timed at all possible boundaries, and compared with the predictions for the initial and the best boundaries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SETTLING, AGAIN = 2, 4
 
 
 def steps_of(engine: Any, count: int) -> list[float]:
-    """Seconds of each step."""
+    """Train steps, and return the seconds of each."""
     found = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -45,7 +45,7 @@ def steps_of(engine: Any, count: int) -> list[float]:
 
 
 def acting(dynamism: Dynamism, sizes: Sizes, steps: int, file: Path) -> dict[str, Any]:
-    """What so many steps take while layers move by themselves, all included, and what came of each move."""
+    """Return the seconds of all steps while balance acts, and the result of each move."""
     balance = {"mode": "act"}
     with job(dynamism, sizes, steps, balance, RATE, report={"jsonl": str(file)}) as engine:
         engine.train_batch()
@@ -56,7 +56,9 @@ def acting(dynamism: Dynamism, sizes: Sizes, steps: int, file: Path) -> dict[str
 
 
 def tried(dynamism: Dynamism, sizes: Sizes, timed: int) -> dict[str, Any]:
-    """The middle step at all boundaries; at the best and those of the start of more steps, beside predictions."""
+    """Return the median step at all boundaries. At the initial and the best ones, more steps are timed and
+    predicted.
+    """
     balance = {"mode": "advise", "every_steps": 10**6}
     with job(dynamism, sizes, 4 * timed, balance, RATE) as engine:
         engine.train_batch()
@@ -71,7 +73,10 @@ def tried(dynamism: Dynamism, sizes: Sizes, timed: int) -> dict[str, Any]:
 
 
 def at_boundaries(engine: Any, cut: tuple[int, ...], timed: int, window: bool = False) -> dict[str, Any]:
-    """The middle one of so many steps there, the same on all members; and a prediction, if a window is wanted."""
+    """Return the median step at these boundaries, the same on all members.
+
+    window: whether to return a prediction as well.
+    """
     if cut != boundaries(engine):
         engine.switch(boundaries=cut, at=engine.global_steps)
     steps_of(engine, SETTLING)
@@ -87,7 +92,7 @@ def at_boundaries(engine: Any, cut: tuple[int, ...], timed: int, window: bool = 
 
 
 def main() -> None:
-    """Measure one dynamism."""
+    """Measure one kind of change."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed("gloo", verbose=False)

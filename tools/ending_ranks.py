@@ -1,7 +1,7 @@
-"""One rank of `bench_ending.py`: it trains, and notes its steps, until it is told to go.
+"""One rank of `bench_ending.py`: trains, and records its steps, until it is told to end.
 
-Started by torchrun agents, with $OUT as folder for its lines and $WANTED:
-'{"size": "125M", "dtype": "fp32", "stage": 1, "batch": 12, "length": 32, "kept": "/folder"}'
+Started by torchrun agents. $OUT is the folder for its lines, and $WANTED has its settings: '{"size": "125M", "dtype":
+"fp32", "stage": 1, "batch": 12, "length": 32, "kept": "/folder"}'
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import ds_dynatrain
 
 
 def main() -> None:
-    """Write a line for each step, and one for what it goes on from."""
+    """Train. Write a line for each step, and one for the step from which it continues."""
     wanted = json.loads(os.environ["WANTED"])
     quiet()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody has to wait for a compiler
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # so that no rank waits for a compiler
     shape = SIZES[wanted["size"]]
     kept = {"path": wanted["kept"]}
     block = {"fallback": {**kept, "every_steps": 10**6}, "resume": kept}

@@ -1,4 +1,4 @@
-"""One rank of `bench_exact_digests.py`: an exact job, with the seconds of its steps and of what is told of them.
+"""One rank of `bench_exact_digests.py`: an exact job that records the seconds of its steps, and of their records.
 
 torchrun ... exact_digest_ranks.py FOLDER '{"size": "8M", "stage": 1, "steps": 20, "leaves": 8, "samples": 2, ...}'
 """
@@ -18,7 +18,7 @@ WARM_UP = 4
 
 
 def main() -> None:
-    """Digests after every other step; all ranks stand before what they then tell each other, so that none waits."""
+    """Train, with digests after every other step. A barrier before each exchange excludes waiting for other ranks."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)

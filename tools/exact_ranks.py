@@ -1,4 +1,4 @@
-"""One rank of `bench_exact.py`: a job without `exact`, one with it, or both side by side, a step of each in turn.
+"""One rank of `bench_exact.py`: a job without `exact`, a job with it, or both, with a step of each in turn.
 
 torchrun ... exact_ranks.py FOLDER '{"forms": ["default", "exact"], "size": "8M", "stage": 1, "steps": 20, ...}'
 """
@@ -19,7 +19,7 @@ WARM_UP = 3
 
 
 def main() -> None:
-    """Train, and note the seconds of each step; then bytes sent in one, and memory at the fullest moment of another."""
+    """Train, and record the seconds of each step, then the bytes sent in one step and the peak memory of another."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)

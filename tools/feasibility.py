@@ -1,15 +1,15 @@
-"""What stock DeepSpeed can train at all: every combination of axes and ZeRO stages, for each kind of model.
+"""Find out what stock DeepSpeed can train: try every combination of axes and ZeRO stages, for each kind of model.
 
 python tools/feasibility.py                                # all of it: about half an hour on two cores
 python tools/feasibility.py --kinds ulysses --seconds 100  # a part of it
 python tools/feasibility.py --write docs/dev    # put the table into the page, once all of it was tried
 
-What was found is kept in a file, and not tried again: a run that was broken off goes on where it was.
+Results are kept in a file and not tried again, so an interrupted run can be continued.
 
-Each combination is built by `deepspeed.initialize` in processes of its own, forked off one that has imported
-everything, and trains STEPS steps by SGD, in fp32, first without and then with clipping. It counts as trained if its
-losses are those of one rank without ZeRO; else the table has the first line of what DeepSpeed said, or what is off: the
-gradients, or only their clipping.
+Each combination is built by `deepspeed.initialize` in processes of its own, which are forked off a process that has
+imported everything. It trains STEPS steps by SGD, in fp32, first without and then with clipping. It counts as trained
+if its losses equal those of one rank without ZeRO. Otherwise the table has the first line of DeepSpeed's error, or says
+what is wrong: the gradients, or only their clipping.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ TRAINS_WRONG = "trains, and its losses are not those of one rank"
 
 @dataclass(frozen=True)
 class Found:
-    """What came of one combination: "ok", or why not."""
+    """The result for one combination.
+
+    words: "ok", or the reason why it does not train.
+    """
 
     kind: str
     layout: Layout
@@ -68,7 +71,7 @@ class Found:
 
 
 def layouts(kind: Kind, processes: int) -> Iterator[Layout]:
-    """Every combination of sizes of the kind's axes that needs at most that many ranks, with every stage."""
+    """Yield every combination of sizes of the kind's axes that needs at most this many ranks, with every ZeRO stage."""
     sizes = [range(1, processes + 1) if axis in kind.axes else (1,) for axis in RANK_ORDER]
     for chosen in itertools.product(*sizes):
         place: dict[str, Any] = dict(zip(RANK_ORDER, chosen, strict=True))
@@ -84,7 +87,9 @@ def layouts(kind: Kind, processes: int) -> Iterator[Layout]:
 
 
 def config(layout: Layout, clipping: float) -> dict[str, Any]:
-    """DeepSpeed's configuration: one micro-batch a step; SGD shows gradients that are off by a factor."""
+    """Return DeepSpeed's configuration, with one micro-batch per step. With SGD, gradients that are off by a factor
+    show.
+    """
     return {
         "train_micro_batch_size_per_gpu": BATCH // layout.data,
         "gradient_accumulation_steps": 1,
@@ -97,7 +102,7 @@ def config(layout: Layout, clipping: float) -> dict[str, Any]:
 
 
 def train(kind: Kind, layout: Layout, clipping: float, rank: int, folder: str) -> list[float]:
-    """Losses of this rank, one for each step."""
+    """Train, and return this rank's loss in each step."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.world_size}
     os.environ.update({name: str(value) for name, value in names.items()})
     store = FileStore(f"{folder}/store", layout.world_size)
@@ -109,7 +114,7 @@ def train(kind: Kind, layout: Layout, clipping: float, rank: int, folder: str) -
 
 
 def run_rank(kind: Kind, layout: Layout, clipping: float, rank: int, folder: str, pipe: Connection) -> None:
-    """Train, and tell the losses or the error; does not return."""
+    """Train, and send the losses or the error through the pipe. Ends the process."""
     output = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -121,7 +126,7 @@ def run_rank(kind: Kind, layout: Layout, clipping: float, rank: int, folder: str
 
 
 def said(error: BaseException) -> str:
-    """The first line of an error; where it was raised, if it says nothing."""
+    """Return the first line of an error, or the line that raised it if its text is empty."""
     lines = str(error).strip().splitlines()
     if lines:
         return f"{type(error).__name__}: {re.sub(PASSING, '', lines[0]).strip()}"
@@ -133,7 +138,7 @@ def said(error: BaseException) -> str:
 
 
 def attempt(kind: Kind, layout: Layout, clipping: float) -> tuple[str | None, list[float]]:
-    """(the error of the rank that failed first, None if none did; mean losses over the data and sequence axes)."""
+    """Train one combination. Return (first error of a rank or None, mean losses over the data and sequence axes)."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="dynatrain-feasibility-") as folder:
         pipes, ranks = [], []
@@ -153,7 +158,7 @@ def attempt(kind: Kind, layout: Layout, clipping: float) -> tuple[str | None, li
 
 
 def collect(pipes: list[Connection]) -> tuple[str | None, list[float]]:
-    """Wait for all ranks; once one has failed the others have some seconds left."""
+    """Wait for all ranks, and return the result of `attempt`. After a failure, the others have a few more seconds."""
     answers: dict[Any, list[float]] = {}
     errors: list[str] = []
     end = time.monotonic() + LIMIT_SECONDS
@@ -176,20 +181,20 @@ def collect(pipes: list[Connection]) -> tuple[str | None, list[float]]:
 
 
 def first(errors: list[str]) -> str | None:
-    """The one that says most of why it failed, of those in the order in which they came."""
+    """Return the error that explains the failure best; errors are in the order in which they came."""
     own = [error for error in errors if not re.search(LATE, error)]
     return next(iter(own), DIED if errors else None)
 
 
 class Survey:
-    """All combinations of a kind of model."""
+    """All combinations for one kind of model."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._alone: dict[float, list[float]] = {}
 
     def judge(self, layout: Layout) -> Found:
-        """What came of one combination."""
+        """Try one combination, and return the result."""
         words = self._words(layout, 0.0)
         if words == OK and self._words(layout, CLIPPING) != OK:
             words = CLIPS_WRONG
@@ -197,7 +202,7 @@ class Survey:
         return Found(self.kind.name, layout, words)
 
     def _expected(self, clipping: float) -> list[float]:
-        """The losses of one rank without ZeRO; SystemExit if it does not train."""
+        """Return the losses of one rank without ZeRO. Raises SystemExit if it does not train."""
         if clipping not in self._alone:
             error, self._alone[clipping] = attempt(self.kind, Layout(zero_stage=0), clipping)
             if error is not None:
@@ -213,7 +218,9 @@ class Survey:
 
 
 def markdown(found: list[Found]) -> str:
-    """Return one table of all kinds of models. Combinations of a kind that say the same in every stage share a line."""
+    """Return one table for all kinds of models. Combinations of a kind with the same results in every stage share a
+    line.
+    """
     reasons = list(dict.fromkeys(each.words for each in found if each.words != OK))
     cells: dict[tuple[str, str], list[str]] = {}
     for each in found:  # the stages of a combination follow one another
@@ -230,21 +237,21 @@ def markdown(found: list[Found]) -> str:
 
 
 def known(file: Path) -> dict[tuple[str, Layout], Found]:
-    """What was found before."""
+    """Return the results that a file holds."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     read = [Found(kind, Layout.from_dict(sizes), words) for kind, sizes, words in map(json.loads, lines)]
     return {(each.kind, each.layout): each for each in read}
 
 
 def note(file: Path, found: Found) -> None:
-    """Add to it."""
+    """Append a result to the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as output:
         output.write(json.dumps([found.kind, found.layout.to_dict(), found.words]) + "\n")
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Try the requested combinations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=[kind.name for kind in KINDS], default=[k.name for k in KINDS])
     parser.add_argument("--processes", type=int, default=4, help="the most ranks of a combination")
@@ -267,7 +274,7 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Import what the ranks would import, each for itself."""
+    """Import everything that ranks need, before they are forked."""
     import deepspeed.runtime.zero.muon.original_muon
     import torch._dynamo
 

@@ -1,7 +1,7 @@
-"""Kinds of models that the feasibility table tries, at toy sizes: how each is built and trained by stock DeepSpeed.
+"""Kinds of models for the feasibility table, at small sizes: how stock DeepSpeed builds and trains each of them.
 
-Every kind sees the same global batch and gives the mean loss of its tokens, so that each layout must have the losses of
-one rank. Nothing that depends on how tokens are dealt is on (auxiliary losses, dropped tokens, dropout).
+All kinds get the same global batch and return the mean loss of its tokens, so each layout must have the losses of one
+rank. Everything that depends on the division of tokens is off (auxiliary losses, dropped tokens, dropout).
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model. axes: those that there is a way to ask stock DeepSpeed for, with such a model.
+    """A kind of model.
 
-    start: called with sizes and a configuration, gives the engine. step: called with the engine, sizes, this rank's
-    place and the number of a step, trains it and gives the loss of this rank's part. folds: whether tensor ranks may
-    share experts.
+    axes: the axes that stock DeepSpeed can be asked to use with such a model.
+    start: function (sizes, configuration) that returns the engine.
+    step: function (engine, sizes, this rank's place, number of the step) that trains a step and returns the loss of
+        this rank's part.
+    folds: whether tensor ranks may share experts.
     """
 
     name: str
@@ -57,14 +59,14 @@ class Kind:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and what follows them, both (BATCH, LENGTH), of one optimizer step."""
+    """Return (tokens, next tokens) of one optimizer step, both (BATCH, LENGTH)."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator)
     return tokens, (tokens * 3 + 1) % WORDS
 
 
 def part(step: int, sizes: Sizes, place: Mapping[str, int]) -> tuple[Tensor, Tensor]:
-    """What one rank gets of it: its share of the samples, and of each sample its share of the sequence."""
+    """Return one rank's part of a step's batch: its samples, and its part of each sequence."""
     rows, columns = BATCH // sizes["data"], LENGTH // sizes["sequence"]
     row, column = rows * place["data"], columns * place["sequence"]
     tokens, targets = (each[row : row + rows, column : column + columns] for each in batch(step))
@@ -75,33 +77,34 @@ def part(step: int, sizes: Sizes, place: Mapping[str, int]) -> tuple[Tensor, Ten
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all tokens."""
+    """Return the mean loss over all tokens."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """Causal attention over (batch, length, heads, size)."""
+    """Compute causal attention over (batch, length, heads, size)."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
 
 class Feed(nn.Module):
-    """Out and back again."""
+    """A feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same shape."""
+        """Map (..., width) to the same shape."""
         fed: Tensor = self.down(F.gelu(self.up(x)))
         return fed
 
 
 class Block(nn.Module):
-    """Attention, over sequence ranks if there is a group of them, and a feed-forward part, which may be experts.
+    """A transformer block, optionally with attention over the sequence ranks, or with experts.
 
-    experts: the expert size of a layer of `deepspeed.moe`. routed: makes another layer of experts.
+    experts: the expert size of a layer of `deepspeed.moe`.
+    routed: function that makes another kind of layer with experts.
     """
 
     def __init__(self, group: Any = None, experts: int = 0, routed: Callable[[], nn.Module] | None = None) -> None:
@@ -112,7 +115,7 @@ class Block(nn.Module):
         self.feed = MoE(WIDTH, Feed(), **options) if experts else Feed() if routed is None else routed()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) to the same shape."""
+        """Map (batch, length, width) to the same shape."""
         query, key, value = (of(x).unflatten(2, (-1, WIDTH // HEADS)) for of in (self.query, self.key, self.value))
         mixed = attend(query, key, value) if self.spread is None else self.spread(query, key, value, 0)
         x = x + self.out(mixed.flatten(2))
@@ -122,7 +125,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks between an embedding and a head."""
+    """A model of two blocks between an embedding and a head."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -130,7 +133,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss."""
+        """Return the mean loss."""
         x = self.words(tokens)
         for block in self.blocks:
             x = block(x)
@@ -141,16 +144,16 @@ class Model(nn.Module):
 
 
 def seeded(build: Callable[[], Any]) -> Any:
-    """The model with the same weights on every rank."""
+    """Build a model with the same weights on every rank."""
     torch.manual_seed(7)
     return build()
 
 
 def initialize(model: nn.Module, sizes: Sizes, config: Config, **more: Any) -> Any:
-    """Stock DeepSpeed's engine; an axis that is not above 1 is not asked for."""
+    """Return stock DeepSpeed's engine. Axes of size 1 are not configured."""
     if sizes["tensor"] > 1:
         known = {} if hasattr(model, "config") else {"partition_config": PARTITION}
-        if "expert_parallel" in config:  # the plan that transformers has for it is one that DeepSpeed does not take
+        if "expert_parallel" in config:  # DeepSpeed does not accept the plan that transformers has for it
             known = {"preset_model": config["expert_parallel"]["preset_model"]}
         config = {**config, "tensor_parallel": {"autotp_size": sizes["tensor"], **known}}
     parameters: Any = list(model.parameters())
@@ -160,31 +163,33 @@ def initialize(model: nn.Module, sizes: Sizes, config: Config, **more: Any) -> A
 
 
 def start_plain(sizes: Sizes, config: Config) -> Any:
-    """A module of torch's."""
+    """Return an engine with a plain torch module."""
     return initialize(seeded(Model), sizes, config)
 
 
 def start_pipeline(sizes: Sizes, config: Config, **options: Any) -> Any:
-    """The same layers as a PipelineModule."""
+    """Return an engine with the same layers as a PipelineModule."""
     whole = seeded(lambda: Model(**options))
     layers = [whole.words, *whole.blocks, whole.head]
     return initialize(PipelineModule(layers, num_stages=sizes["pipe"], loss_fn=loss_of), sizes, config)
 
 
 def start_pipeline_of_experts(sizes: Sizes, config: Config) -> Any:
-    """A PipelineModule with layers of `deepspeed.moe`."""
+    """Return an engine with a PipelineModule that has layers of `deepspeed.moe`."""
     return start_pipeline(sizes, config, experts=sizes["expert"])
 
 
 def start_pipeline_of_transformers_experts(sizes: Sizes, config: Config) -> Any:
-    """A PipelineModule with Mixtral's layers of experts, which AutoEP finds by their names in a stage."""
+    """Return an engine with a PipelineModule that has Mixtral's layers of experts, which AutoEP finds by
+    their names.
+    """
     block = {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.feed", "top_k": 2}
     block |= {"enabled": True, "autoep_size": sizes["expert"]}
     return start_pipeline(sizes, {**config, "expert_parallel": block}, routed=mixtral_experts)
 
 
 def mixtral_experts() -> nn.Module:
-    """Of transformers; with weights as large as torch's own layers have."""
+    """Return Mixtral's layer of experts, with weights as large as in torch's own layers."""
     modeling = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
     shape = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_local_experts": EXPERTS}
     made: nn.Module = modeling.MixtralSparseMoeBlock(modeling.MixtralConfig(**shape, num_experts_per_tok=2))
@@ -194,12 +199,12 @@ def mixtral_experts() -> nn.Module:
 
 
 def start_experts(sizes: Sizes, config: Config) -> Any:
-    """Layers of `deepspeed.moe`."""
+    """Return an engine with layers of `deepspeed.moe`."""
     return initialize(seeded(lambda: Model(experts=sizes["expert"])), sizes, config)
 
 
 def start_ulysses(sizes: Sizes, config: Config, **options: Any) -> Any:
-    """DistributedAttention, told by an mpu who shares a sequence."""
+    """Return an engine with DistributedAttention, whose mpu says which ranks share a sequence."""
     if sizes["sequence"] == 1:
         return initialize(seeded(lambda: Model(**options)), sizes, config)
     parallel_state_sp.initialize_sequence_parallel(sizes["sequence"])
@@ -209,19 +214,19 @@ def start_ulysses(sizes: Sizes, config: Config, **options: Any) -> Any:
 
 
 def start_ulysses_of_experts(sizes: Sizes, config: Config) -> Any:
-    """Both."""
+    """Return an engine with DistributedAttention and layers of `deepspeed.moe`."""
     return start_ulysses(sizes, config, experts=sizes["expert"])
 
 
 def start_transformers(sizes: Sizes, config: Config, name: str) -> Any:
-    """A language model of transformers, from a configuration."""
+    """Return an engine with a language model of transformers, made from a configuration."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers = importlib.import_module("transformers")
 
     shape = {"vocab_size": WORDS, "hidden_size": 2 * WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": 64}
     experts: Config = {}
-    if name == "Mixtral":  # with weights as small as its own the gradients of experts would not show in a norm
+    if name == "Mixtral":  # with the model's own small weights, the gradients of experts would not show in a norm
         experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "initializer_range": 0.2}
     made = getattr(transformers, f"{name}Config")(**shape, **experts, use_cache=False)
     model = seeded(lambda: getattr(transformers, f"{name}ForCausalLM")(made))
@@ -235,7 +240,7 @@ def start_transformers(sizes: Sizes, config: Config, name: str) -> Any:
 
 
 def step_plain(engine: Any, sizes: Sizes, place: Mapping[str, int], step: int) -> float:
-    """DeepSpeed adds gradients of sequence ranks up: each rank's share of the mean is that of its part."""
+    """Train a step. DeepSpeed adds up gradients of sequence ranks, so each rank's loss is its share of the mean."""
     loss = engine(*part(step, sizes, place))
     engine.backward(loss / sizes["sequence"])
     engine.step()
@@ -243,7 +248,7 @@ def step_plain(engine: Any, sizes: Sizes, place: Mapping[str, int], step: int) -
 
 
 def step_transformers(engine: Any, sizes: Sizes, place: Mapping[str, int], step: int) -> float:
-    """The loss of the model's own head is over shifted labels."""
+    """Train a step. The loss of the model's own head would use shifted labels."""
     tokens, _ = part(step, sizes, place)
     loss = engine(input_ids=tokens, labels=tokens).loss
     engine.backward(loss)
@@ -252,7 +257,7 @@ def step_transformers(engine: Any, sizes: Sizes, place: Mapping[str, int], step:
 
 
 def step_pipeline(engine: Any, sizes: Sizes, place: Mapping[str, int], step: int) -> float:
-    """One batch of one micro-batch."""
+    """Train a step: one batch of one micro-batch."""
     return float(engine.train_batch(iter([part(step, sizes, place)])))
 
 

@@ -1,4 +1,4 @@
-"""Tables of figures in Markdown, and the place in a document where a command keeps its own."""
+"""Markdown tables of figures, and their places in documents."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; numbers to the right."""
+    """Return a Markdown table in which numbers are aligned to the right."""
     lines = [" | ".join(head), " | ".join("---" if not column else "---:" for column in range(len(head)))]
     lines += [" | ".join(str(cell) for cell in row) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)
 
 
 def machine() -> str:
-    """Where the figures were taken, and how busy it was."""
+    """Return a description of this machine and its current load."""
     load = os.getloadavg()[0]
     versions = f"torch {version('torch').partition('+')[0]}, DeepSpeed {version('deepspeed')}"
     return f"{_processor()}, {os.cpu_count()} cores, {versions}, Python {platform.python_version()}, load {load:.1f}"
 
 
 def keep(place: Path, name: str, text: str) -> None:
-    """Put `text` between `<!-- name -->` and `<!-- /name -->` of a document, which gets them if it has none.
+    """Put `text` between the marks `<!-- name -->` and `<!-- /name -->` of a document. Add the marks if there are none.
 
-    place: the document, or a folder of them; a new one of that name if none in it has the marks.
+    place: the document, or a folder of documents. If no document in the folder has the marks, a new one is made.
     """
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     with_marks = (page for page in sorted(place.glob("*.md")) if begin in page.read_text(encoding="utf-8"))
@@ -43,7 +43,10 @@ def keep(place: Path, name: str, text: str) -> None:
 
 
 def conclude(name: str, text: str, folder: Path, faults: Sequence[str], file: Path | None) -> None:
-    """Print the text and keep it in `file`, if there is one; with faults the logs stay in `folder`, and SystemExit."""
+    """Print the text, and put it into `file` if one is given.
+
+    If there are faults, the folder with the logs stays, and SystemExit is raised; otherwise the folder is removed.
+    """
     print(text)
     if faults:
         print(f"\nAll logs are in {folder}")

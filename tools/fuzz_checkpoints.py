@@ -1,11 +1,11 @@
-"""Mutated checkpoints of all formats: the documented errors or the values, and nothing else, whatever was done to them.
+"""Check that mutated checkpoints of all formats give their values or a documented error, and have no other effect.
 
 python tools/fuzz_checkpoints.py --mutants 50000
 
-Each is verified (ours) and converted: ours to another format, others to ours. Judged are: any exception but a
-CheckpointError; memory beyond the files and 512 MiB; more than 5 s of processor time; a file outside of the output
-folder; and a flipped bit in the values of a tensor that is not found, in formats that have sums. The exit code is 1 if
-there is any of them. What number N does is drawn from the seed and N: --only N shows it.
+Each mutant is verified (if it is ours) and converted: ours to another format, others to ours. Faults are: any exception
+other than CheckpointError; more memory than the files and 512 MiB; more than 5 s of processor time; a file outside of
+the output folder; and, in formats with checksums, a flipped bit in a tensor's values that is not found. The exit code
+is 1 if there is any fault. A mutant is determined by the seed and its number; --only N shows number N.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ BARE = ("safetensors",)
 
 
 class HangError(BaseException):
-    """It did not end; no `except Exception` takes it for damage."""
+    """Raised if a mutant takes too long. It is not an Exception, so no reader takes it for damage."""
 
 
 class Watch:
-    """Notes what this process changes outside of a folder, by Python's audit events."""
+    """A record of what this process changes outside of a folder, by Python's audit events."""
 
     def __init__(self) -> None:
         self.inside = ""
@@ -83,14 +83,14 @@ class Watch:
 
 
 class Bench:
-    """Where one worker puts its mutants: `in`, `out`, and around them what nobody may touch."""
+    """The folders of one worker: `in` and `out`, and around them files that must not change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.there, self.out = folder, folder / "deep" / "in", folder / "deep" / "out"
         self.watch = Watch()
 
     def lay_out(self, files: dict[str, bytes], tag: str) -> Path:
-        """The files in a new folder."""
+        """Write the files into a new folder, and return its path."""
         shutil.rmtree(self.folder, ignore_errors=True)
         path = self.there / tag
         for each in (path, self.out):
@@ -104,7 +104,7 @@ class Bench:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note changes outside of `out`."""
+        """Context manager that records changes outside of `out`."""
         self.watch.seen.clear()
         self.watch.inside = os.path.realpath(self.out)
         try:
@@ -113,7 +113,7 @@ class Bench:
             self.watch.inside = ""
 
     def around(self) -> dict[str, tuple[int, int]]:
-        """All but what is in `out`."""
+        """Return the size and the modification time of all files except those in `out`."""
         found: Iterable[Path] = (
             each for each in self.folder.rglob("*") if self.out not in each.parents and each != self.out
         )
@@ -129,7 +129,7 @@ def main(
     only: Annotated[int | None, typer.Option(help="The one of this number, with what happens.")] = None,
     write: Annotated[Path | None, typer.Option(help="A document to put the table into.")] = None,
 ) -> None:
-    """Mutate checkpoints, and judge what verify and convert do."""
+    """Mutate checkpoints, and judge how verify and convert react."""
     warnings.simplefilter("ignore")
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=base, prefix="fuzz-") as name:
@@ -155,7 +155,7 @@ def main(
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """No bars of conversions."""
+    """Context manager that hides the progress bars of conversions."""
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
         yield
 
@@ -166,7 +166,9 @@ def _silence() -> Iterator[None]:
 def _all(
     folder: Path, found: list[Specimen], seed: int, mutants: int, processes: int, end: float
 ) -> Iterator[dict[str, Any]]:
-    """Every mutant's judgement. A worker that dies is replaced, behind the mutant that it died of."""
+    """Yield the judgement of every mutant. A worker that dies is replaced, and continues after the mutant that killed
+    it.
+    """
     context = get_context("fork")
     todo = [range(first, mutants, processes) for first in range(processes)]
     files = [folder / f"judged-{number}" for number in range(processes)]
@@ -196,7 +198,7 @@ def _all(
 
 
 def _work(place: Path, file: Path, found: list[Specimen], seed: int, numbers: range, end: float) -> None:
-    """Judge some mutants, a line for each."""
+    """Judge some mutants, and write a line for each."""
     bench = Bench(place)
     signal.signal(signal.SIGALRM, _hang)
     with file.open("a", buffering=1) as out, _silence():
@@ -220,7 +222,10 @@ def _name_of(found: list[Specimen], number: int) -> str:
 
 
 def judged(bench: Bench, found: list[Specimen], seed: int, number: int, shows: bool = False) -> dict[str, Any]:
-    """What happens to one mutant, and what of it must not."""
+    """Try one mutant. Return what happened, and which of it is a fault.
+
+    shows: whether to return details.
+    """
     specimen, draw = found[number % len(found)], Random(f"{seed}-{number}")
     mutation, files = mutated(draw, specimen)
     path = bench.lay_out(files, "step3")
@@ -255,7 +260,9 @@ def judged(bench: Bench, found: list[Specimen], seed: int, number: int, shows: b
 
 
 def read(path: Path, out: Path, to: str, is_ours: bool) -> str:
-    """Verify it if it is ours, and convert it; what is said to be damaged. CheckpointError as the commands have it."""
+    """Verify a checkpoint if it is ours, and convert it. Return any reported damage. Raises CheckpointError as the
+    commands do.
+    """
     said = ""
     if is_ours:
         said = "; ".join(checkpoints.damage(Saved.open(path)))[:500]
@@ -265,7 +272,7 @@ def read(path: Path, out: Path, to: str, is_ours: bool) -> str:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Address space and time end somewhere."""
+    """Context manager that limits address space and time."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size + SPACE_BYTES, limit[1]))
@@ -281,7 +288,7 @@ def _limited() -> Iterator[None]:
 
 
 def _report(rows: list[dict[str, Any]], found: list[Specimen], seed: int, seconds: float) -> str:
-    """Say what was done to which formats, and what came of it."""
+    """Return text on the mutations of each format and their results."""
     what = f"{len(rows)} mutated checkpoints ({', '.join(each.name for each in found)}), seed {seed}"
     kinds = Counter(row["mutation"] for row in rows)
     drawn = ", ".join(f"{name} {kinds[name]}" for name in MUTATIONS)

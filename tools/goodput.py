@@ -1,23 +1,23 @@
-"""How much of the time of spot machines becomes training: nodes come and go, and one job has to make the best of it.
+"""Measure how much of the time of spot machines becomes training, in a job whose nodes come and go.
 
 python tools/goodput.py spot_us_east_2b.csv                         # `seconds,nodes` by line; ten minutes of it
 python tools/goodput.py spot_us_east_2b.csv --stages 1 2 3 --stock-stages 1 --seconds 20 --minutes 6
 python tools/goodput.py --mtbf 30                                   # no trace: a death without notice each 30 s
 python tools/goodput.py spot_us_east_2b.csv --write docs/figures
 
-The numbers of nodes in a trace are scaled to at most `--most` (rounded; what makes no difference then is left out); a
-change comes `--seconds` after the one before. A node that falls gets SIGTERM, every k-th fall (`--silent-falls`)
-SIGKILL. With `--mtbf` all `--most` nodes are there until one is killed, after a time that is distributed exponentially;
-another comes 5 s later. Our job keeps copies with buddies, and a fallback checkpoint that is saved when all have to go.
-At its end no sample may be missing or repeated.
+The numbers of nodes in a trace are scaled to at most `--most` and rounded; changes that then make no difference are
+left out. One change follows another after `--seconds`. A node that is taken away gets SIGTERM or, every k-th time
+(`--silent-falls`), SIGKILL. With `--mtbf` all `--most` nodes run until one is killed, after an exponentially
+distributed time; another one starts 5 s later. Our job keeps copies with buddies, and saves a fallback checkpoint when
+all nodes have to leave. At its end no sample may be missing or repeated.
 
 Stock torchrun (`--stock-stages`) trains the same model (`tests/elastic/stock_training.py`) with DeepSpeed's own
-checkpoints, saved as often as our fallback is, and converted to their universal format where the number of ranks has
-changed. Its rendezvous has the settings that make it fastest, and a store that outlives all nodes.
+checkpoints. They are saved as often as our fallback checkpoints, and converted to the universal format if the number of
+ranks has changed. Its rendezvous has the settings that make it fastest, and a store that outlives all nodes.
 
-ETTR is the time that the steps which count would take without any change (the median of those of the same world size),
-as a share of the time in which there was a node; with `--mtbf`, from the first step on. What is missing is told by
-cause: from the last step that counts of one world to the first one of the next.
+ETTR is the time that the steps which count would take without any change (at the median of steps with the same world
+size), divided by the time in which there was a node; with `--mtbf`, from the first step on. The lost time is divided by
+cause: it lies between the last step that counts in one world and the first one in the next.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Trace = Iterator[tuple[int, float]]
 
 
 def changes(file: Path, most: int, seconds: float) -> Trace:
-    """The numbers of nodes of a file, one after the other, scaled to at most `most`."""
+    """Yield the numbers of nodes in a file, scaled to at most `most`, with the seconds for which each lasts."""
     lines = [line for line in file.read_text().splitlines() if line and not line.startswith(("#", "seconds"))]
     counts, last = [int(line.split(",")[1]) for line in lines], 0
     for count in counts:
@@ -72,7 +72,7 @@ def changes(file: Path, most: int, seconds: float) -> Trace:
 
 
 def deaths(most: int, mtbf: float, chance: random.Random) -> Trace:
-    """All nodes but one that has just died, for ever."""
+    """Yield all nodes, and all but one that has just died, in turn and without end."""
     while True:
         yield most, chance.expovariate(1 / mtbf)
         yield most - 1, AWAY_SECONDS
@@ -80,30 +80,30 @@ def deaths(most: int, mtbf: float, chance: random.Random) -> Trace:
 
 @dataclass
 class Played:
-    """What happened, by time: the number of nodes from then on, and what kind of change it was."""
+    """The events of a run: (time, number of nodes from then on, kind of change)."""
 
     times: list[tuple[float, int, str]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def note(self, size: int, cause: str) -> None:
-        """Now."""
+        """Record an event now."""
         self.times.append((time.monotonic(), size, cause))
         self.counts[cause] += 1
 
     def empty_seconds(self, begin: float, end: float) -> float:
-        """For how long of a time there was no node."""
+        """Return for how many seconds between `begin` and `end` there was no node."""
         bounds = itertools.pairwise([*self.times, (float("inf"), 0, "")])
         return sum(max(0.0, min(end, after[0]) - max(begin, at)) for (at, size, _), after in bounds if size == 0)
 
     def last_fall(self, before: float) -> str:
-        """Whether the last node that fell before a time had notice; of several that fell together, whether all had."""
+        """Return the cause of the last removal of nodes before a time: "death", or "leave" if all nodes had notice."""
         falls = [(at, cause) for at, _, cause in self.times if at <= before and cause in ("death", "leave")]
         together = {cause for at, cause in falls if at > falls[-1][0] - TOGETHER_SECONDS}
         return next((cause for cause in ("death", "leave") if cause in together), OTHER)
 
 
 class Player:
-    """One job, to which a trace happens."""
+    """One job, to which the changes of a trace happen."""
 
     def __init__(self, folder: Path, stage: int, args: argparse.Namespace) -> None:
         self.job = self.new_job(folder, stage, args)
@@ -114,40 +114,40 @@ class Player:
         self.faults: list[str] = []
 
     def new_job(self, folder: Path, stage: int, args: argparse.Namespace) -> Job:
-        """With buddies and a fallback checkpoint."""
+        """Return a job with buddies and a fallback checkpoint."""
         kept = {"path": str(folder / "kept"), "every_seconds": args.every}
         block = {"buddies": {"mode": "copy"}, "fallback": kept, "resume": {"path": str(folder / "kept")}}
         return training(folder, stage, block, f"1:{args.most}", STEP_SECONDS)
 
     def begin(self) -> None:
-        """What has to be there before the first node."""
+        """Start what must exist before the first node."""
         self.job.coordinator("coordinator")
 
     def node(self, name: str) -> None:
-        """Start one."""
+        """Start a node."""
         self.job.node(name, is_host=0)
 
     def fall(self, name: str, number: int) -> None:
-        """A node goes, its workers with it."""
+        """Send a signal to a node. Its workers end with it."""
         self.job.kill(name, number)
 
     def clean_up(self) -> None:
-        """End whatever is left."""
+        """End everything that is left."""
         self.job.clean_up()
 
     def ended(self, name: str) -> None:
-        """An agent has ended by itself: that is not to be."""
+        """Raise RuntimeError, because an agent has ended by itself."""
         raise RuntimeError(f"agent {name} has ended by itself: {self.job.folder / name}.log")
 
     def judge(self) -> None:
-        """After the end: exit codes, and all that the scripts wrote."""
+        """Record faults after the end, from exit codes and from the lines that the scripts wrote."""
         for name in (*self.agents, "coordinator"):
             if code := self.job.processes[name].wait(self.args.rest):
                 self.faults.append(f"{name} ended with code {code}")
         self.faults += mistakes(self.job.rows(), None)[:20]
 
     def run(self, trace: Trace) -> None:
-        """Play it, for as long as there is time; then let the scripts end."""
+        """Play the trace for as long as there is time, and then let the scripts end."""
         self.begin()
         until = time.monotonic() + 60 * self.args.minutes
         for size, seconds in trace:
@@ -190,17 +190,17 @@ class Player:
 
 
 def kill(workers: list[int]) -> None:
-    """Those that are still there."""
+    """Kill those of the workers that still run."""
     for pid in workers:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 class StockPlayer(Player):
-    """The same for stock torchrun; of an agent that ends by itself another is started in the place."""
+    """The same for stock torchrun. An agent that ends by itself is replaced."""
 
     def new_job(self, folder: Path, stage: int, args: argparse.Namespace) -> Job:
-        """DeepSpeed's own checkpoints, as often."""
+        """Return a job with DeepSpeed's own checkpoints, saved as often."""
         wanted = {"stage": stage, "every": args.every, "step_seconds": STEP_SECONDS}
         variables = {**BEST_VARIABLES, "WANTED": json.dumps(wanted), "DS_ACCELERATOR": "cpu"}
         script = SCRIPT.with_name("stock_training.py")
@@ -209,40 +209,47 @@ class StockPlayer(Player):
         return job
 
     def begin(self) -> None:
-        """The store, which no node has to host."""
+        """Start the store, so that no node has to host it."""
         self._store = TCPStore(self.job.address.host, self.job.address.port, is_master=True, wait_for_workers=False)
 
     def node(self, name: str) -> None:
-        """Start one."""
+        """Start a node."""
         conf: dict[str, Any] = {**BEST, "is_host": 0}
         self.job.node(name, RESTARTS, **conf)
 
     def fall(self, name: str, number: int) -> None:
-        """Workers of stock torchrun outlive an agent that is killed."""
+        """Kill a node and its workers, because workers of stock torchrun outlive a killed agent."""
         workers = self.job.workers_of(name)
         super().fall(name, number)
         if number == signal.SIGKILL:
             kill(workers)
 
     def clean_up(self) -> None:
-        """Workers, too."""
+        """End everything, workers included."""
         workers = [pid for name in self.job.processes for pid in self.job.workers_of(name)]
         super().clean_up()
         kill(workers)
 
     def ended(self, name: str) -> None:
-        """It is told, and the job goes on."""
+        """Record that an agent has ended by itself, and start another one."""
         self.agents.remove(name)
         self.played.counts["agent that ended by itself"] += 1
         self._start()
 
     def judge(self) -> None:
-        """Nothing: who is alone when the others are through ends with an error."""
+        """Record nothing, because a member that is alone after the others have finished ends with an error."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """seconds: in which there was a node; usual: of them, what the steps that count take without any change."""
+    """The judgement of a job.
+
+    steps: the number of steps that count.
+    again: the number of steps that were made again.
+    seconds: the time in which there was a node.
+    usual: the part of that time that the steps which count would take without any change.
+    lost: the lost seconds by cause.
+    """
 
     steps: int
     again: int
@@ -252,7 +259,10 @@ class Judged:
 
 
 def judged(job: Job, played: Played, counts_start: bool) -> Judged:
-    """From what the scripts wrote. counts_start: whether what comes before the first step counts."""
+    """Judge a job by the lines that its scripts wrote.
+
+    counts_start: whether the time before the first step counts.
+    """
     rows = job.rows("step")
     newest = {step: 0 for step in {row["step"] for row in rows}}
     for row in rows:
@@ -288,7 +298,7 @@ def judged(job: Job, played: Played, counts_start: bool) -> Judged:
 
 @dataclass(frozen=True)
 class Run:
-    """One job, and what came of it."""
+    """One job, and its results."""
 
     name: str
     found: Judged
@@ -297,7 +307,7 @@ class Run:
 
 
 def run(name: str, folder: Path, stage: int, args: argparse.Namespace) -> Run:
-    """Play the trace to one job."""
+    """Play the trace in one job, and return the results."""
     folder.mkdir()
     player = (StockPlayer if name.startswith("stock") else Player)(folder, stage, args)
     trace = (
@@ -316,7 +326,7 @@ def run(name: str, folder: Path, stage: int, args: argparse.Namespace) -> Run:
 
 
 def told(runs: list[Run], args: argparse.Namespace) -> str:
-    """The text and the table."""
+    """Return the text with the table."""
     what = f"a death each {args.mtbf:g} s" if args.mtbf else f"{args.trace.name}, {args.seconds:g} s a change"
     text = f"Measured on: {machine()}. {what}, 0 to {args.most} nodes, {args.minutes:g} minutes each. "
     changes = dict.fromkeys(", ".join(f"{count} × {cause}" for cause, count in each.counts.items()) for each in runs)
@@ -337,7 +347,7 @@ def told(runs: list[Run], args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Play it and judge."""
+    """Play the trace, and judge the jobs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, nargs="?", help="a file with lines `seconds,nodes`")
     parser.add_argument("--mtbf", type=float, help="seconds between deaths, instead of a trace")
@@ -354,7 +364,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.trace is None) == (args.mtbf is None):
         parser.error("give a trace, or --mtbf")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process also ends the job
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-goodput-"))
     jobs = [(f"stage {stage}", stage) for stage in args.stages]
     jobs += [(f"stock torchrun, stage {stage}", stage) for stage in args.stock_stages]

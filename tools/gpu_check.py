@@ -1,14 +1,14 @@
-"""What a machine with a card can say of this package in minutes: each step writes its JSON at once.
+"""Run checks and measurements of this package on a machine with a GPU. Each step writes its results as JSON at once.
 
 python tools/gpu_check.py --out DIR [--minutes 25] [--only digests nccl] [--dry-run]
 python tools/gpu_check.py --carry FOLDER
 
-A step runs in a process of its own, so that one that hangs or crashes costs itself alone; one that does not fit into
-the minutes that are left is left out, and so are all with NCCL where its probe fails. `--only nccl` stands for a job's
-collectives by NCCL among ranks that share the card, the cheapest steps first. `--dry-run` prints what would run. Where
-there is no device it says so and exits 0. `--carry` makes a folder of the wheels that a machine
-without an index lacks (Python 3.12, x86-64): install them there with
-`pip install --no-index --no-deps --target SITE FOLDER/*.whl` and put SITE on PYTHONPATH.
+Each step runs in a process of its own, so a step that hangs or crashes affects no other. A step is left out if it does
+not fit into the remaining minutes, or if it needs NCCL and the probe of NCCL has failed. `--only nccl` selects all
+steps with collectives by NCCL among ranks that share the card, the cheapest first. `--dry-run` prints what would run.
+Without a device, the command says so and exits with 0. `--carry` makes a folder of the wheels that a machine without a
+package index lacks (Python 3.12, x86-64). Install them there with `pip install --no-index --no-deps --target SITE
+FOLDER/*.whl`, and put SITE on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def carry(folder: Path) -> None:
 
 
 def chosen(names: list[str]) -> dict[str, float]:
-    """Return the steps of some names, each once, in their order, with the seconds that each may take."""
+    """Return the steps with these names, in order and each once, with the seconds that each may take."""
     found = dict[str, float]()
     for name in names:
         for step, seconds in gpu_steps.GROUPS.get(name, {name: LIMIT_SECONDS}).items():
@@ -64,7 +64,11 @@ def chosen(names: list[str]) -> dict[str, float]:
 
 
 def left_out(name: str, seconds: float, left: float, every: dict[str, dict[str, Any]]) -> str:
-    """Return why a step is not run; empty where it is. left: seconds; every: what was found so far, by step."""
+    """Return why a step is not run; "" if it is.
+
+    left: the seconds that are left.
+    every: the results so far, by step.
+    """
     if left < min(seconds, LIMIT_SECONDS) / 2:
         return f"left out: it may take {seconds:.0f} s, and {max(left, 0):.0f} s are left"
     probe = every.get(gpu_steps.PROBE, {"exit": 0})
@@ -73,9 +77,9 @@ def left_out(name: str, seconds: float, left: float, every: dict[str, dict[str, 
 
 
 def run(name: str, out: Path, seconds: float) -> dict[str, Any]:
-    """One step, in a process of its own: what it found, or why it found nothing. What it printed is beside it.
+    """Run one step in a process of its own. Return its results, or why it has none. Its output goes to a file.
 
-    Whoever is left of its processes is killed: they would go on computing on the card beside the next step's.
+    Processes that it leaves behind are killed, because they would use the card during the next step.
     """
     path, log, mark, begin = out / f"{name}.json", out / f"{name}.log", f"{os.getpid()} {name}", time.monotonic()
     command = [sys.executable, gpu_steps.__file__, name, str(path), str(max(seconds - SPARE_SECONDS, 1))]
@@ -97,12 +101,12 @@ def run(name: str, out: Path, seconds: float) -> dict[str, Any]:
 
 
 def shown(found: dict[str, Any]) -> str:
-    """The values of a step in one cell."""
+    """Return the results of a step as text for one cell."""
     return "; ".join(f"{name}: {value}" for name, value in found.items() if name != "seconds")
 
 
 def main() -> None:
-    """Run the steps and print what they found."""
+    """Run the steps, and print their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/gpu_check"))
     parser.add_argument("--minutes", type=float, default=25)
@@ -122,7 +126,7 @@ def main() -> None:
 
 
 def check(steps: dict[str, float], out: Path, end: float) -> None:
-    """Run steps until `end`, print what each found, and write all of it."""
+    """Run steps until the time `end`, print their results, and write all of them."""
     out.mkdir(parents=True, exist_ok=True)
     rows, every = [], dict[str, dict[str, Any]]()
     for name, seconds in steps.items():

@@ -1,4 +1,6 @@
-"""An elastic job on one machine's accelerator: members come, go and are killed, and what that takes."""
+"""An elastic job on one machine's accelerator, in which members join, leave and are killed, and the time that each
+takes.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,14 @@ def elastic(
     transport: str = "auto",
     limit_seconds: float = 280.0,
 ) -> Found:
-    """Two members, a third one joins, one is killed, one is told to go; and steps without what such a job adds to them.
+    """Run a job of two members in which a third joins, one is killed, and one is told to leave. Return the times.
 
-    transport: as `dynatrain.transport`. limit_seconds: for all of it. exit: 0 where all went as it should.
+    The result also has the time of a step without the gate, which elastic jobs add.
+
+    transport: as `dynatrain.transport`.
+    limit_seconds: the time limit for everything.
+
+    The entry "exit" is 0 if everything went as it should.
     """
     end = time.monotonic() + limit_seconds
     try:
@@ -61,7 +68,7 @@ def _job(script: Path, accelerator: str, stage: int, transport: str, end: float,
 
 
 def _two(job: Job) -> int:
-    """The generation in which two members train."""
+    """Start two members, and return the generation in which they train."""
     job.coordinator("coordinator")
     for node in ("a", "b"):
         job.node(node)
@@ -91,12 +98,12 @@ def _walk(job: Job) -> Found:
 
 
 def _node_of(job: Job, worker: int) -> str:
-    """The agent that has started a process."""
+    """Return the name of the agent that started a process."""
     return next(name for name in job.processes if worker in job.workers_of(name))
 
 
 def _step_ms(job: Job, generation: int) -> float:
-    """The median between two steps of a world, without the script's own pause."""
+    """Return the median milliseconds between two steps in a world, without the script's own pause."""
 
     def times() -> list[float] | None:
         rows = [row for row in job.rows("step") if row["generation"] == generation]
@@ -109,7 +116,7 @@ def _step_ms(job: Job, generation: int) -> float:
 
 
 def _gate_ms(job: Job) -> str:
-    """Medians: of what the device still had to do, and of waiting for the others after that."""
+    """Return text with the median times for which the gate waits for the device, and then for the others."""
     lines = [line for file in job.folder.glob("gate-*.lines") for line in file.read_text().splitlines()]
     rows = [json.loads(line) for line in lines][SKIPPED:]
     device, rounds = (median(row[name] for row in rows) for name in ("device_ms", "rounds_ms"))

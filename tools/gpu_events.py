@@ -1,5 +1,7 @@
-"""An elastic job on one machine's accelerator to which everything happens: members are killed at many instants, one
-stands still for a while, one leaves; and its losses beside those of a run to which nothing happens.
+"""An elastic job on one machine's accelerator to which many events happen, compared with an undisturbed run.
+
+Members are killed at many points of a step, one stands still for a while, and one leaves. The losses of both runs must
+be the same.
 """
 
 from __future__ import annotations
@@ -37,10 +39,13 @@ def events(
     limit_seconds: float = 280.0,
     note: Callable[[Found], object] = lambda found: None,
 ) -> Found:
-    """Let one member after the other join a world that is full with it, and something happen there.
+    """Let members join one after the other, and let an event happen to the full world each time. Return the times.
 
-    size: of the full world. kills: so many at random. note: is told what was found so far. exit: 0 where all went as it
-    should, and the losses are those of a run to which nothing happens.
+    size: the size of the full world.
+    kills: the number of kills at random times.
+    note: function that is called with the results so far.
+
+    The entry "exit" is 0 if everything went as it should and the losses are those of an undisturbed run.
     """
     end, found = time.monotonic() + limit_seconds, Found()
     try:
@@ -73,7 +78,7 @@ def _job(script: Path, accelerator: str, nodes: str, step_seconds: float, end: f
 
 
 def _happens(job: Job, size: int, instants: tuple[str, ...], kills: int) -> Iterator[tuple[str, float]]:
-    """(what has happened, seconds from the last step before it to the first one after it)."""
+    """Yield (event, seconds from the last step before it to the first step after it)."""
     draw, spares = random.Random(SEED), [f"spare{number}" for number in range(kills)]
     job.coordinator("coordinator")
     for number in range(size - 1):
@@ -88,7 +93,7 @@ def _happens(job: Job, size: int, instants: tuple[str, ...], kills: int) -> Iter
     for instant in instants:
         yield f"{instant}: joins, s", _joins(job, instant, size)
         yield f"{instant}: is killed, s", _follows(job, size - 1, lambda instant=instant: _tell(job, instant))  # type: ignore[misc]
-    if size > 2:  # else nobody but the joiner would have a part in it
+    if size > 2:  # otherwise only the joining member would take part
         yield "a switch: the joiner is killed, s", _follows(job, size - 1, lambda: _dies_joining(job, "switch"))
     yield "pause: joins, s", _joins(job, "pause", size)
     yield "pause: stands still, s", _follows(job, size, lambda: _tell(job, "pause"))
@@ -102,14 +107,17 @@ def _happens(job: Job, size: int, instants: tuple[str, ...], kills: int) -> Iter
 
 
 def _trains(job: Job, name: str) -> bool:
-    """Whether a node's worker is in the present world."""
+    """Return whether a node's worker is in the current world."""
     status = job.status()
     working = [] if status is None else [one.pid for one in status.members if one.rank is not None]
     return any(pid in working for pid in job.workers_of(name))
 
 
 def _gated(job: Job, node: str, **given: str) -> None:
-    """Start a node that warms up, and comes once `_open` lets it. given: environment variables of its worker."""
+    """Start a node that warms up, but joins only after a call of `_open`.
+
+    given: environment variables of its worker.
+    """
     before = dict(job.variables)
     job.variables |= {"GATE": f"gate-{node}", **given}
     job.node(node, is_host=0)
@@ -117,13 +125,13 @@ def _gated(job: Job, node: str, **given: str) -> None:
 
 
 def _steps_on(job: Job) -> None:
-    """Wait until `AHEAD` more steps have been made than now."""
+    """Wait until `AHEAD` more steps have been made."""
     last = max(row["step"] for row in job.rows("step"))
     job.wait(lambda: max(row["step"] for row in job.rows("step")) >= last + AHEAD, f"{AHEAD} steps more")
 
 
 def _open(job: Job, node: str) -> None:
-    """Let a node come that was started behind a gate."""
+    """Let a node join that `_gated` started."""
     (job.folder / f"gate-{node}").touch()
 
 
@@ -137,14 +145,14 @@ def _joins(job: Job, node: str, size: int) -> float:
 
 
 def _tell(job: Job, node: str) -> None:
-    """Let what a node has in it happen, at one of its next steps."""
+    """Trigger the event that a node was started with, at one of its next steps."""
     step = max(row["step"] for row in job.rows("step")) + 2
     (job.folder / "telling").write_text(str(step))
     (job.folder / "telling").rename(job.folder / node)
 
 
 def _follows(job: Job, size: int, act: Callable[[], object]) -> float:
-    """Let something happen; seconds without a step until a world of this size trains, which makes some."""
+    """Let an event happen, and wait until a world of this size trains. Return the seconds without a step."""
     status = job.status()
     before = 0 if status is None else status.generation
     act()
@@ -156,7 +164,7 @@ def _follows(job: Job, size: int, act: Callable[[], object]) -> float:
 
 
 def _undisturbed(script: Path, accelerator: str, steps: int, end: float) -> list[Row]:
-    """What one node alone writes in as many steps."""
+    """Train this many steps on one node without events, and return its lines."""
     with _job(script, accelerator, "1:1", 0.0, end, STEPS=str(steps)) as job:
         job.node("alone", is_host=1)
         job.wait(lambda: job.processes["alone"].poll() is not None, "the run to which nothing happens")
@@ -164,7 +172,7 @@ def _undisturbed(script: Path, accelerator: str, steps: int, end: float) -> list
 
 
 def _furthest(rows: list[Row], undisturbed: list[Row]) -> float:
-    """The largest relative distance of a loss from the other run's."""
+    """Return the largest relative difference between a loss and the same loss of the undisturbed run."""
     steps = ([row for row in each if row["event"] == "step"] for each in (rows, undisturbed))
     losses, expected = (history(each)[0] for each in steps)
     return max(abs(losses[step] - expected[step]) / abs(expected[step]) for step in losses.keys() & expected.keys())

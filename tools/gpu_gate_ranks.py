@@ -1,8 +1,8 @@
-"""The step "gate" of `gpu_steps.py`: what the gate of elastic jobs adds to a step of one rank that has the card alone.
+"""The step "gate" of `gpu_steps.py`: measures what the gate of elastic jobs adds to a step of a rank with its own card.
 
 torchrun --nproc-per-node=2 gpu_gate_ranks.py FOLDER '{"device": "cuda", "size": "125M", "batch": 32, "rounds": 5}'
 
-Rank 0 trains, by torch alone, with and without the gate. Rank 1 has no part in that, and meets it at the gate.
+Rank 0 trains, by torch alone, with and without the gate. Rank 1 does not train, and only meets rank 0 at the gate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def meet(number: int = 0) -> None:
 
 
 def made_step(device: str, size: str, batch: int) -> Callable[[bool], None]:
-    """What makes one step, with the gate or without it."""
+    """Return a function that makes one step, with the gate or without it."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     if device == "lab":
         importlib.import_module("tests.device.accelerator").use()
@@ -54,7 +54,7 @@ def made_step(device: str, size: str, batch: int) -> Callable[[bool], None]:
 
 
 def main() -> None:
-    """Measure; milliseconds of a step."""
+    """Measure, and write the milliseconds of a step."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     td.init_process_group("gloo")
     rounds = wanted["rounds"]

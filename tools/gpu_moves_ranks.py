@@ -1,11 +1,11 @@
-"""One rank of the steps "batches" and "pulls" of `gpu_steps.py`: the moves of switches, beside raw copies of as much.
+"""One rank of the steps "batches" and "pulls" of `gpu_steps.py`: measures the moves of switches against raw copies.
 
 torchrun ... gpu_moves_ranks.py FOLDER '{"device": "cuda", "way": "ipc", "size": "125M", "dtype": "bf16", ...}'
 
-"way" is "nccl" for batches by the accelerator's own library, beside one group call of raw sends and receives, or "ipc"
-for reads of each other's memory, beside one raw copy from each of those that are read. By NCCL a card for each rank is
-taken where there are as many; else each is a host to it. "device" is "lab" for the one without hardware of
-`tests/device`.
+"way" is "nccl" for batches by the accelerator's own library, compared with one group call of raw sends and receives; or
+"ipc" for reads of other ranks' memory, compared with one raw copy from each of these ranks. With NCCL each rank gets a
+card of its own if there are enough cards; otherwise each rank acts as a host of its own. "device" is "lab" for the
+device without hardware in `tests/device`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ DTYPES = {dtype.itemsize: dtype for dtype in NAMED.values()}
 
 
 class Tools(NamedTuple):
-    """What a rank measures with. link: between devices, by a library; memory: those of others, as they are read. One of
-    the two is None. device: where its states are.
+    """The tools with which a rank measures.
+
+    link: the connection between devices by a library; None if memory is read.
+    memory: access to other ranks' memory; None if a library is used.
+    device: the device of the rank's state.
     """
 
     rank: int
@@ -53,7 +56,7 @@ class Tools(NamedTuple):
 
 
 def connected(device: str, way: str) -> Tools:
-    """All ranks are connected, over the host, and by the accelerator's library if that is the way."""
+    """Connect all ranks, over the host and, if that is the way, by the accelerator's library."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     if device == "lab":
         importlib.import_module("tests.device.accelerator").use()
@@ -84,7 +87,10 @@ def connected(device: str, way: str) -> Tools:
 
 
 def space(size: str, dtype: str, layout: Any) -> Any:
-    """The logical tensors of a GPT with fp32 masters and moments, held by the first members. dtype: of its weights."""
+    """Return the parameter space of a GPT with fp32 masters and moments, held by the first members.
+
+    dtype: the type of its weights.
+    """
     from workload import GPT, SIZES
 
     from ds_dynatrain.space import LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
@@ -97,7 +103,7 @@ def space(size: str, dtype: str, layout: Any) -> Any:
 
 
 def buffers(vps: Any, layout: Any, rank: int, device: torch.device) -> dict[Any, torch.Tensor]:
-    """Those of a rank, filled with what is its own; none where it has no part in the layout."""
+    """Return a rank's buffers, filled with a number of its own; {} if the rank is not in the layout."""
     if rank >= layout.world_size:
         return {}
     sizes = vps.local(layout, rank).sizes()
@@ -110,7 +116,7 @@ def buffers(vps: Any, layout: Any, rank: int, device: torch.device) -> dict[Any,
 
 
 def wall_ms(tools: Tools, repeats: int, work: Callable[[], object]) -> float:
-    """The median, after one that is not counted; all ranks begin together."""
+    """Return the median milliseconds of a call after one that does not count. All ranks begin together."""
     times = []
     for _ in range(repeats + 1):
         tools.meet()
@@ -121,7 +127,7 @@ def wall_ms(tools: Tools, repeats: int, work: Callable[[], object]) -> float:
 
 
 def digest(vps: Any, layout: Any, rank: int, held: dict[Any, torch.Tensor], kind: str) -> torch.Tensor:
-    """Of all members' parts of a kind, one number a tensor."""
+    """Return the digest of each tensor of a kind, summed over the parts of all members."""
     import torch.distributed as td
 
     from ds_dynatrain.reshard.certificate import side_digests
@@ -135,7 +141,9 @@ def digest(vps: Any, layout: Any, rank: int, held: dict[Any, torch.Tensor], kind
 
 
 def measured(tools: Tools, wanted: dict[str, Any], before: Any, after: Any) -> dict[str, Any]:
-    """One change: milliseconds of the moves and of raw copies of as much; bytes that come; whether all has arrived."""
+    """Measure one change. Return the milliseconds of moves and of raw copies, the bytes received, and whether all is
+    right.
+    """
     from ds_dynatrain.plan import plan_switch
     from ds_dynatrain.space import MASTER, Layout
     from ds_dynatrain.transfer import Batching, ReadyPlan, Sharing, execute
@@ -158,7 +166,9 @@ def measured(tools: Tools, wanted: dict[str, Any], before: Any, after: Any) -> d
 
 @contextmanager
 def raw_batches(tools: Tools, ready: Any) -> Iterator[tuple[Callable[[], None], int]]:
-    """One group call of as many bytes to and from each peer as the plan has; how many of them come."""
+    """Context manager with (function that makes one raw group call with the plan's bytes for each peer, bytes
+    received).
+    """
 
     def sized(bundles: Any) -> torch.Tensor:
         nbytes = sum(parcel.nbytes for bundle in bundles for parcel in bundle)
@@ -176,7 +186,9 @@ def raw_batches(tools: Tools, ready: Any) -> Iterator[tuple[Callable[[], None], 
 
 @contextmanager
 def raw_reads(tools: Tools, ready: Any) -> Iterator[tuple[Callable[[], None], int]]:
-    """One copy from each peer's memory, opened before, of as many bytes as the plan reads there; how many it reads."""
+    """Context manager with (function that makes one raw copy from each peer's memory with the plan's bytes, bytes
+    read).
+    """
     import torch.distributed as td
 
     from ds_dynatrain.transfer.device_memory import HANDLE_BYTES
@@ -210,7 +222,7 @@ def raw_reads(tools: Tools, ready: Any) -> Iterator[tuple[Callable[[], None], in
     yield raw, at
     for each in opened:
         tools.memory.close(each)
-    tools.meet()  # nobody reads what is lent any more
+    tools.meet()  # no rank reads the lent memory any more
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""One of the two ranks of the step "nccl probe" of `gpu_steps.py`: what collectives of processes that share a card
-take, and what it takes to abort one while the other rank is stopped.
+"""One of the two ranks of the step "nccl probe" of `gpu_steps.py`: times collectives and an abort on a shared card.
 
 gpu_nccl_ranks.py RANK PORT DEVICE FILE
 
-"DEVICE" is "lab" for the one without hardware of `tests/device`. The store at PORT is not a rank's. What is found is a
-line of JSON in FILE each, as soon as it is known. Rank 1 stops itself, and is to be continued once rank 0 has aborted.
+DEVICE is "lab" for the device without hardware in `tests/device`. The store at PORT belongs to neither rank. Each
+result is written to FILE as a line of JSON as soon as it is known. Rank 1 stops itself, so that rank 0 can abort a
+collective that waits for it; it has to be continued afterwards.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ STOPPING = "stopping"
 
 
 class Notes:
-    """Seconds of what this rank does, by name, in its file. device: DeepSpeed's accelerator."""
+    """The times of what this rank does, by name, in its file.
+
+    device: DeepSpeed's accelerator.
+    """
 
     def __init__(self, file: str, device: Any) -> None:
         self._file, self._device = Path(file), device
 
     def write(self, **found: Any) -> None:
-        """Add a line."""
+        """Write a line."""
         with self._file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(found) + "\n")
 
     def timed(self, name: str, work: Callable[[], Any], repeats: int = 1) -> Any:
-        """Note the median of some passes, until the device has done them; what the last one returned."""
+        """Record the median time of some calls, until the device has finished. Return the last result."""
         times, found = [], None
         for _ in range(repeats):
             begin = time.perf_counter()
@@ -52,7 +55,7 @@ class Notes:
 
 
 def collectives(link: Any, group: Any, rank: int, device: torch.device) -> dict[str, Callable[[], bool]]:
-    """By name: what carries one out, and says whether its result is right."""
+    """Return functions by name, each of which runs a collective and returns whether its result is right."""
     mine = torch.full((NUMEL,), 1.0 + rank, device=device)
     part, whole = torch.empty(NUMEL // 2, device=device), torch.empty(2 * NUMEL, device=device)
 
@@ -83,7 +86,7 @@ def collectives(link: Any, group: Any, rank: int, device: torch.device) -> dict[
 
 
 def main() -> None:
-    """Connect, measure, abort, and connect anew."""
+    """Connect, measure, abort, and connect again."""
     rank, port = int(sys.argv[1]), int(sys.argv[2])
     sys.path.insert(0, str(Path(__file__).parents[1]))
     if sys.argv[3] == "lab":
@@ -125,13 +128,13 @@ def main() -> None:
     else:
         store.wait([STOPPING])
         time.sleep(QUEUED_SECONDS)
-        group.allreduce([torch.ones(NUMEL, device=compute_device())])  # nobody waits: it never ends
+        group.allreduce([torch.ones(NUMEL, device=compute_device())])  # it never ends, so nothing waits for it
         time.sleep(QUEUED_SECONDS)
     notes.timed("abort beside a stopped peer, s", lambda: end([first], is_broken=True))
     again = notes.timed("communicator anew, s", lambda: connect("anew"))
     work = collectives(None, grouped(again), rank, compute_device())["all-reduce"]
     notes.write(**{"all-reduce anew, right": notes.timed("all-reduce anew, s", work)})
-    os._exit(0)  # what an aborted library does at the end of a process is not the question
+    os._exit(0)  # errors of an aborted library at the end of the process do not matter here
 
 
 if __name__ == "__main__":

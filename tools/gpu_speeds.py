@@ -1,4 +1,4 @@
-"""The steps of `gpu_check.py` that need one process: what the parts do on the card, and how fast."""
+"""The steps of `gpu_check.py` that need only one process: what the parts do on the card, and how fast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ ROWS, ROW_BYTES, ROW_STEP = 65536, 4096, 16384
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Median seconds between two synchronisations; the first pass, which compiles and allocates, is not counted."""
+    """Return the median seconds between two synchronizations. The first call, which compiles and allocates, does not
+    count.
+    """
     times = []
     for _ in range(REPEATS + 1):
         torch.cuda.synchronize()
@@ -35,12 +37,12 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def rate(work: Callable[[], object], nbytes: int = NBYTES) -> float:
-    """GB/s."""
+    """Return the speed of a call in GB/s."""
     return round(nbytes / seconds(work) / 1e9, 1)
 
 
 def environment() -> Found:
-    """Card, driver, versions, and what the package can import here."""
+    """Return the card, the driver, versions, and what the package can import here."""
     from ds_dynatrain.adapters.groups.communicators import nccl_version
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
@@ -69,7 +71,7 @@ def environment() -> Found:
 
 
 def copies() -> Found:
-    """GB/s of data copied, on the device and between it and the host, pageable and pinned."""
+    """Return the GB/s of copies on the device, and between it and the host, pageable and pinned."""
     data, other = (torch.randn(NBYTES // 4, device="cuda") for _ in range(2))
     pageable = torch.randn(NBYTES // 4)
     pinned = pageable.pin_memory()
@@ -84,7 +86,7 @@ def copies() -> Found:
 
 
 def once(work: Callable[[], object]) -> float:
-    """Seconds of one pass."""
+    """Return the seconds of one call."""
     begin = time.perf_counter()
     work()
     torch.cuda.synchronize()
@@ -92,7 +94,9 @@ def once(work: Callable[[], object]) -> float:
 
 
 def digests() -> Found:
-    """GB/s of digests on the device, whole buffers and row runs, beside a copy there and the host's digest."""
+    """Return the GB/s of digests on the device, of whole buffers and runs, compared with a copy and the
+    host's digest.
+    """
     import numpy as np
 
     from ds_dynatrain.space import BufferId, Pieces
@@ -124,7 +128,7 @@ def digests() -> Found:
 
 
 def packing() -> Found:
-    """GB/s of packing on the device into host memory and back, in one run and in 4096."""
+    """Return the GB/s of packing from the device into host memory and back, in one run and in 4096 runs."""
     from ds_dynatrain.transfer.regions import regions_of
     from ds_dynatrain.transfer.series import Matrix
 
@@ -156,7 +160,7 @@ sys.stdin.read()
 
 
 def rounding(device: str = "cuda") -> Found:
-    """Whether kernels give the same bits wherever their operands lie, and again: what an exact job would need there."""
+    """Return whether kernels give the same bits for all memory positions, and again, as an exact job would need."""
     from ds_dynatrain.exact.trial import try_kernels
 
     trials = [try_kernels(device=device) for _ in range(3)]
@@ -168,8 +172,10 @@ def rounding(device: str = "cuda") -> Found:
 
 
 def sharing() -> Found:
-    """GB/s of another process's memory on this card, read by CUDA IPC: in one run, and in rows of a cut matrix; whether
-    the kernel reads its pinned memory.
+    """Return the GB/s of reading another process's memory on this card by CUDA IPC.
+
+    The memory is read in one run, and in the rows of a cut matrix. The result also says whether the kernel can read the
+    process's pinned memory.
     """
     from ds_dynatrain.errors import TransferError
     from ds_dynatrain.transfer.device_memory import device_memory
@@ -208,14 +214,14 @@ def sharing() -> Found:
         try:
             read_memory(int(process), int(pinned), few.view(torch.uint8))
             found["pinned memory equal"] = bool(torch.equal(few, torch.arange(1024, dtype=torch.int32)))
-        except TransferError as error:  # what was measured before it stays
+        except TransferError as error:  # earlier measurements stay in the results
             found["pinned memory equal"] = str(error)
         lender.stdin.close()
     return found
 
 
 def nccl() -> Found:
-    """A communicator of one rank: seconds to build, device memory, seconds to abort and to shut down."""
+    """Return the seconds to build, abort and shut down a communicator of one rank, and its device memory."""
     from torch._C._distributed_c10d import HashStore, PrefixStore
     from torch.distributed import ProcessGroupNCCL
 
@@ -245,7 +251,7 @@ def nccl() -> Found:
 
 
 def builds() -> Found:
-    """Seconds that DeepSpeed's operators take to compile here."""
+    """Return the seconds that DeepSpeed's operators take to compile here."""
     from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 
     major, minor = torch.cuda.get_device_capability()

@@ -1,5 +1,6 @@
-"""The steps of `gpu_check.py`: each returns what it found as values for JSON. Run as `gpu_steps.py
-STEP FILE SECONDS`.
+"""The steps of `gpu_check.py`, each of which returns its results as values for JSON.
+
+Run as `gpu_steps.py STEP FILE SECONDS`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from torch._C._distributed_c10d import TCPStore
 
 
 def has_device() -> bool:
-    """Whether torch sees a card."""
+    """Return whether torch can use a device."""
     return torch.cuda.is_available()
 
 
 def versions() -> tuple[str, str, str]:
-    """Of torch, the card's name, and of NCCL."""
+    """Return the versions of torch and of NCCL, with the card's name in between."""
     from ds_dynatrain.adapters.groups.communicators import nccl_version
 
     return torch.__version__, torch.cuda.get_device_name(), ".".join(map(str, nccl_version()))
 
 
 def described(name: str) -> str:
-    """Return what a step runs, in words: its function with what it is given, and of pytest the tests."""
+    """Return a description of what a step runs: its function with arguments or, for pytest, the tests."""
     step = STEPS[name]
     function, given = (step.func, [*step.args, *step.keywords.values()]) if isinstance(step, partial) else (step, [])
     part = name.removeprefix("core ").removesuffix(f" {NCCL}")
@@ -57,13 +58,13 @@ ABORTED = "abort beside a stopped peer, s"
 
 
 def keep(found: Found) -> None:
-    """Keep nothing."""
+    """Do nothing. The default of arguments that record results."""
 
 
 def probe(device: str = "cuda", limit_seconds: float = 40.0, note: Noting = keep) -> Found:
-    """Two processes of one card: communicator, collectives, an abort while one of them is stopped, a communicator anew.
+    """Probe NCCL with two processes on one card: a communicator, collectives, an abort, and a new communicator.
 
-    The card's other steps with NCCL go by what it finds: see `ranks`.
+    One process is stopped during the abort. The other steps with NCCL depend on the result; see `ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
         found, files = Found(), [Path(folder) / f"{rank}.jsonl" for rank in range(2)]
@@ -98,18 +99,18 @@ def _prober(rank: int, port: int, device: str, file: Path) -> subprocess.Popen[b
 
 
 def _noted(file: Path) -> Found:
-    """What a rank has written so far; of two lines on one thing the last."""
+    """Return what a rank has written so far. Later lines replace earlier ones with the same name."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     return {name: value for line in lines if line.endswith("\n") for name, value in json.loads(line).items()}
 
 
 def ranks_after(found: Found) -> int:
-    """Return how many ranks the steps with NCCL have, by what the probe has found."""
+    """Return how many ranks the steps with NCCL use, given the results of the probe."""
     return 2 if found.get("slowest collective, s", 0.0) > SLOW_SECONDS else RANKS
 
 
 def ranks() -> int:
-    """Return how many ranks the steps with NCCL have: `$RANKS`, or four."""
+    """Return how many ranks the steps with NCCL use: `$RANKS`, or four."""
     return int(os.environ.get("RANKS", RANKS))
 
 
@@ -136,11 +137,13 @@ def pauses(
     modes: Sequence[str] = (NOW, AHEAD, LATE),
     limit_seconds: float = SECONDS,
 ) -> Found:
-    """Switches of four ranks that share the card: pauses beside raw copies, communicators, pauses of late ones, and, of
-    those of the mode "now", what is allocated at the peak. What was found stays where the raw copies fail.
+    """Make switches with four ranks that share the card. Return the pauses, raw copies, and further measurements.
 
-    way: `dynatrain.transport`; "gloo" has all bytes pass through the host's pinned memory, "nccl" has collectives go
-    over NCCL, too.
+    These are communicators, the pauses of late switches and, for switches of the mode "now", the peak memory. If the
+    raw copies fail, the other results are kept.
+
+    way: as `dynatrain.transport`. With "gloo" all bytes pass through the host's pinned memory; with "nccl" collectives
+        also use NCCL.
     """
     if way == NCCL:
         os.environ["COLLECTIVES"] = NCCL
@@ -165,10 +168,12 @@ def _switches(walk: list[dict[str, Any]], size: str, device: str, limit_seconds:
 
 
 def many(size: str = "8M", device: str = "cuda", rounds: int = 25, limit_seconds: float = SECONDS) -> Found:
-    """Four switches a round: what stays on the device, as its allocator counts it and as its driver does."""
+    """Make four switches in each round. Return the memory that stays on the device, by its allocator and by
+    its driver.
+    """
     walk = [{"name": name, "target": to, "mode": "now"} for _ in range(rounds) for name, to in CHANGES.items()]
     notes = _switches(walk, size, device, limit_seconds, dtype="bf16", transport="auto")
-    last = [note for note in notes if note["change"]["name"] == walk[-1]["name"]]  # all of them in the same layout
+    last = [note for note in notes if note["change"]["name"] == walk[-1]["name"]]  # all of them are in the same layout
     each = len(last) // rounds
     found: Found = {"switches": len(walk)}
     for at, name in ((1, "second"), (rounds // 2, "middle"), (rounds - 1, "last")):
@@ -179,8 +184,9 @@ def many(size: str = "8M", device: str = "cuda", rounds: int = 25, limit_seconds
 
 
 def pauses_of(notes: list[Note]) -> Found:
-    """By change: pauses and communicators of those asked for ahead, pauses of late ones, and memory of those that took
-    place now, on the fullest member.
+    """Return, for each change, the pause and communicators of a switch ahead, the pause of a late one, and peak memory.
+
+    The peak memory is that of a switch in the mode "now", on the fullest member.
     """
     found: Found = {}
     for name in CHANGES:
@@ -205,7 +211,10 @@ def pauses_of(notes: list[Note]) -> Found:
 
 
 def judged(notes: list[Note], raw: dict[str, float]) -> Found:
-    """By change: the pause without communicators and certificate, and whether it meets the bar. raw: ms of copies."""
+    """Return, for each change, the pause without communicators and certificate, and whether it meets the bar.
+
+    raw: the milliseconds of raw copies.
+    """
     found: Found = {}
     for name, copied in raw.items():
         event = _of(notes, name, AHEAD)[0]["event"]
@@ -217,32 +226,37 @@ def judged(notes: list[Note], raw: dict[str, float]) -> Found:
 
 
 def _of(notes: list[Note], name: str, mode: str) -> list[Note]:
-    """All members' notes of a change that was asked for in a mode."""
+    """Return all members' notes of a change in a mode."""
     return [note for note in notes if (note["change"]["name"], note["change"]["mode"]) == (name, mode)]
 
 
 def allowed(note: Note) -> int:
-    """Bytes that may be there at the peak: what was there, what the target adds to the source, DeepSpeed's bucket of
-    gradients at stage 3, the budget, 64 MiB.
+    """Return the bytes that may be allocated at the peak.
+
+    This is the sum of the bytes before the switch, the additional bytes of the target, DeepSpeed's gradient bucket at
+    stage 3, the budget, and 64 MiB.
     """
     added = note["both"] - note["source"] + note["bucket"]
     return int(note["before"] + added + BUDGET_BYTES + SPARE_BYTES)
 
 
 def above(note: Note) -> int:
-    """Bytes above that, negative below."""
+    """Return the bytes by which the peak exceeds `allowed`; negative if it does not."""
     return int(note["peak"]) - allowed(note)
 
 
 def tests(only: str = "", limit_seconds: float = SECONDS) -> Found:
-    """The tests of tests/gpu on the device's memory, and their speeds. only: of these, as pytest's -k."""
+    """Run the tests in tests/gpu on the device's memory, which also print speeds.
+
+    only: which of them, as pytest's -k.
+    """
     return _pytest("tests/gpu/test_cuda.py", ["-s", *(["-k", only] if only else [])], limit_seconds)
 
 
 def gate(
     size: str = "125M", device: str = "cuda", batch: int = 32, rounds: int = 5, limit_seconds: float = SECONDS
 ) -> Found:
-    """What the gate of elastic jobs adds to a step of one rank that has the card alone; bar: 1 %."""
+    """Measure what the gate of elastic jobs adds to a step of a rank that has the card alone. Bar: 1 %."""
     accelerator = device if device != "lab" else "cpu"
     given = {"device": device, "size": size, "batch": batch, "rounds": rounds}
     notes = launch("gpu_gate_ranks.py", 2, limit_seconds, accelerator=accelerator, **given)
@@ -278,7 +292,7 @@ OF_TWO = {"stages": "a_part_of_the_processes or pairs_of_two"}
 
 
 def core(part: str, collectives: str = "gloo", limit_seconds: float = SECONDS) -> Found:
-    """Four ranks on the one card: collectives staged on gloo, or NCCL's own."""
+    """Run tests with four ranks on one card, with collectives staged on gloo or by NCCL."""
     if collectives != NCCL:
         return _pytest("tests/gpu/core", ["-k", CORE[part]], limit_seconds)
     chosen = CORE[part] if ranks() == RANKS else OF_TWO.get(part)
@@ -289,14 +303,14 @@ def core(part: str, collectives: str = "gloo", limit_seconds: float = SECONDS) -
 
 
 def elastic(limit_seconds: float = SECONDS) -> Found:
-    """Members that share the card come, go and are killed, with collectives staged on gloo."""
+    """Run a job whose members share the card, join, leave and are killed, with collectives staged on gloo."""
     from gpu_elastic import elastic as walk
 
     return walk(limit_seconds=limit_seconds)
 
 
 def elastic_nccl(limit_seconds: float = SECONDS, note: Noting = keep) -> Found:
-    """Members that share the card come, go, stand still and are killed at many instants, with collectives of NCCL's."""
+    """Run a job whose members share the card, and join, leave, stand still and are killed, with collectives by NCCL."""
     from gpu_events import events
 
     os.environ["COLLECTIVES"] = NCCL
@@ -304,8 +318,9 @@ def elastic_nccl(limit_seconds: float = SECONDS, note: Noting = keep) -> Found:
 
 
 def batches(limit_seconds: float = SECONDS) -> Found:
-    """Moves between devices in batches, by NCCL, beside a raw group call of the same bytes; bar: 1.25 times that, and
-    100 ms. Ranks that share a card take turns on it: there the model is small, and the times say nothing of NCCL's.
+    """Measure moves between devices in batches by NCCL. Bar: 1.25 times a raw group call of these bytes, plus 100 ms.
+
+    Ranks that share a card take turns on it. In that case the model is small, and the times say nothing about NCCL.
     """
     if torch.cuda.device_count() >= RANKS:
         return moves(NCCL, limit_seconds=limit_seconds)
@@ -313,7 +328,7 @@ def batches(limit_seconds: float = SECONDS) -> Found:
 
 
 def faulty_batches(limit_seconds: float = SECONDS) -> Found:
-    """The tests of moves in batches: a failed one, and its communicator made anew."""
+    """Run the tests of moves in batches in which one fails and the communicator is made anew."""
     if ranks() < RANKS:
         return {"left out": LEFT_OUT}
     os.environ["COLLECTIVES"] = NCCL
@@ -329,7 +344,9 @@ def moves(
     members: int = RANKS,
     limit_seconds: float = SECONDS,
 ) -> Found:
-    """The moves of four switches by "ipc" or "nccl", beside raw copies of as many bytes between the same ranks."""
+    """Measure the moves of four switches by "ipc" or "nccl", compared with raw copies of the same bytes between the
+    same ranks.
+    """
     rows = _moved(way, dtype, size, device, repeats, limit_seconds, members)
     found: Found = {
         name: f"{row['ms']:.1f} ms, raw {row['raw_ms']:.1f} ms, {row['bytes'] / 1e6:.0f} MB in all"
@@ -342,7 +359,9 @@ def moves(
 def _moved(
     way: str, dtype: str, size: str, device: str, repeats: int, limit_seconds: float, members: int = RANKS
 ) -> dict[str, Note]:
-    """By change: ms of the slowest rank, for the moves and for raw copies; bytes of all; whether all has arrived."""
+    """Return, for each change, the milliseconds of the slowest rank for moves and raw copies, the bytes, and the
+    correctness.
+    """
     accelerator = device if device != "lab" else "cpu"
     given = {"device": device, "way": way, "size": size, "dtype": dtype, "repeats": repeats}
     notes = launch("gpu_moves_ranks.py", members, limit_seconds, accelerator=accelerator, **given)
@@ -354,7 +373,10 @@ def _moved(
 
 
 def bar_ms(raw: float) -> float:
-    """What moves may take, and a pause without communicators and certificate; raw: a copy of the same bytes."""
+    """Return the bar in milliseconds for moves, and for pauses without communicators and certificate.
+
+    raw: the milliseconds of a copy of the same bytes.
+    """
     return 1.25 * raw + 100
 
 
@@ -371,7 +393,10 @@ def _pytest(path: str, arguments: list[str], limit_seconds: float) -> Found:
 
 
 def proved(found: dict[str, Found], torch_version: str, card: str, nccl_version: str) -> str:
-    """The lines for `support/proved.py` of what has passed; with NCCL's collectives where it has passed with these."""
+    """Return the lines for `support/proved.py` about the steps that have passed.
+
+    Collectives by NCCL are named if the steps have passed with them.
+    """
     from ds_dynatrain.support.proved import PARTS
 
     today, lines = time.strftime("%Y-%m-%d"), []

@@ -1,10 +1,10 @@
-"""One rank of the steps "pauses" of `gpu_steps.py`: all share the one card, with collectives staged on gloo, or NCCL's.
+"""One rank of the steps "pauses" of `gpu_steps.py`. All share one card, with collectives staged on gloo or by NCCL.
 
 torchrun ... gpu_switch_ranks.py FOLDER '{"device": "cuda", "size": "125M", "dtype": "bf16", "walk": [...], ...}'
 
-"device" is "lab" for the one without hardware of `tests/device`, which counts memory, too. A switch of the walk is
-asked for *now*, so that nothing else takes memory until it is over, or *ahead*, two steps before it takes effect;
-*late* ones, too, whose masters and moments follow beside training.
+"device" is "lab" for the device without hardware in `tests/device`, which also counts memory. A switch is requested
+*now*, so that nothing else allocates memory until it is over; *ahead*, two steps before it takes effect; or *late*,
+which is ahead with masters and moments moved during training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BATCH, LENGTH = 12, 8
 
 
 def choose_collectives(device: str) -> str:
-    """How DeepSpeed's accelerator communicates, before anything else is imported; the back-end's name."""
+    """Set how DeepSpeed's accelerator communicates, before anything else is imported. Return the back-end's name."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     if device == "lab":
         importlib.import_module("tests.device.accelerator").use()
@@ -32,7 +32,7 @@ def choose_collectives(device: str) -> str:
 
 
 def storages(*sides: Any) -> int:
-    """Bytes of the memory behind the buffers, those of the host left out, each counted once."""
+    """Return the bytes of device memory behind the buffers, each storage counted once."""
     found = {}
     for buffers in sides:
         for held in buffers.values():
@@ -42,7 +42,10 @@ def storages(*sides: Any) -> int:
 
 
 class Watch:
-    """Memory on this member's device while a switch takes place, in bytes: `state` has the source, and both sides."""
+    """The memory on this member's device during a switch, in bytes.
+
+    state: the bytes of the source, and of both sides together.
+    """
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -50,13 +53,13 @@ class Watch:
         self.begin()
 
     def begin(self) -> None:
-        """From here on nothing but a switch takes memory."""
+        """Start a measurement. From here on only a switch allocates memory."""
         self._device.synchronize()
         self._device.reset_peak_memory_stats()
         self.before = int(self._device.memory_allocated())
 
     def install(self) -> None:
-        """Look at the buffers where a transaction looks at them itself."""
+        """Hook into a transaction, where it measures its own buffers."""
         from ds_dynatrain.reshard.switch import Transaction
 
         watch, own = self, Transaction._measure
@@ -68,7 +71,7 @@ class Watch:
         Transaction._measure = measure  # type: ignore[method-assign]
 
     def found(self) -> dict[str, int]:
-        """Since `begin`."""
+        """Return the measurements since `begin`."""
         self._device.synchronize()
         peak, after = self._device.max_memory_allocated(), self._device.memory_allocated()
         free = int(self._device.available_memory())
@@ -76,9 +79,9 @@ class Watch:
 
 
 def main() -> None:
-    """Walk."""
+    """Train, and make the switches of the walk."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
-    os.environ["LOCAL_RANK"] = "0"  # they share the card
+    os.environ["LOCAL_RANK"] = "0"  # the ranks share the card
     backend = choose_collectives(wanted["device"])
     import deepspeed
     import torch.distributed as td
@@ -94,7 +97,8 @@ def main() -> None:
     settings = config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH)
     ours = {"layout": wanted["start"], "timeout_seconds": 120, "memory_budget_bytes": wanted["budget"]}
     ours["transport"] = wanted["transport"]
-    with torch.device(get_accelerator().current_device_name()):  # at 1.3B four copies of 5 GB
+    # built on the device, because four copies in host memory would take 5 GB each at 1.3B
+    with torch.device(get_accelerator().current_device_name()):
         model = GPT(**shape)
     engine, *_ = ds_dynatrain.initialize(model=model, config={**settings, "dynatrain": ours})
     watch = Watch(get_accelerator())

@@ -1,4 +1,6 @@
-"""What the scripts of a job wrote, judged: nobody skips or repeats a step, and every sum is the right one."""
+"""Judgement of the lines that the scripts of a job wrote: no step may be skipped or repeated, and every sum must be
+right.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,23 @@ BATCH, FACTOR, MODULUS = 12, 7919, 1_000_003
 
 
 def sums_of_samples() -> Iterator[int]:
-    """The sum over all samples up to and with each step, from step 1 on."""
+    """Yield the sum over all samples up to and including each step, from step 1 on."""
     return accumulate(sum(FACTOR * i % MODULUS for i in range(BATCH * step, BATCH * (step + 1))) for step in count())
 
 
 def mistakes(
     rows: Iterable[Row], right: Callable[[], Iterator[int]] | None = sums_of_samples, event: str = "step"
 ) -> list[str]:
-    """Everything that is wrong with the steps that the scripts wrote, in words; none if all is well.
+    """Return everything that is wrong with the steps that the scripts wrote, as text; [] if all is well.
 
-    Of one process the steps of a generation follow one on another. A generation begins with the same step for all, and
-    goes on where the one before it ended; one step may be made again, if only members that died had made it. All who
-    made a step agree on the sum after it, if they wrote one; if they wrote the samples that they had (`parts`, as
-    `tests/elastic/training.py` does), all steps have as many, and no sample comes again before all others have come;
-    such a job may go back to a checkpoint, and what was made after that does not count.
+    Within a generation, the steps of a process are consecutive. All members begin a generation with the same step,
+    right after the end of the previous one. One step may be made again if only members that died had made it. All
+    members that made a step agree on the sum after it, if they wrote one. If they wrote their samples (`parts`, as
+    `tests/elastic/training.py` does), all steps have equally many, and no sample is repeated before all others were
+    used. Such a job may go back to a checkpoint, and what was made after it does not count.
 
-    right: the sums that there have to be, step by step; None: it only matters that all agree. event: what a step is
-    called, of a script with several engines.
+    right: function that yields the expected sum of each step; None to check only that members agree.
+    event: the name of a step's lines, for scripts with several engines.
     """
     steps = [row for row in rows if row["event"] == event]
     found = [*_gaps(steps), *_disagreements(steps), *_samples(steps)]
@@ -48,9 +50,9 @@ def mistakes(
 
 
 def history(rows: list[dict[str, Any]]) -> tuple[Losses, Samples]:
-    """(mean loss over all samples of a step, the samples in it) by the number of the step.
+    """Return two maps from the number of a step: its mean loss over all samples, and its samples.
 
-    A step that was made again in a later generation counts as it was made there.
+    If a step was made again in a later generation, the later one counts.
     """
     last: dict[int, int] = {}
     for row in rows:
@@ -96,7 +98,7 @@ def _disagreements(steps: list[Row]) -> Iterator[str]:
 
 
 def _samples(steps: list[Row]) -> Iterator[str]:
-    newest: defaultdict[int, int] = defaultdict(int)  # a step that only the dead have made does not count
+    newest: defaultdict[int, int] = defaultdict(int)  # a step that only dead members have made does not count
     for row in steps:
         newest[row["step"]] = max(newest[row["step"]], row["generation"])
     samples: defaultdict[int, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Put what `ds-dynatrain compare` has measured into the documents: `make compare` runs it.
+"""Put the results of `ds-dynatrain compare` into the documents. Run by `make compare`.
 
 python tools/keep_comparison.py build/compare
 python tools/keep_comparison.py build/late --late   # some ways alone: the ratios of late switches
@@ -18,7 +18,7 @@ RATIO = re.compile(r"DeepSpeed's universal checkpoint and a restart ÷ (.*?): \*
 
 
 def ratios(document: str) -> str:
-    """Return the ratios of all cases as one table: a line for each case, a column for each way."""
+    """Return the ratios of all cases as one table, with a line for each case and a column for each way."""
     found: dict[str, dict[str, str]] = {}
     for line in document.splitlines():
         if line.startswith("#### "):
@@ -31,7 +31,7 @@ def ratios(document: str) -> str:
 
 
 def main() -> None:
-    """Put the short table and the ratios into the pages, and the picture beside them."""
+    """Put the short table and the ratios into the pages, and the chart next to them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what `ds-dynatrain compare --out` was given")
     parser.add_argument("--late", action="store_true", help="keep the ratios alone, of late switches")

@@ -1,7 +1,7 @@
-"""The table of the keys of the `dynatrain` block, from its model: name, type and unit, default, meaning.
+"""The table of the keys of the `dynatrain` block, made from its model: name, type and unit, default, meaning.
 
-What a key means is the docstring behind it in `ds_dynatrain/config.py` or in an extension's `config.py`; only the links
-to other pages stand here.
+The meaning of a key is the docstring below it in `ds_dynatrain/config.py`, or in an extension's `config.py`. Only the
+links to other pages are defined here.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def table() -> str:
-    """All keys, as Markdown."""
+    """Return the table of all keys as Markdown."""
     rows = ["| key | type, unit | default | meaning |", "|---|---|---|---|"]
     rows += [f"| `{path}` | {kind} | {default} | {meaning} |" for path, kind, default, meaning in keys(DynatrainConfig)]
     return "\n".join(rows)
 
 
 def keys(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(key, type and unit, default, meaning) of each; of a block that is always there only what is in it."""
+    """Yield (key, type and unit, default, meaning). A block that always exists is represented only by its keys."""
     said = docstrings(model)
     for name, field in model.model_fields.items():
         path, block = above + name, None if name in TABLES else block_at(name, field.annotation)
@@ -72,7 +72,7 @@ def keys(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str, st
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The string behind each field, on one line."""
+    """Return the docstring below each field, as one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0].body  # type: ignore[attr-defined]
     found = {}
     for field, after in itertools.pairwise(body):
@@ -82,20 +82,20 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def meaning_of(path: str, said: str) -> str:
-    """In JSON's words, with what else to read."""
+    """Return the meaning of a key in JSON's terms, with links to other pages."""
     said = said.replace("`None`", "null").replace("`False`", "false").rstrip(".")
     said = said[0].lower() + said[1:] if not said[1].isupper() else said
     return f"{said}; see {LINKS[path]}" if path in LINKS else said
 
 
 def default_of(field: FieldInfo) -> str:
-    """In JSON's words."""
+    """Return a field's default in JSON's terms."""
     other = next((each.default for each in marks(field.annotation, field.metadata) if each.default), "")
     return other or ("needed" if field.default is PydanticUndefined else json.dumps(field.default))
 
 
 def kind_of(field: FieldInfo) -> str:
-    """Type, limits and unit."""
+    """Return a field's type, limits and unit."""
     noted = list(marks(field.annotation, field.metadata))
     unit = next((each.unit for each in noted if each.unit), "")
     kind = next((each.kind for each in noted if each.kind), f"{told(field.annotation)}{limits(field.metadata)}")
@@ -103,7 +103,7 @@ def kind_of(field: FieldInfo) -> str:
 
 
 def marks(annotation: Any, metadata: Any) -> Iterator[Said]:
-    """What is noted of a value, from outside in."""
+    """Yield the notes on a value, outermost first."""
     yield from (each for each in metadata if isinstance(each, Said))
     if get_origin(annotation) in (Union, UnionType):
         for part in get_args(annotation):
@@ -112,7 +112,7 @@ def marks(annotation: Any, metadata: Any) -> Iterator[Said]:
 
 
 def told(annotation: Any) -> str:
-    """A type in JSON's words."""
+    """Return a type in JSON's terms."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return f"{told(parts[0])}{limits(parts[1:])}"
@@ -126,7 +126,7 @@ def told(annotation: Any) -> str:
 
 
 def limits(metadata: Any) -> str:
-    """Such as " ≥ 1"."""
+    """Return the limits of a value as text, such as " ≥ 1"."""
     rules = [rule for each in metadata for rule in (each.metadata if isinstance(each, FieldInfo) else [each])]
     found = [f"{sign} {getattr(rule, name)}" for rule in rules for name, sign in SIGNS.items() if hasattr(rule, name)]
     return f" {' and '.join(found)}" if found else ""

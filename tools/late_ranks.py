@@ -1,4 +1,4 @@
-"""One rank of `bench_late.py`: walks over changes, and notes of each the event and how long its first step took."""
+"""One rank of `bench_late.py`: makes changes, and records the event of each and the duration of its first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, CALM_STEPS = 12, 2
 
 
 def main() -> None:
-    """Walk."""
+    """Train, and make the changes of the walk."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)
@@ -36,7 +36,7 @@ def main() -> None:
         gpt_step(engine, batches)
         if events:
             step_ms = 1e3 * (time.perf_counter() - begin)
-            event = events[-1]  # before it there may be the one by which this member went idle
+            event = events[-1]  # the event before it may be the switch by which this member went idle
             events.clear()
             notes.write({**walk[event.generation - 2], "event": json.loads(event.to_json()), "step_ms": step_ms})
             calm = 0

@@ -1,4 +1,4 @@
-"""Starts a script of this folder under torchrun and reads back what its ranks wrote."""
+"""Runs a script of this folder under torchrun, and reads the lines that its ranks wrote."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ ENVIRONMENT = {
 def launch(
     script: str, processes: int, limit_seconds: float, accelerator: str = "cpu", **arguments: Any
 ) -> dict[int, list[dict[str, Any]]]:
-    """Run `script` in `processes` ranks as `script OUT ARGUMENTS` and return the lines that each wrote, by member.
+    """Run `script` in `processes` ranks, as `script OUT ARGUMENTS`. Return the lines that each member wrote.
 
-    accelerator: DeepSpeed's name of what they compute on. arguments travel as JSON. SystemExit with the end of the
-    output if a rank fails or the time is up.
+    accelerator: DeepSpeed's name of the device.
+    arguments: passed to the script as JSON.
+
+    Raises SystemExit, with the end of the output, if a rank fails or the time is up.
     """
     with tempfile.TemporaryDirectory(prefix="dynatrain-bench-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -40,7 +42,7 @@ def launch(
 
 
 def _run(command: list[str], limit_seconds: float, accelerator: str) -> tuple[int, str]:
-    """(exit status, output); whatever ends this process ends the launch too."""
+    """Run a command, and return (exit status, output). If this process ends, the command ends too."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     environment = {**os.environ, **ENVIRONMENT, "DS_ACCELERATOR": accelerator}
     process = subprocess.Popen(
@@ -61,13 +63,13 @@ def _run(command: list[str], limit_seconds: float, accelerator: str) -> tuple[in
 
 
 class Notes:
-    """One member's side: what it writes for `launch` to return."""
+    """The lines of one member, which `launch` returns."""
 
     def __init__(self, folder: str, member: int) -> None:
         self._file = Path(folder) / f"{member}.jsonl"
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a line."""
+        """Write a line."""
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 

@@ -7,27 +7,27 @@ from pathlib import Path
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now."""
+    """Return the bytes of memory that this process has now."""
     return _status("VmRSS")
 
 
 def high_water() -> int:
-    """Bytes of memory that it had at most since `reset_high_water`."""
+    """Return the peak memory of this process since `reset_high_water`, in bytes."""
     return _status("VmHWM")
 
 
 def reset_high_water() -> None:
-    """Let the high-water mark start from what the process has now."""
+    """Reset the peak memory of this process to its current memory."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def threads() -> int:
-    """Threads of this process."""
+    """Return the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))
 
 
 def descriptors() -> int:
-    """Open file descriptors of this process."""
+    """Return the number of open file descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -1,13 +1,12 @@
-"""A seeded sample of the messages that a user can meet, for somebody who judges them by rule 12 of the rules of
-style (CONTRIBUTING.md).
+"""Print a seeded sample of the messages that a user can meet, to judge them by rule 12 in CONTRIBUTING.md.
 
 python tools/messages.py                      # 100 messages, seed 2026
 python tools/messages.py --count 20 --seed 7
 
-Sampled are the `raise` statements of errors that answer what a user gave (a key, an argument, a file, a layout) and the
-lines that are logged as a warning or an error. Those that only pass on another one's text are left out, and so are
-failures of a switch (`SwitchFailed` and below), to which there is one answer. Errors of damaged checkpoints are printed
-as they are met: `checkpoint.files.naming` puts the path before them, and what to do behind them.
+The sample is taken from `raise` statements of errors about a user's input (a key, an argument, a file, a layout), and
+from log lines that are warnings or errors. Messages that only pass on another text are left out, and so are failures of
+a switch (`SwitchFailed` and its subclasses), which have one answer. Errors about damaged checkpoints are printed as
+users see them: `checkpoint.files.naming` adds the path in front and the advice behind.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LEVELS = ("warning", "error")
 
 @dataclass(frozen=True)
 class Message:
-    """A `raise` statement, or a line of the log."""
+    """A `raise` statement, or a log line."""
 
     path: Path
     line: int
@@ -43,7 +42,7 @@ class Message:
 
 
 def messages() -> list[Message]:
-    """All of the package, in the order of files and lines."""
+    """Return all messages of the package, in the order of files and lines."""
     found = []
     for path in sorted(file for folder in ("ds_dynatrain", "integrations") for file in (ROOT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -53,7 +52,7 @@ def messages() -> list[Message]:
 
 
 def raised(tree: ast.AST) -> Iterator[ast.Call]:
-    """Errors of the classes above with words of their own."""
+    """Yield the `raise` statements of these error classes that have a text of their own."""
     for node in ast.walk(tree):
         call = node.exc if isinstance(node, ast.Raise) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in CLASSES:
@@ -62,7 +61,7 @@ def raised(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def logged(tree: ast.AST) -> Iterator[ast.Call]:
-    """Warnings and errors of the log with words of their own."""
+    """Yield the warnings and errors of the log that have a text of their own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS:
             first = node.args[0] if node.args and ast.unparse(node.func.value) == "logger" else None
@@ -71,7 +70,7 @@ def logged(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def as_met(path: Path, text: str) -> str:
-    """With what `naming` adds."""
+    """Return a message with the text that `naming` adds."""
     is_read = "checkpoint" in str(path.parent) and text.startswith("CheckpointDamaged")
     return f"PATH: {text}; {WHERE_DAMAGED}" if is_read else text
 

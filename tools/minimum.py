@@ -1,7 +1,7 @@
 """The fewest bytes that a switch can move, counted element by element, and the sums of a plan.
 
-`bytes_minimum` is a slow, direct count that shares nothing with the planner but the pieces on each rank: for tests and
-benchmarks to hold a plan against.
+`bytes_minimum` is a slow, direct count that shares only the pieces on each rank with the planner. Tests and benchmarks
+compare plans with it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def bytes_minimum(
     target_members: Iterable[int],
     kinds: Iterable[str] | None = None,
 ) -> int:
-    """Bytes that must cross between members, whatever the plan.
+    """Return the bytes that must be sent between members, whatever the plan.
 
-    A rank must receive an element once if it needs it in any kind of equal bytes, its member holds it in none of
-    them, and the rank will not hold the kind that it is cast from. Memory: a few bytes for each element of the model.
+    A rank must receive an element once if it needs it in some kind of equal bytes, its member holds it in none of these
+    kinds, and the rank will not hold the kind from which it can be cast. Needs a few bytes of memory for each element
+    of the model.
     """
     names = vps.present_kinds() if kinds is None else tuple(kinds)
     total = 0
@@ -44,19 +45,19 @@ def bytes_minimum(
 
 
 def bytes_sent(plan: SwitchPlan) -> int:
-    """Bytes that all members send by the picture of a plan."""
+    """Return the bytes that all members send according to the picture of a plan."""
     return int(picture_of(plan).gives.sum())
 
 
 def traffic(plan: SwitchPlan) -> dict[int, tuple[int, int]]:
-    """A map from member to the bytes that it (sends, receives) by the picture of a plan."""
+    """Return a map from member to the bytes that it (sends, receives) according to the picture of a plan."""
     found = picture_of(plan)
     both = zip(found.gives.tolist(), found.takes.tolist(), strict=True)
     return dict(zip(plan.members, both, strict=True))
 
 
 def _marks(vps: VirtualParameterSpace, layout: Layout, rank: int, names: Iterable[str]) -> Marks:
-    """Which coordinates the rank holds in any of the kinds."""
+    """Return which coordinates the rank holds in any of these kinds."""
     marks = np.zeros(len(vps.line), dtype=bool)
     for name in names:
         for piece in vps.holding(layout, rank, name):
@@ -65,7 +66,7 @@ def _marks(vps: VirtualParameterSpace, layout: Layout, rank: int, names: Iterabl
 
 
 def _equal_kinds(kinds: list[Kind]) -> list[list[Kind]]:
-    """Kinds grouped by equal bytes."""
+    """Return the kinds, grouped by equal bytes."""
     groups: list[list[Kind]] = []
     for kind in kinds:
         near = [

@@ -1,4 +1,6 @@
-"""What broken disks, cut-off copies and strangers do to the files of a checkpoint. Each is drawn from a seed."""
+"""Mutations of a checkpoint's files, such as broken disks, truncated copies and attackers cause. Each follows from a
+seed.
+"""
 
 from __future__ import annotations
 
@@ -91,13 +93,13 @@ def _some(draw: Random, files: Files) -> tuple[str, bytes]:
 
 
 def value_flipped(draw: Random, specimen: Specimen) -> Files:
-    """One bit of a tensor's values."""
+    """Flip one bit of a tensor's values."""
     name, low, high = draw.choice(specimen.values)
     return _with(specimen.files, name, _flipped(draw, specimen.files[name], low, high))
 
 
 def bits_flipped(draw: Random, specimen: Specimen) -> Files:
-    """Some bits anywhere."""
+    """Flip some bits anywhere."""
     files = specimen.files
     for _ in range(draw.choice((1, 1, 2, 5))):
         name, data = _some(draw, files)
@@ -106,14 +108,14 @@ def bits_flipped(draw: Random, specimen: Specimen) -> Files:
 
 
 def cut_off(draw: Random, specimen: Specimen) -> Files:
-    """A file ends too early, or goes on."""
+    """Truncate a file, or append to it."""
     name, data = _some(draw, specimen.files)
     more = draw.randbytes(draw.randrange(1, 200)) if draw.random() < 0.2 else b""
     return _with(specimen.files, name, data + more if more else data[: draw.randrange(len(data))])
 
 
 def swapped(draw: Random, specimen: Specimen) -> Files:
-    """Two ranges of a file, or two files, have changed places."""
+    """Swap two ranges of a file, or two files."""
     if draw.random() < 0.3 and len(specimen.files) > 1:
         one, other = draw.sample(sorted(specimen.files), 2)
         return {**specimen.files, one: specimen.files[other], other: specimen.files[one]}
@@ -126,7 +128,7 @@ def swapped(draw: Random, specimen: Specimen) -> Files:
 
 
 def overwritten(draw: Random, specimen: Specimen) -> Files:
-    """A range is zeros, ones, or anything."""
+    """Overwrite a range with zeros, ones, or random bytes."""
     name, data = _some(draw, specimen.files)
     at, length = draw.randrange(len(data)), draw.choice((1, 4, 8, 64, 512))
     fill = draw.choice((bytes(length), b"\xff" * length, draw.randbytes(length)))
@@ -134,7 +136,7 @@ def overwritten(draw: Random, specimen: Specimen) -> Files:
 
 
 def gone(draw: Random, specimen: Specimen) -> Files:
-    """A file is missing, or is called something else."""
+    """Remove or rename a file."""
     names = sorted(specimen.files)
     name = draw.choice(names)
     files = {each: data for each, data in specimen.files.items() if each != name}
@@ -148,7 +150,7 @@ def gone(draw: Random, specimen: Specimen) -> Files:
 
 
 def odd(draw: Random) -> Any:
-    """A value that nobody expects there."""
+    """Return a value that no reader expects."""
     return draw.choice(
         (
             draw.choice(WORDS),
@@ -166,7 +168,10 @@ def odd(draw: Random) -> Any:
 
 
 def _changed(draw: Random, tree: Any, make: Callable[[Random], Any] = odd) -> Any:
-    """Some places of a tree have other values, are gone, or have become more."""
+    """Return a copy of nested containers in which some values are replaced, removed or duplicated.
+
+    make: function that makes a new value.
+    """
     tree = copy.deepcopy(tree)
     for _ in range(draw.randrange(1, MOST_CHANGES + 1)):
         places = list(_places(tree))
@@ -185,7 +190,7 @@ def _changed(draw: Random, tree: Any, make: Callable[[Random], Any] = odd) -> An
 
 
 def _places(tree: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """(container, key) of all that can be changed in it."""
+    """Yield (container, key) for everything that can be changed in nested containers."""
     held = tree if isinstance(tree, list | dict) else getattr(tree, "__dict__", None)
     if held is None or isinstance(tree, torch.Tensor | type) or depth > 12:
         return
@@ -195,7 +200,7 @@ def _places(tree: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
 
 
 def _odd_tensor(draw: Random) -> Any:
-    """As `odd`, or a tensor of any size that takes no more bytes than it says."""
+    """Return a value as `odd` does, or a tensor of any size that needs no more bytes than it claims."""
     if draw.random() < 0.7:
         return odd(draw)
     dtype = draw.choice((torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64))
@@ -205,7 +210,7 @@ def _odd_tensor(draw: Random) -> Any:
 
 
 def edited(draw: Random, specimen: Specimen) -> Files:
-    """What a file says is another thing, and all sums are right."""
+    """Change a value in a file, and make all checksums right again."""
     if specimen.is_ours:
         return _edited_ours(draw, specimen.files)
     name = draw.choice([name for name in specimen.files if not name.endswith(".distcp")])
@@ -220,7 +225,7 @@ def edited(draw: Random, specimen: Specimen) -> Files:
 
 
 def repickled(draw: Random, specimen: Specimen) -> Files:
-    """Bytes of a pickle are others, and its CRC32 is right."""
+    """Change bytes of a pickle, and make its CRC32 right again."""
     names = [name for name in specimen.files if name.endswith((".pt", ".metadata"))]
     if not names:
         return bits_flipped(draw, specimen)
@@ -237,7 +242,7 @@ def repickled(draw: Random, specimen: Specimen) -> Files:
 
 
 def _spoiled(draw: Random, data: bytes) -> bytes:
-    """Operations of a pickle that are others, or there twice."""
+    """Return a pickle in which operations are changed or repeated."""
     for _ in range(draw.choice((1, 1, 2, 4))):
         at = draw.randrange(len(data))
         part = draw.choice(
@@ -276,7 +281,7 @@ def _edited_ours(draw: Random, files: Files) -> Files:
 
 
 def _another(draw: Random, row: ManifestRow) -> ManifestRow:
-    """A row that lies."""
+    """Return a manifest row with a wrong value."""
     number = draw.choice((-1, 0, 1, 3, 8, 64, 1 << 31, 1 << 40, 1 << 62))
     word = draw.choice(WORDS)
     part = Extent(**{**vars(row.extent), draw.choice(("start", "length", "step", "count")): number})
@@ -304,7 +309,9 @@ MUTATIONS: dict[str, tuple[Mutation, int]] = {
 
 
 def mutated(draw: Random, specimen: Specimen) -> tuple[str, Files]:
-    """What was done, and the files then. What cannot be written (an odd value in a pickle, say) is not done."""
+    """Return (description, files) after a random mutation. Mutations that cannot be written, such as some values, are
+    skipped.
+    """
     names = [name for name in MUTATIONS if name != FOUND or specimen.values]
     while True:
         name = draw.choices(names, [MUTATIONS[each][1] for each in names])[0]

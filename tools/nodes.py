@@ -1,7 +1,7 @@
-"""Stock torchrun agents on this machine: nodes that are started, told to end, killed and waited for.
+"""Stock torchrun agents on this machine, which can be started, told to end, killed and waited for.
 
-Each worker runs a script that writes lines of JSON into `$OUT/PID.jsonl`, `event` among their fields, until `$OUT/stop`
-is there. `tests/elastic/summing.py` is such a script, and the default.
+Each worker runs a script that writes lines of JSON, with a field `event`, into `$OUT/PID.jsonl` until `$OUT/stop`
+exists. The default script is `tests/elastic/summing.py`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Found = TypeVar("Found")
 
 
 def metadata(folder: Path) -> Path:
-    """What an installation would write about the package, its entry points among it, in a folder for PYTHONPATH.
+    """Write the metadata that an installation would have, such as entry points, into a folder for PYTHONPATH.
 
-    Nothing where the package is installed.
+    Writes nothing if the package is installed.
     """
     folder.mkdir()
     if entry_points(group="torchrun.handlers", name="dynatrain"):
@@ -52,7 +52,7 @@ def metadata(folder: Path) -> Path:
 
 
 class Journal:
-    """What the scripts of a job have written so far; nothing is read twice."""
+    """The lines that the scripts of a job have written so far. Each line is read only once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -62,12 +62,12 @@ class Journal:
         """Number of steps that were made in a generation, over all members."""
 
     def rows(self) -> list[Row]:
-        """All lines, each file's in their order."""
+        """Return all lines, those of each file in order."""
         for file in self._folder.glob("*.jsonl"):
             with file.open("rb") as lines:
                 lines.seek(self._read[file])
                 new = lines.read()
-            new = new[: new.rfind(b"\n") + 1]  # a line may be half there
+            new = new[: new.rfind(b"\n") + 1]  # the last line may be incomplete
             self._read[file] += len(new)
             for row in map(json.loads, new.splitlines()):
                 self._rows.append(row)
@@ -77,10 +77,11 @@ class Journal:
 
 @dataclass
 class Job:
-    """Nodes with one coordinator; everything lies in `folder`.
+    """Nodes with one coordinator. All files are in `folder`.
 
-    seconds: how long anything may take. address: the coordinator's; by default a free port of this machine. announce: a
-    file instead, in which coordinators announce themselves, each at a port of its own.
+    seconds: the time limit of each wait.
+    address: the coordinator's address; by default a free port of this machine.
+    announce: a file in which coordinators announce their addresses, instead of `address`.
     """
 
     folder: Path
@@ -103,7 +104,10 @@ class Job:
         self.journal = Journal(self.folder)
 
     def node(self, name: str, *options: str, host: Sequence[str] = (), at: str = "127.0.0.1", **conf: object) -> None:
-        """Start an agent, by `host` if given: a command that runs one on another host, whose address is `at`."""
+        """Start an agent.
+
+        host: a command that runs the agent on another host, whose address is `at`.
+        """
         settings = {**(self.times if self.backend in ("dynatrain", "c10d") and self._is_ours else {}), **conf}
         command = ["torch.distributed.run", f"--nnodes={self.nodes}", f"--nproc-per-node={self.workers}"]
         command += [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}", "--rdzv-id=job"]
@@ -112,7 +116,7 @@ class Job:
         self._start(name, command, host)
 
     def coordinator(self, name: str, *options: str, host: Sequence[str] = ()) -> None:
-        """Start a coordinator of its own."""
+        """Start a coordinator in a process of its own."""
         times = [f"--{key.replace('_', '-')}={self.times[key]}" for key in COORDINATOR_TIMES if key in self.times]
         where = [str(self.address)] if self.announce is None else ["127.0.0.1:0", f"--announce={self.announce}"]
         command = ["ds_dynatrain.cli", "coordinator", *where, f"--nnodes={self.nodes}", *times, *options]
@@ -120,7 +124,7 @@ class Job:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where its coordinator is found."""
+        """The endpoint of the job's coordinator."""
         return self.address if self.announce is None else Announced(self.announce)
 
     @property
@@ -134,7 +138,7 @@ class Job:
     def _open(
         self, command: list[str], host: Sequence[str], env: dict[str, str], log: BufferedWriter
     ) -> subprocess.Popen[bytes]:
-        """A new Python that runs a module."""
+        """Start a Python process that runs a module."""
         return subprocess.Popen(
             [*host, sys.executable, "-m", *command],
             env=env,
@@ -149,16 +153,16 @@ class Job:
         self.processes[name].send_signal(number)
 
     def code(self, name: str) -> int:
-        """Its exit code, once it has ended."""
+        """Wait until a process has ended, and return its exit code."""
         return self.processes[name].wait(self.seconds)
 
     def workers_of(self, name: str) -> list[int]:
-        """The processes that an agent has started, and that are still there."""
+        """Return the processes that an agent has started and that still run."""
         children = Path(f"/proc/{self.processes[name].pid}/task/{self.processes[name].pid}/children")
         return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 
     def status(self) -> Status | None:
-        """The coordinator's, if there is one."""
+        """Return the coordinator's status; None if there is no coordinator."""
         try:
             token, _ = job_token(self.endpoint, {**os.environ, **self.variables})
             return ask_status(self.endpoint, token, seconds=2.0)
@@ -166,7 +170,7 @@ class Job:
             return None
 
     def settled(self, size: int, after: int = 0) -> Status:
-        """The status once a world of this size, of a generation later than `after`, trains."""
+        """Wait until a world of this size trains, in a generation later than `after`. Return the status."""
 
         def trains() -> Status | None:
             status = self.status()
@@ -179,9 +183,10 @@ class Job:
         return self.wait(trains, f"a world of {size} after generation {after}")
 
     def wait(self, holds: Callable[[], Found | None], what: str, seconds: float = 0.0) -> Found:
-        """What it returns, as soon as that is true; TimeoutError with all that was printed if it never is.
+        """Wait until `holds` returns a true value, and return it. Raises TimeoutError with all output if it never does.
 
-        seconds: for how long to wait; by default the job's.
+        what: a description of what is waited for.
+        seconds: the time limit; by default that of the job.
         """
         seconds = seconds or self.seconds
         end = time.monotonic() + seconds
@@ -192,16 +197,19 @@ class Job:
         raise TimeoutError(f"{what} did not come within {seconds:g} s\n{self.logs()}")
 
     def rows(self, event: str = "") -> list[Row]:
-        """All that the scripts wrote, or all of one kind."""
+        """Return all lines that the scripts wrote, or all with this event."""
         return [row for row in self.journal.rows() if not event or row["event"] == event]
 
     def steps(self, generation: int) -> int:
-        """Number of steps that were made in a generation, over all members."""
+        """Return the number of steps that all members made in a generation."""
         self.journal.rows()
         return self.journal.steps[generation]
 
     def end(self, ahead: int | None = None) -> None:
-        """Let the scripts end; ahead: so many steps from now, of scripts that have to do so at the same step."""
+        """Let the scripts end.
+
+        ahead: the number of steps until then, for scripts that have to end at the same step.
+        """
         stop = self.folder / "stop"
         if ahead is not None:
             last = max((row["step"] for row in self.rows("step")), default=0)
@@ -210,14 +218,14 @@ class Job:
         stop.touch()
 
     def clean_up(self) -> None:
-        """End whatever is left; workers end with their agents."""
+        """End everything that is left. Workers end with their agents."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.kill()
             process.wait()
 
     def logs(self) -> str:
-        """The end of everything that was printed, and of what the scripts wrote."""
+        """Return the end of each process's output, and of what the scripts wrote."""
         parts = [f"---- {file.name}\n{file.read_text()[-3000:]}" for file in sorted(self.folder.glob("*.log"))]
         events = [str(row) for row in self.rows() if row["event"] != "step"]
         return "\n".join([*parts, *events[-60:]])
@@ -232,9 +240,10 @@ def training(
     script: str = "training.py",
     **variables: str,
 ) -> Job:
-    """A job of `tests/elastic/training.py`: DeepSpeed's loop, a small model. block: of dynatrain's configuration.
+    """Return a job of `tests/elastic/training.py`, which trains a small model with DeepSpeed.
 
-    script: another one beside it.
+    block: entries of the `dynatrain` block.
+    script: another script in the same folder.
     """
     from tests.elastic.kinds import settings
 
@@ -245,12 +254,12 @@ def training(
 
 
 def processes(status: Status) -> list[int]:
-    """The processes of the world, in the order of their ranks."""
+    """Return the processes of the world, in the order of their ranks."""
     return [one.pid for one in status.members if one.rank is not None]
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """Return a TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Other processes as Linux's /proc shows them: what they hold, whose they are, and who was left behind."""
+"""Other processes, as Linux's /proc shows them: what they hold, their parents, and processes that were left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ BATCHES = "/dev/shm/torch_"
 
 
 def held(pid: int) -> dict[str, int]:
-    """Number of open descriptors, batches on the way apart, and of threads; nothing if the process is gone."""
+    """Return the numbers of open descriptors and threads of a process; {} if it is gone.
+
+    Descriptors of batches on their way to a loader do not count.
+    """
     try:
         links = [_link(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
         return {
@@ -28,7 +31,7 @@ def held(pid: int) -> dict[str, int]:
 
 
 def _link(path: str) -> str:
-    """Where a link leads; one that has gone meanwhile is still one."""
+    """Return the target of a link in /proc; a placeholder if it has just gone."""
     try:
         return os.readlink(path)
     except OSError:
@@ -36,7 +39,7 @@ def _link(path: str) -> str:
 
 
 def parent(pid: int) -> int:
-    """The process that started it, or who took it over; 0 if it is gone."""
+    """Return the parent of a process; 0 if the process is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -46,7 +49,7 @@ def parent(pid: int) -> int:
 
 
 def with_variable(name: str, value: str) -> list[int]:
-    """Processes that were started with this environment variable, zombies apart."""
+    """Return the processes that were started with this environment variable, without zombies."""
     wanted, found = f"{name}={value}".encode(), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -60,7 +63,7 @@ def with_variable(name: str, value: str) -> list[int]:
 
 
 def is_below(pid: int, top: int) -> bool:
-    """Whether a process, or one that it was started by, was started by `top`."""
+    """Return whether `top` is an ancestor of a process."""
     while pid > 1:
         pid = parent(pid)
         if pid == top:
@@ -70,19 +73,21 @@ def is_below(pid: int, top: int) -> bool:
 
 @dataclass
 class Growth:
-    """What processes hold, time and again, beside the size of the world that they were in then."""
+    """Repeated samples of what processes hold, together with the size of their world at the time."""
 
     samples: defaultdict[int, list[tuple[int, dict[str, int]]]] = field(default_factory=lambda: defaultdict(list))
     names: dict[int, str] = field(default_factory=dict)
 
     def sample(self, pid: int, name: str, size: int) -> None:
-        """Look at a process."""
+        """Take a sample of a process."""
         if found := held(pid):
             self.samples[pid].append((size, found))
             self.names[pid] = name
 
     def found(self) -> list[str]:
-        """Who holds more at the end than ever at the beginning, in words. Compared are worlds of one size only."""
+        """Return text about processes that hold more at the end than at any time at the start, in worlds of the same
+        size.
+        """
         grown = []
         for pid, samples in self.samples.items():
             size, times = Counter(size for size, _ in samples).most_common(1)[0]
@@ -98,5 +103,5 @@ class Growth:
         return grown
 
     def longest(self) -> int:
-        """In how many samples the one was that lived longest."""
+        """The number of samples of the process with the most samples."""
         return max((len(each) for each in self.samples.values()), default=0)

@@ -1,4 +1,4 @@
-"""The raw transport: how long it takes for the bytes of a switch between the same pairs, without a plan or a proof."""
+"""The raw transport: the time to send the bytes of a switch between the same pairs, without a plan or a certificate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 120.0
 
 
 class RawTransport:
-    """Between all processes of the launch; make it on each of them before `ds_dynatrain.initialize`, one of a kind.
+    """The raw transport between all processes of a launch. Make it on each of them before `ds_dynatrain.initialize`.
 
     kind: as `dynatrain.transport`.
     """
@@ -31,9 +31,10 @@ class RawTransport:
         self._way: Transport = far if kind == "gloo" else RoutedTransport(_neighbors(member, size, kind), far)
 
     def seconds(self, peers: Peers, members: tuple[int, ...], repeats: int) -> list[float]:
-        """Own time of each of `repeats` exchanges, after one that is not counted; every one of `members` calls it.
+        """Return this member's time in each of `repeats` exchanges, after one that does not count. All members call
+        this.
 
-        One contiguous buffer per direction and peer, allocated and touched before.
+        Each direction of each pair has one contiguous buffer, which was allocated and used before.
         """
         sends = [(peer, _touched(sent)) for peer, (sent, _) in peers.items() if sent]
         receives = [(peer, _touched(received)) for peer, (_, received) in peers.items() if received]
@@ -50,7 +51,7 @@ class RawTransport:
         return time.perf_counter() - begin
 
     def meet(self, members: tuple[int, ...]) -> None:
-        """A barrier of `members`: a byte to the first of them and one back."""
+        """Wait for all `members`: each sends a byte to the first one and gets one back."""
         token, first = torch.zeros(1, dtype=torch.uint8), members[0]
         others = members[1:] if self.member == first else (first,)
         for call in ("recv", "send") if self.member == first else ("send", "recv"):

@@ -1,10 +1,9 @@
-"""Write the reference of the public names and of the command line from the code, docs/reference/, and the table of keys
-in docs/configuration.md.
+"""Write docs/reference/ (public names, the command line) and the table of keys in docs/configuration.md, from the code.
 
 python tools/reference.py           # write the pages
 python tools/reference.py --check   # exit code 1 if they are not what the code says
 
-`make docs` fills the page of the names in from their docstrings (Sphinx's autodoc); as it stands it lists all of them.
+The written page of names only lists them. `make docs` adds their docstrings by Sphinx's autodoc.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ HOOKS = f"{HOME}.extension.Extension"
 
 
 def names_page(head: str, intro: str) -> str:
-    """Names with the first sentence that is said of each, and what autodoc makes of all of them."""
+    """Return the page of names: each with the first sentence of its docstring, and autodoc's directives."""
     lines = [f"# {head}", "", NOTE, "", intro, ""]
     for title, names in NAMES.items():
         lines += [f"## {title}", "", "| name | |", "|---|---|"]
@@ -101,7 +100,7 @@ def names_page(head: str, intro: str) -> str:
 
 
 def listed(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield names with their first sentences, except hooks and overrides that another page or tool describes."""
+    """Yield (name, first sentence), except for hooks and overrides that another page or tool describes."""
     for path in names:
         found = find(path)
         yield shown(path), first_sentence(found)
@@ -113,19 +112,19 @@ def listed(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def directives(names: tuple[str, ...]) -> Iterator[str]:
-    """Sphinx's, for each name."""
+    """Yield Sphinx's directives for each name."""
     for path in names:
         yield f".. {'autoclass' if inspect.isclass(find(path)) else 'autofunction'}:: {path}"
 
 
 def find(path: str) -> Any:
-    """The object at a dotted path."""
+    """Return the object at a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
 
 def shown(path: str) -> str:
-    """How a script says it."""
+    """Return a name as scripts write it."""
     import ds_dynatrain
 
     module, _, name = path.rpartition(".")
@@ -135,13 +134,16 @@ def shown(path: str) -> str:
 
 
 def first_sentence(found: Any) -> str:
-    """Of a docstring."""
+    """Return the first sentence of an object's docstring."""
     text = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split())
     return text.partition(". ")[0].rstrip(".").replace("|", "\\|")
 
 
 def commands_page(head: str, intro: str, commands: Iterable[tuple[str, Any]]) -> str:
-    """Commands with their arguments and options, by the words that call them."""
+    """Return the page of commands, with their arguments and options.
+
+    commands: (name as typed, command) of each.
+    """
     lines = [f"# {head}", "", NOTE, "", intro, ""]
     for words, each in commands:
         lines += [f"## {words}", "", paragraphs(each.help), ""]
@@ -150,7 +152,7 @@ def commands_page(head: str, intro: str, commands: Iterable[tuple[str, Any]]) ->
 
 
 def pages() -> dict[Path, str]:
-    """All pages that this command writes, by file."""
+    """Return all pages that this command writes, by file."""
     whole: Any = typer.main.get_command(app)
     below = whole.commands["checkpoint"].commands.items()
     alone = [(name, each) for name, each in whole.commands.items() if name != "checkpoint"]
@@ -172,7 +174,7 @@ def pages() -> dict[Path, str]:
 
 
 def table(command: Any) -> list[str]:
-    """Arguments and options of a command."""
+    """Return the lines of a table with the arguments and options of a command."""
     rows = []
     for one in command.params:
         if one.name == "help":
@@ -189,32 +191,32 @@ def table(command: Any) -> list[str]:
 
 
 def keys_page() -> str:
-    """The page of the configuration, with its table anew."""
+    """Return the page of the configuration, with a new table."""
     page = (DOCS / "configuration.md").read_text(encoding="utf-8")
     before, mark, rest = page.partition(NOTE)
     return f"{before}{mark}\n\n{table_of_keys()}\n\n{END}{rest.partition(END)[2]}"
 
 
 def choices(one: Any) -> list[str]:
-    """The words that an option takes; none where it takes any text."""
+    """Return the permitted values of an option; [] if it takes any text."""
     kind = one.type_descriptor.annotation
     kinds = [each for each in (kind, *get_args(kind)) if inspect.isclass(each) and issubclass(each, Enum)]
     return [each.value for kind in kinds for each in kind]
 
 
 def is_argument(one: Any) -> bool:
-    """Whether it is no option."""
+    """Return whether a parameter is an argument rather than an option."""
     return not one.opts[0].startswith("-")
 
 
 def paragraphs(text: str) -> str:
-    """Return a help text with a line for each paragraph, its example as code before the exit codes."""
+    """Return a help text with one line per paragraph, and its example as code before the exit codes."""
     joined = "\n\n".join(" ".join(each.split()) for each in inspect.cleandoc(text).split("\n\n"))
     return re.sub(r"^Example: (.*)\n\n(?=Exit code)", r"Example: `\1`. ", joined, flags=re.MULTILINE)
 
 
 def main() -> None:
-    """Write, or compare."""
+    """Write the pages, or compare them with the code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
     args = parser.parse_args()
@@ -227,7 +229,7 @@ def main() -> None:
 
 
 def is_written(file: Path, text: str) -> bool:
-    """Whether a page says this."""
+    """Return whether a page has this text."""
     return file.exists() and file.read_text(encoding="utf-8") == text.rstrip() + "\n"
 
 

@@ -1,7 +1,7 @@
-"""One worker of `bench_release.py`: a pipeline of twelve layers, of which nine are frozen while it trains.
+"""One worker of `bench_release.py`: a pipeline of twelve layers, nine of which are frozen during training.
 
 `$SETTINGS` is DeepSpeed's configuration. Lines of JSON about each step go to `$OUT/PID.jsonl`, and the profile of the
-frozen model to `$OUT/profile.json`. It ends at the step whose number stands in `$OUT/stop`.
+frozen model to `$OUT/profile.json`. Training ends at the step whose number is in `$OUT/stop`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = Sizes(blocks=10, width=96)
 
 
 def freeze(engine: Any) -> None:
-    """Train the last three layers only."""
+    """Freeze all layers except the last three."""
     for name, layer in engine.module.named_children():
         if name.isdigit() and int(name) < FROZEN:
             layer.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in collectives, counted by what they are called with and not by what a network carries."""
+"""The bytes that a rank sends in collectives, computed from the arguments of the calls, not from network traffic."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ UNCOUNTED = ("barrier", "send", "recv_")
 
 
 class SentBytes(TorchDispatchMode):
-    """bytes_sent: inside the block, in collectives. RuntimeError for one that it cannot count."""
+    """Context manager that counts the bytes sent in collectives, in `bytes_sent`.
+
+    Raises RuntimeError for a collective that it cannot count.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes_sent = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `TorchDispatchMode`."""
+        """Count a collective, and run it; see `TorchDispatchMode`."""
         space, _, name = func._schema.name.partition("::")
         if space == "c10d" and name not in UNCOUNTED:
             named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
@@ -32,7 +35,12 @@ class SentBytes(TorchDispatchMode):
 
 
 def sent(name: str, given: int, taken: int, ranks: int) -> int:
-    """What one of so many ranks sends on a ring, if it gives and takes so many bytes."""
+    """Return the bytes that each of `ranks` ranks sends on a ring.
+
+    name: the collective.
+    given: the bytes that the rank passes to it.
+    taken: the bytes that the rank receives from it.
+    """
     match name:
         case "allreduce_":
             return 2 * given * (ranks - 1) // ranks
@@ -40,13 +48,13 @@ def sent(name: str, given: int, taken: int, ranks: int) -> int:
             return given * (ranks - 1) // ranks
         case "allgather_" | "_allgather_base_":
             return given * (ranks - 1)
-        case "alltoall_base_":  # a rank takes as much from itself as from each other
+        case "alltoall_base_":  # of the result, each rank contributes an equal part
             return given - taken // ranks
     raise RuntimeError(f"bytes of {name!r} are not counted: give it a line here")
 
 
 def size(tensors: torch.Tensor | Sequence[Any]) -> int:
-    """Bytes of a tensor, or of all in a list."""
+    """Return the bytes of a tensor, or of all tensors in a list."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(map(size, tensors))

@@ -1,13 +1,14 @@
-"""A coordinator that hears nobody for a while: whether anybody is given up for it, and whether training goes on.
+"""Check that a coordinator that hears nothing for a while gives up no member, and that training continues.
 
 python tools/silences.py                                  # every case 10 times; about half an hour
 python tools/silences.py --rounds 2 --only "cut 6" "stop 6"
 python tools/silences.py --write docs/figures
 
-A job of three nodes on hosts of their own, and the coordinator on a fourth: network namespaces of this machine. "stop"
-stops the coordinator's process, "cut" pulls the cable of its host, "all" stops all workers at once; each for so many
-seconds. Afterwards the same processes have to train in the same generation, no step is made twice, and every sum is
-that of all samples up to it. The exit status is 1 if it is not so; then the folder with all logs stays.
+A job has three nodes on hosts of their own, and the coordinator on a fourth host; the hosts are network namespaces of
+this machine. "stop" stops the coordinator's process, "cut" disconnects its host, and "all" stops all workers at once,
+each for the given number of seconds. Afterwards the same processes must train in the same generation, no step may be
+made twice, and every sum must be that of all samples up to it. Otherwise the exit status is 1, and the folder with all
+logs stays.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Silences:
         self._workers: set[int] = self.job.wait(self._all_train, f"steps of {NODES}")
 
     def _all_train(self) -> set[int]:
-        """The workers, once all of them have made a step in one generation."""
+        """Return the workers once all of them have made a step in one generation; an empty set before that."""
         newest = max((row["generation"] for row in self.job.rows("step")), default=0)
         found = {row["pid"] for row in self.job.rows("step") if row["generation"] == newest}
         return found if len(found) == NODES else set()
@@ -78,7 +79,10 @@ class Silences:
             self._hosts.plug(COORDINATOR)
 
     def silence(self, case: str, seconds: float) -> str:
-        """Let one silence pass; what was wrong afterwards, empty if nothing was."""
+        """Cause one silence. Return what was wrong afterwards; "" if nothing was.
+
+        case: "stop", "cut" or "all".
+        """
         events, generation = len(self.job.rows("formed")), self.job.rows("step")[-1]["generation"]
         begun = self._last_step()
         ways: dict[str, Callable[[], AbstractContextManager[None]]] = {
@@ -106,13 +110,13 @@ class Silences:
         return max(int(row["step"]) for row in self.job.rows("step"))
 
     def _wait_until_heard(self) -> None:
-        """Until the coordinator has heard all members again, and training goes on."""
+        """Wait until the coordinator has heard all members again and training continues."""
         wanted = self._last_step() + MORE_STEPS
         self.job.wait(lambda: self._last_step() > wanted, f"step {wanted}", HEARD_SECONDS)
         time.sleep(TIMES["silent_seconds"] + 2)
 
     def end(self) -> str:
-        """End the job; what its history says was wrong."""
+        """End the job. Return what is wrong with its history; "" if nothing is."""
         self.job.end()
         codes = {name: self.job.code(name) for name in self.job.processes}
         wrong = [f"{name} ended with {code}" for name, code in codes.items() if code]
@@ -120,7 +124,7 @@ class Silences:
 
 
 def run(only: list[str], rounds: int, folder: Path, say: Callable[[str], object] = print) -> dict[str, list[str]]:
-    """Case -> what was wrong, a text for each round; the case "history" is about the whole job."""
+    """Run all cases. Return a map from each case to the result of each round; "history" is about the whole job."""
     hosts = Hosts(NODES + 1)
     found: dict[str, list[str]] = {name: [] for name in only}
     try:
@@ -140,7 +144,7 @@ def run(only: list[str], rounds: int, folder: Path, say: Callable[[str], object]
 
 
 def main() -> None:
-    """Run the cases and print how many rounds went well."""
+    """Run the cases, and print how many rounds went well."""
     names = [f"{case} {seconds}" for case, all_of in CASES.items() for seconds in all_of]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)

@@ -1,16 +1,16 @@
-"""Histories of jobs on a virtual network: the decisions are the product's, on both sides.
+"""Simulate histories of jobs on a virtual network. The decisions on both sides are made by the package's own code.
 
 python tools/simulate.py                      # 20,000 of them
 python tools/simulate.py --histories 100000 --write docs/figures
 python tools/simulate.py --first 4711 --histories 1   # one again: a seed is one history
 
-Nodes come, leave, die, hang and freeze; connections are cut; the coordinator dies, pauses and is started again;
-collectives and attempts fail; in every second history hosts lose each other, too; in every third the script asks for
-switches. Afterwards all that live have to train within a minute of virtual time; no world is entered in two ways, and
-nobody turned away with the only state. The exit status is 1 if it is not so.
+Nodes join, leave, die, hang and freeze; connections are cut; the coordinator dies, pauses and is restarted; collectives
+and attempts fail. In every second history hosts lose contact to each other, and in every third the script requests
+switches. Afterwards all members that live must train within a minute of virtual time, no world may be entered in two
+ways, and no member with the only state may be turned away. Otherwise the exit status is 1.
 
-With as many histories of a launch of fixed size: its script asks for switches, some of which are late or rolled back,
-members work and idle. All scripts have to come to their ends, and all that switch to stand at one step.
+As many histories are of a launch with a fixed size. Its script requests switches, some of which are late or rolled
+back, and members are working or idle. All scripts must end, and all members of a switch must be at one step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PART = 250
 
 
 def faults(seeds: range) -> list[tuple[int, str]]:
-    """(seed, what went wrong) of those that did."""
+    """Simulate histories. Return (seed, what went wrong) for those with a fault."""
     from tests.sim.fixed import launch
     from tests.sim.history import history
 

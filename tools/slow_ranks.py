@@ -1,4 +1,4 @@
-"""One rank of `bench_slow.py`: each rank has a core of its own, and neighbours take most of rank 1's for some time.
+"""One rank of `bench_slow.py`. Each rank has its own core, and other processes use most of rank 1's core for some time.
 
 torchrun ... slow_ranks.py FOLDER '{"begin": 8, "end": 28, "stop": 48, "neighbors": 2, "balance": {"mode": "act"}}'
 """
@@ -26,13 +26,13 @@ AHEAD, PACE = 20, 3.0
 
 
 class Neighbors:
-    """Processes that keep this rank's core busy from one second to another."""
+    """Processes that keep this rank's core busy between two times."""
 
     def __init__(self, count: int, begin: float, end: float) -> None:
         self._count, self._times, self._held = count, [begin, end], list[subprocess.Popen[bytes]]()
 
     def look(self, now: float) -> None:
-        """Start or end them when it is time."""
+        """Start or end the processes if it is time to do so."""
         if not self._times or now < self._times[0]:
             return
         self._times.pop(0)
@@ -42,17 +42,17 @@ class Neighbors:
         self.end()
 
     def end(self) -> None:
-        """End them."""
+        """End the processes."""
         for process in self._held:
             process.kill()
             process.wait()
 
 
 def main() -> None:
-    """Train until the time is up; rank 0 notes when each step ended, and what balance did."""
+    """Train until the time is up. Rank 0 records when each step ended, and the moves of balance."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody has to wait for a compiler
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # so that no rank waits for a compiler
     deepspeed.init_distributed(verbose=False)
     config = {
         "train_batch_size": BATCH,

@@ -1,11 +1,11 @@
-"""Switch a hundred times in one set of processes and see that nothing grows: memory, threads, descriptors, groups.
+"""Switch a hundred times in one set of processes, and check that nothing grows: memory, threads, descriptors, groups.
 
 python tools/soak.py                              # 100 random switches of a small model, about two minutes
 python tools/soak.py --switches 40 --seed 7
 python tools/soak.py --write docs/figures
 
-After the first ten switches no figure may grow: threads, file descriptors and registered process groups not at all,
-memory by at most the allowance. The exit status is 1 if one does.
+After the first ten switches no figure may grow: not the numbers of threads, file descriptors and registered process
+groups, and memory by at most the allowance. Otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Line = dict[str, Any]
 
 
 def windows(notes: dict[int, list[Line]]) -> list[Line]:
-    """Per ten switches: the median pause, and of each count and of memory the lowest seen, on the worst member.
+    """Return, for each ten switches, the median pause, and the lowest value of each figure on the worst member.
 
-    The lowest, since a member that trains holds more than one that is idle, and a group that is being shut down is
-    still there for a moment.
+    The lowest value is used, because a working member holds more than an idle one, and a group that is being shut down
+    still counts for a moment.
     """
     last = max(line["switch"] for lines in notes.values() for line in lines)
     rows = []
@@ -49,7 +49,7 @@ def windows(notes: dict[int, list[Line]]) -> list[Line]:
 
 
 def growth(rows: list[Line]) -> list[str]:
-    """What grew after the first window, in words; the mean of the first third of the rest against that of the last."""
+    """Return text on what grew after the first ten switches: the last third is compared with the first third."""
     rest = rows[1:]
     third = max(len(rest) // 3, 1)
     found = []
@@ -63,7 +63,7 @@ def growth(rows: list[Line]) -> list[str]:
 
 
 def main() -> None:
-    """Run and judge."""
+    """Run the switches, and judge the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--switches", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""One rank of `soak.py`: random switches one after another, and what this process holds after each.
+"""One rank of `soak.py`: makes random switches, and records what this process holds after each.
 
 torchrun ... soak_ranks.py FOLDER '{"switches": 100, "seed": 0, "dtype": "bf16"}'
 """
@@ -26,7 +26,7 @@ START = {"data": 2, "zero_stage": 1}
 
 
 def layouts(count: int, seed: int, processes: int) -> list[dict[str, int]]:
-    """Random targets, each different from the one before it."""
+    """Return random layouts, each different from the previous one."""
     chance, before, found = random.Random(seed), START, []
     for _ in range(count):
         after = before
@@ -38,7 +38,7 @@ def layouts(count: int, seed: int, processes: int) -> list[dict[str, int]]:
 
 
 def held() -> dict[str, int]:
-    """What must not grow."""
+    """Return the figures that must not grow."""
     gc.collect()
     return {
         "resident": memory.resident(),
@@ -49,7 +49,7 @@ def held() -> dict[str, int]:
 
 
 def main() -> None:
-    """Switch."""
+    """Train, and switch."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)

@@ -1,4 +1,6 @@
-"""Small checkpoints of every format that is read, to be mutated: two ranks of DeepSpeed's by hand, the rest by us."""
+"""Small checkpoints of every readable format, to be mutated. Two ranks of DeepSpeed's are written by hand, others by
+us.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ _DATA = "data/"
 
 @dataclass(frozen=True)
 class Specimen:
-    """A checkpoint as files by name. values: (file, first byte, end) of tensors whose damage has to be found."""
+    """A checkpoint, as files by name.
+
+    values: (file, first byte, end) of tensors whose damage must be found.
+    """
 
     name: str
     files: dict[str, bytes]
@@ -34,17 +39,17 @@ class Specimen:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is to be verified, and converted to others; others are converted to ours."""
+        """Whether the checkpoint is ours, so that it is verified, and converted to other formats instead of to ours."""
         return self.name in OURS
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """The size of all files in bytes."""
         return sum(map(len, self.files.values()))
 
 
 def specimens(folder: Path) -> list[Specimen]:
-    """All of them, made in a folder."""
+    """Make all checkpoints in a folder, and return them."""
     torch.manual_seed(1)
     low, full = flat_stage(folder / "stage 2 bf16", 2, "bf16"), flat_stage(folder / "stage 1 fp32", 1, "fp32")
     theirs = [low, full, stage_0(folder / "stage 0 fp32"), stage_3(folder / "stage 3 bf16")]
@@ -65,7 +70,10 @@ def specimens(folder: Path) -> list[Specimen]:
 
 @dataclass(frozen=True)
 class Member:
-    """A member of a zip of torch.save. end: the first byte of the file behind it."""
+    """A member of a zip of torch.save.
+
+    end: the position after the member's last byte.
+    """
 
     file: str
     name: str
@@ -74,7 +82,7 @@ class Member:
 
 
 def members_of(folder: Path, archive: Archive) -> list[Member]:
-    """The members of a file of torch.save, as torch finds them."""
+    """Return the members of a file of torch.save, as torch finds them."""
     name, part = archive
     begin = part[0] if part else 0
     with opened(folder, archive) as file:
@@ -102,7 +110,7 @@ def _specimen(name: str, path: Path) -> Specimen:
 
 
 def _model(dtype: str, **more: Any) -> dict[str, Any]:
-    """Model states; there is a frozen weight and a buffer."""
+    """Return model states, which include a frozen weight and a buffer."""
     frozen = torch.arange(4.0).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
     return {
         "module": {"frozen": frozen, "seen": torch.tensor([9, 8, 7])},
@@ -125,11 +133,11 @@ def _base(*moments: torch.Tensor) -> dict[str, Any]:
 
 
 def flat_stage(folder: Path, stage: int, dtype: str) -> Path:
-    """ZeRO stage 1 or 2: an equal part of a flat buffer for each rank."""
+    """Write a checkpoint of ZeRO stage 1 or 2, in which each rank has an equal part of a flat buffer."""
     folder.mkdir()
     torch.save(_model(dtype), folder / "mp_rank_00_model_states.pt")
     numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-    part = -(-numel // (2 * RANKS)) * 2  # the padding at the end is not saved
+    part = -(-numel // (2 * RANKS)) * 2  # the final padding is not saved
     for rank in range(RANKS):
         master, *moments = (torch.randn(min(part, numel - rank * part)) for _ in range(3))
         own = {"zero_stage": stage, "base_optimizer_state": _base(*moments), "loss_scaler": None}
@@ -140,7 +148,7 @@ def flat_stage(folder: Path, stage: int, dtype: str) -> Path:
 
 
 def stage_0(folder: Path) -> Path:
-    """Without ZeRO: the optimizer is torch's own."""
+    """Write a checkpoint without ZeRO, with torch's own optimizer."""
     folder.mkdir()
     module = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     states = [{"step": torch.tensor(3.0), "exp_avg": torch.randn(shape)} for shape in SHAPES.values()]
@@ -157,7 +165,7 @@ def stage_0(folder: Path) -> Path:
 
 
 def stage_3(folder: Path) -> Path:
-    """A part of each tensor for each rank."""
+    """Write a checkpoint of ZeRO stage 3, in which each rank has a part of each tensor."""
     folder.mkdir()
     numel = sum(-(-torch.Size(shape).numel() // RANKS) for shape in SHAPES.values())
     for rank in range(RANKS):

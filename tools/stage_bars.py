@@ -1,4 +1,4 @@
-"""What each stage takes before and after, as bars: a picture in SVG."""
+"""A bar chart of each stage's time before and after a change, as SVG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ BEFORE, AFTER = "#b8c4cc", "#0b6e99"
 
 @dataclass(frozen=True)
 class Panel:
-    """before, after: by stage, in `unit`."""
+    """One panel of the chart.
+
+    before, after: the value of each stage, in `unit`.
+    """
 
     title: str
     before: Sequence[float]
@@ -25,7 +28,10 @@ class Panel:
 
 
 def draw(file: Path, title: str, panels: Sequence[Panel], before: str, after: str) -> None:
-    """Panels two by two. before, after: what the pale and the dark bars are."""
+    """Draw the panels in two columns.
+
+    before, after: labels of the pale and the dark bars.
+    """
     rows = -(-len(panels) // COLUMNS)
     figure = Figure(figsize=(8.4, 0.8 + 2.0 * rows), layout="constrained")
     figure.suptitle(title, fontsize=10)
@@ -40,5 +46,5 @@ def draw(file: Path, title: str, panels: Sequence[Panel], before: str, after: st
         place.set_xticks(stages)
         place.tick_params(labelsize=7)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
-    with mpl.rc_context({"svg.hashsalt": "stages", "svg.fonttype": "none"}):  # the same figures make the same file
+    with mpl.rc_context({"svg.hashsalt": "stages", "svg.fonttype": "none"}):  # equal figures give equal files
         figure.savefig(file, format="svg", metadata={"Date": None})

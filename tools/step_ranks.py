@@ -1,4 +1,4 @@
-"""One rank of `bench_step.py`: a plain DeepSpeed engine and one of ds_dynatrain side by side, a step of each in turn.
+"""One rank of `bench_step.py`: a plain DeepSpeed engine and one of ds_dynatrain, with a step of each in turn.
 
 torchrun ... step_ranks.py FOLDER '{"size": "30M", "dtype": "bf16", "stage": 1, "steps": 40, "batch": 4, "length": 32}'
 """
@@ -20,7 +20,7 @@ WARM_UP = 4
 
 
 def main() -> None:
-    """Train both and note the seconds of each step."""
+    """Train both, and record the seconds of each step."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)

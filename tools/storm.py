@@ -1,8 +1,8 @@
-"""Random events in an elastic job: nodes come and go, processes are killed and stopped, also two at one time.
+"""Random events in an elastic job: nodes join and leave, and processes are killed and stopped, sometimes two at once.
 
-One worker is always spared, so that somebody has the state: another one every `SPARED_EVENTS` events, the youngest
-of the world, so that rank 0 is killed often enough. It goes, too, if another coordinator needs longer to start than
-members wait for one; then the storm ends with an error.
+One worker is always spared, so that a living member has the state. It changes every `SPARED_EVENTS` events to the
+youngest one of the world, so that rank 0 is killed often enough. If a new coordinator needs longer to start than
+members wait for one, the spared worker ends too, and the storm ends with an error.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ AGENT_OPTIONS = ("--max-restarts=1000", "--shutdown-timeout=10")
 
 
 class Storm:
-    """Does things to a job whose coordinator is a process of its own.
+    """Random events in a job whose coordinator is a process of its own.
 
-    least, most: how many nodes there are; more than the job's MAX: some of them wait. rest_seconds: how long it may
-    take until everything is in order. told: when what happened to which agent.
+    least, most: the limits of the number of nodes. If `most` exceeds the job's MAX, some nodes wait.
+    rest_seconds: the time limit for the job to recover.
+    told: the events so far, as (time, event, agent).
     """
 
     def __init__(self, job: Job, seed: int, least: int = 2, most: int = 5, rest_seconds: float = SECONDS) -> None:
@@ -64,14 +65,14 @@ class Storm:
     # -- the whole ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A coordinator, and as many nodes as there are at least and one more."""
+        """Start a coordinator and one node more than the minimum, and wait until they train."""
         self._start_coordinator()
         for _ in range(self.least + 1):
             self.join()
         self.settle()
 
     def run(self, events: int) -> None:
-        """So many events. TimeoutError if the job does not come to rest after some of them."""
+        """Cause this many events. Raises TimeoutError if the job does not recover after some of them."""
         while (done := self.counts.total()) < events:
             self._one()
             if self.chance.random() < 0.2:
@@ -82,7 +83,7 @@ class Storm:
                 self.settle()
 
     def end(self) -> None:
-        """Let the scripts end, and see that all have."""
+        """Let the scripts end, and check that all processes have ended."""
         self.settle()
         self.job.end(AHEAD)
         for name in (*self.agents, self._coordinator):
@@ -94,7 +95,9 @@ class Storm:
             self.faults.append(f"processes {left} are still there")
 
     def settle(self) -> None:
-        """Wait until all nodes that may train do; see that nobody was left behind, and what everybody holds."""
+        """Wait until all nodes that may train do. Check that no process was left behind, and sample what processes
+        hold.
+        """
         size = min(len(self.agents), int(self.job.nodes.partition(":")[2])) * self.job.workers
         status = self.job.wait(lambda: self._rest(size), f"{size} members at rest ({self.agents})", self.rest_seconds)
         members = processes(status)
@@ -111,7 +114,7 @@ class Storm:
             self._spared_until = self.counts.total() + SPARED_EVENTS
 
     def _alone(self) -> set[int]:
-        """Processes of this job that were started by nobody who is there, and have not ended a little later."""
+        """Return the processes of this job whose ancestors are gone, and which have not ended a little later."""
 
         def look() -> set[int]:
             return {pid for pid in with_variable("OUT", str(self.job.folder)) if not is_below(pid, os.getpid())}
@@ -122,7 +125,9 @@ class Storm:
         return found and found & look()
 
     def _rest(self, size: int) -> Status | None:
-        """The status, if the world has that many members, all are in it, make steps, and nobody is on the way out."""
+        """Return the status if the world has this many members, all are in it and make steps, and no node is
+        leaving.
+        """
         self._see_orphans()
         for name in self.agents:
             if self.job.processes[name].poll() is not None:
@@ -137,7 +142,9 @@ class Storm:
         return status if is_in and self.job.steps(status.generation) > 2 * size else None
 
     def _see_orphans(self) -> None:
-        """Raise RuntimeError if a worker, maybe the last with the state, ended because it found no coordinator."""
+        """Raise RuntimeError if a worker, which may be the last with the state, has ended because it found no
+        coordinator.
+        """
         end = f"this process ends with code {Ending.ORPHANED:d}"
         for name in self.agents:
             orphans = [line for line in (self.job.folder / f"{name}.log").read_text().splitlines() if end in line]
@@ -151,7 +158,7 @@ class Storm:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def _one(self) -> None:
-        """One event that is possible now."""
+        """Cause one event that is possible now."""
         events: dict[str, Callable[[], bool]] = {
             "a node joins": self.join,
             "SIGTERM to an agent": lambda: self._end_agent(signal.SIGTERM),
@@ -171,7 +178,7 @@ class Storm:
                 return
 
     def join(self) -> bool:
-        """A node comes, if there is room for one."""
+        """Start a node if there is room for one. Return whether it was started."""
         if len(self.agents) >= self.most:
             return False
         name = f"n{next(self._names)}"
@@ -191,7 +198,7 @@ class Storm:
         return True
 
     def _kill_worker(self) -> bool:
-        """Also one that is still warming up."""
+        """Kill a worker, which may still be warming up. Return whether there was one."""
         name = self._victim()
         workers = [] if name is None else self.job.workers_of(name)
         return bool(workers) and self._signal(self.chance.choice(workers), signal.SIGKILL)
@@ -200,12 +207,16 @@ class Storm:
         return any(self._signal(pid, signal.SIGKILL) for pid in self._working()[:1] if not self._is_spared(pid))
 
     def _stop_worker(self) -> bool:
-        """Of those in the world: one that hangs before it is ready is noticed by nobody."""
+        """Stop a worker of the world. Outside the world, a stopped worker would not be noticed. Return whether there
+        was one.
+        """
         working = [pid for pid in self._working() if not self._is_spared(pid)]
         return bool(working) and self._signal(self.chance.choice(working), signal.SIGSTOP)
 
     def _hang_worker(self) -> bool:
-        """The scripts see to that by themselves; heartbeats go on."""
+        """Hang the main thread of a worker, by a message to its script. Its heartbeats continue. Return whether there
+        was one.
+        """
         working = [pid for pid in self._working() if not self._is_spared(pid) and pid not in self._touched]
         if not working:
             return False
@@ -216,7 +227,7 @@ class Storm:
         return True
 
     def _pause_coordinator(self) -> bool:
-        """Other events happen meanwhile."""
+        """Stop the coordinator for a while, during which other events happen."""
         process = self.job.processes[self._coordinator]
         process.send_signal(signal.SIGSTOP)
         threading.Timer(self.chance.choice(PAUSES), process.send_signal, (signal.SIGCONT,)).start()
@@ -254,7 +265,9 @@ class Storm:
         return next((name for name in self.agents if pid in self.job.workers_of(name)), "")
 
     def _signal(self, pid: int, number: int) -> bool:
-        """Send a signal to a worker, once in its life: one that is stopped is not killed by us, too."""
+        """Send a signal to a worker unless it already got one: a stopped worker must not be killed as well. Return
+        whether sent.
+        """
         if pid in self._touched:
             return False
         self._touched.add(pid)

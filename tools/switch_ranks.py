@@ -1,8 +1,8 @@
-"""One rank of `bench_switch.py`: walks a list of changes in living ranks and notes what each cost.
+"""One rank of `bench_switch.py`: makes a list of changes in running ranks, and records what each cost.
 
 torchrun ... switch_ranks.py FOLDER '{"size": "30M", "dtype": "bf16", "walk": [...], "start": {...}, "repeats": 3}'
 
-"variant" names one of variants.py, if it is there.
+"variant", if given, names a variant of variants.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ T = TypeVar("T")
 
 
 class Watch:
-    """Measures every switch on this member: `last` is what it noted of the latest, `transaction` that switch itself."""
+    """Measurements of every switch on this member.
+
+    last: the measurements of the latest switch.
+    transaction: that switch.
+    """
 
     def __init__(self, profile: cProfile.Profile | None) -> None:
         self.last: dict[str, Any] = {}
@@ -44,7 +48,7 @@ class Watch:
         self._resident, self._begin = 0, 0.0
 
     def install(self) -> None:
-        """Stand around `Transaction.vote` and `Transaction.conclude`."""
+        """Wrap `Transaction.vote` and `Transaction.conclude`."""
         watch, vote, conclude = self, Transaction.vote, Transaction.conclude
 
         def begin(self: Transaction, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
@@ -60,7 +64,7 @@ class Watch:
         Transaction.vote, Transaction.conclude = begin, end  # type: ignore[method-assign]
 
     def measure(self, transaction: Transaction) -> None:
-        """Note what it measured; RuntimeError if it was rolled back."""
+        """Record the measurements of a transaction. Raises RuntimeError if it was rolled back."""
         pause, outcome = time.perf_counter() - self._begin, transaction.outcome
         high_water = memory.high_water()
         if not outcome.committed or outcome.stats is None:
@@ -87,9 +91,9 @@ class Watch:
 
 
 def least_bytes(transaction: Transaction, processes: int) -> dict[str, int]:
-    """The fewest bytes for the members that were chosen, counted element by element, and for the best choice of all.
+    """Return the fewest bytes for the chosen members, counted element by element, and for the best choice of members.
 
-    A member at rank 0 keeps it if it stays: other choices are not allowed.
+    A member at rank 0 keeps that rank if it stays; other choices are not considered.
     """
     proposal, vps, kinds = transaction.proposal, transaction.preparation.vps, transaction.kinds
     others = (member for member in range(processes) if member != vps.members[0])
@@ -99,7 +103,7 @@ def least_bytes(transaction: Transaction, processes: int) -> dict[str, int]:
 
 
 def main() -> None:
-    """Walk."""
+    """Train, and make the changes of the walk."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)

@@ -1,4 +1,4 @@
-"""One rank of `bench_transport.py`: even members send to the next odd one, all pairs at once.
+"""One rank of `bench_transport.py`: each even member sends to the next odd one, all pairs at once.
 
 torchrun ... transport_ranks.py FOLDER '{"megabytes": [16, 256], "repeats": 5}'
 """
@@ -21,7 +21,7 @@ WAYS = ("auto", "gloo")
 
 
 def copies(nbytes: int, repeats: int) -> list[float]:
-    """Seconds of a plain copy inside this process, touched memory to touched memory."""
+    """Return the seconds of plain copies inside this process, between buffers that were used before."""
     source, target = (allocate(nbytes, torch.uint8) for _ in range(2))
     prefault(source)
     prefault(target)
@@ -34,7 +34,7 @@ def copies(nbytes: int, repeats: int) -> list[float]:
 
 
 def main() -> None:
-    """Note the seconds of each way for each size."""
+    """Record the seconds of each transport for each size."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     member, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)

@@ -1,4 +1,6 @@
-"""What real jobs switch on beside plain mixed precision: the same model and walk, with one thing changed."""
+"""Variants of a job that real jobs use besides plain mixed precision: the same model and walk with one thing
+changed.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ Change = tuple[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Variant:
-    """title: how a table names it. dtype: that of the weights. settings: merged over the plain configuration, block
-    by block. alter: changes the model in place. groups: its optimizer groups, None for one of all parameters.
+    """A variant of a job.
 
-    For another walk over another model: build, step (one optimizer step; None: the GPT's), collate, and a lap from
-    `start` back to it.
+    title: its name in tables.
+    dtype: the type of the weights.
+    settings: settings that are merged into the plain configuration, block by block.
+    alter: function that changes the model in place.
+    groups: function that returns the optimizer groups; None for one group of all parameters.
+    build, step, collate, start, lap: for another model with another walk: its builder, one optimizer step (None: as for
+        the GPT), the collate function, and a lap of changes from `start` back to it.
     """
 
     title: str
@@ -40,7 +46,7 @@ class Variant:
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer, and a trained product of two thin matrices beside it (Hu et al. 2021)."""
+    """A frozen linear layer plus a trained product of two thin matrices (Hu et al. 2021)."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -56,7 +62,7 @@ class LoRALinear(nn.Module):
 
 
 def with_lora(model: GPT) -> None:
-    """Freeze everything and put LoRA beside each linear layer of the blocks."""
+    """Freeze the model, and add LoRA to each linear layer of the blocks."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name, layer in list(block.named_children()):
@@ -65,7 +71,7 @@ def with_lora(model: GPT) -> None:
 
 
 def three_groups(model: GPT) -> Groups:
-    """Embeddings, matrices, vectors: each with a learning rate and a decay of its own."""
+    """Return groups of embeddings, matrices and vectors, each with its own learning rate and weight decay."""
     embeddings = [model.tokens.weight, model.places.weight]
     known = set(map(id, embeddings))
     rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
@@ -92,13 +98,13 @@ VARIANTS: dict[str, Variant] = {
 
 
 def gpt_step(engine: Any, batches: Iterator[Tensor]) -> None:
-    """One micro-batch of the GPT, which returns its loss."""
+    """Train one micro-batch of the GPT, which returns its loss."""
     engine.backward(engine(next(batches)))
     engine.step()
 
 
 def settings_of(variant: Variant | None, plain: dict[str, Any]) -> dict[str, Any]:
-    """The plain configuration with the variant's settings; only `optimizer` is replaced as a whole."""
+    """Return the plain configuration with the variant's settings. Only `optimizer` is replaced as a whole."""
     merged = dict(plain)
     for key, value in (variant.settings if variant is not None else {}).items():
         is_block = isinstance(value, dict) and key != "optimizer"
@@ -107,12 +113,14 @@ def settings_of(variant: Variant | None, plain: dict[str, Any]) -> dict[str, Any
 
 
 def allow_fp16() -> None:
-    """Let DeepSpeed train fp16 on this processor: its CPU accelerator asks for an instruction set and works without."""
+    """Let DeepSpeed train fp16 on this processor, although its CPU accelerator asks for an instruction set that is not
+    needed.
+    """
     get_accelerator().is_fp16_supported = lambda: True
 
 
 def model_of(variant: Variant | None, shape: dict[str, int]) -> nn.Module:
-    """The model of a size, altered, or the variant's own, with the same weights in every process."""
+    """Return the model of this shape, altered, or the variant's own, with the same weights in every process."""
     torch.manual_seed(0)
     if variant is not None and variant.build is not None:
         return variant.build()

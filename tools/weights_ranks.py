@@ -1,4 +1,4 @@
-"""One rank of `bench_weights.py`: sends its weights by our receivers and parameter by parameter, in turns, with notes.
+"""One rank of `bench_weights.py`: sends its weights by our receivers and parameter by parameter, in turns.
 
 The loop is that of OpenRLHF's `broadcast_to_vllm` and TRL's `_iter_named_params`, in short: each parameter is gathered
 by `deepspeed.zero.GatheredParameters`, announced to the receiver by a request, and broadcast.
@@ -32,7 +32,7 @@ BATCH = 4
 
 
 def connected(server: Requests) -> TorchEndpoint | None:
-    """The trainer's end of a group with the loop's receiver; None on other ranks than the first."""
+    """Return the trainer's end of a group with the loop's receiver; None on all ranks except the first."""
     if td.get_rank():
         return None
     info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2, "rank_offset": 1}
@@ -44,19 +44,22 @@ def connected(server: Requests) -> TorchEndpoint | None:
 
 
 class Loop:
-    """The way of today; is_asked: whether each parameter takes a request, or its broadcast alone."""
+    """The usual loop over parameters.
+
+    is_asked: whether each parameter is announced by a request, or only broadcast.
+    """
 
     def __init__(self, server: Requests, group: TorchEndpoint | None, is_asked: bool) -> None:
         self._server, self._group, self._is_asked = server, group, is_asked
 
     def send(self, engine: Any) -> dict[str, Any]:
-        """Send all parameters; return the numbers of collectives and requests, and the bytes."""
+        """Send all parameters. Return the numbers of collectives and requests, and the bytes."""
         gathers = nbytes = 0
         before = self._server.count
         rows = [(name, each.ds_shape, each.dtype) for name, each in engine.module.named_parameters()]
         with ThreadPoolExecutor(1) as beside:
             requests = []
-            if self._group is not None and not self._is_asked:  # one for all
+            if self._group is not None and not self._is_asked:  # one announcement for all parameters
                 tensors = [[name, name_of(dtype), list(shape)] for name, shape, dtype in rows]
                 requests.append(beside.submit(self._server.ask, "POST", "/update", {"tensors": tensors}))
             for name, parameter in engine.module.named_parameters():
@@ -77,7 +80,7 @@ class Loop:
 
 
 def main() -> None:
-    """Send in turns."""
+    """Send in all ways in turn, and record the figures."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)

@@ -1,4 +1,6 @@
-"""What the measurements train: a GPT of a stated size, samples that cost nothing, and DeepSpeed's configuration."""
+"""The job that the measurements train: a GPT of a given size, samples that cost nothing, and DeepSpeed's
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 class GPT(nn.Module):
-    """Returns the loss of guessing each next token of a (batch, length) tensor."""
+    """A GPT that returns the loss of predicting each next token of a (batch, length) tensor."""
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean cross-entropy."""
+        """Return the mean cross-entropy."""
         x = self.tokens(tokens[:, :-1]) + self.places.weight[: tokens.shape[1] - 1]
         for block in self.blocks:
             x = block(x)
@@ -50,14 +52,16 @@ class GPT(nn.Module):
 
 
 class Trainer:
-    """One engine with its loader."""
+    """An engine with its loader."""
 
     def __init__(self, engine: Any, loader: Any) -> None:
         self._engine = engine
         self._batches: Iterator[Any] = iter(loader)
 
     def step(self) -> tuple[float, float]:
-        """Wait for the other ranks, then one step, data included; (wall, processor) seconds."""
+        """Wait for the other ranks, and train one step. Return its (wall, processor) seconds, including data
+        loading.
+        """
         td.barrier()
         wall, processor = time.perf_counter(), time.process_time()
         for _ in range(self._engine.gradient_accumulation_steps()):
@@ -67,23 +71,22 @@ class Trainer:
 
 
 class Samples(torch.utils.data.Dataset[Tensor]):
-    """`count` times the same tokens, made once."""
+    """A data set that returns the same tokens `count` times."""
 
     def __init__(self, count: int, length: int, vocabulary: int) -> None:
         self.count = count
         self.tokens = torch.arange(length + 1) * 7 % vocabulary
 
     def __len__(self) -> int:
-        """How many."""
         return self.count
 
     def __getitem__(self, index: int) -> Tensor:
-        """(length + 1,) tokens."""
+        """Return the (length + 1,) tokens."""
         return self.tokens
 
 
 def config(dtype: str, stage: int, batch: int) -> dict[str, Any]:
-    """DeepSpeed's configuration: AdamW of torch, since DeepSpeed's own wants a compiler."""
+    """Return DeepSpeed's configuration with torch's AdamW, because DeepSpeed's own needs a compiler."""
     wanted: dict[str, Any] = {
         "train_batch_size": batch,
         "steps_per_print": 10**9,
@@ -96,10 +99,10 @@ def config(dtype: str, stage: int, batch: int) -> dict[str, Any]:
 
 
 def engine_in_leaves(wanted: Mapping[str, Any], block: Mapping[str, Any]) -> tuple[Any, Trainer]:
-    """An engine over all ranks with the same weights on each, and what trains it.
+    """Return an engine over all ranks, with the same weights on each, and its `Trainer`.
 
-    wanted: "size", "stage", "leaves" of a global batch, "samples" of a leaf, and "length" in tokens. block: more of
-    `dynatrain`.
+    wanted: "size", "stage", "leaves" of a global batch, "samples" of a leaf, and "length" in tokens.
+    block: further entries of the `dynatrain` block.
     """
     shape, stage = SIZES[wanted["size"]], wanted["stage"]
     settings = config("fp32", stage, wanted["leaves"] * wanted["samples"])
@@ -112,7 +115,7 @@ def engine_in_leaves(wanted: Mapping[str, Any], block: Mapping[str, Any]) -> tup
 
 
 def quiet() -> None:
-    """One thread a rank, and no log of DeepSpeed's."""
+    """Use one thread per rank, and turn off DeepSpeed's log."""
     torch.set_num_threads(1)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
