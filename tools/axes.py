@@ -227,4 +227,4 @@ AXES: dict[str, Variant] = {
         ),
     ),
 }
-"""By axis."""
+"""The models and changes of each axis, keyed by axis."""

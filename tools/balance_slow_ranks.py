@@ -20,7 +20,7 @@ from workload import quiet
 import ds_dynatrain
 
 BATCH, SECONDS = 24, 0.001
-"""Samples of a step; seconds of one in the forward pass, half of those in the backward pass."""
+"""Samples of a step, and the seconds of a sample in the forward pass. The backward pass takes half as long."""
 
 
 class Paced(nn.Module):

@@ -31,14 +31,15 @@ from ds_dynatrain.balance.step_time import step_time
 from ds_dynatrain.space import Layout
 
 FORWARD, BACKWARD, LAYERS = 0.008, 0.016, 6
-"""Seconds of a layer for a micro-batch."""
+"""Seconds of a layer for a micro-batch in both passes, and the number of layers."""
 BATCH, MICRO_BATCH, STEPS = 64, 4, 5
 BAR, ROOM = 0.95, 1.25
-"""Of the best measured throughput; by how much a step may take longer than predicted."""
+"""Fraction of the best measured throughput that must be reached, and the factor by which a step may exceed the
+prediction."""
 MEMORY = 1.5
-"""Of a member, by what it needs in the layout that it begins in; so not every member can have all layers."""
+"""Memory of a member, as a multiple of what it needs in the first layout, so that no member can hold all layers."""
 SLOW_STEPS, ANSWERED_WITHIN, SLOW_FROM = 20, 5, 30
-"""That a member must be slow for; after which it must be answered; the step from which it is."""
+"""Steps for which a member must be slow, steps within which the job must then react, and the first slow step."""
 
 
 @dataclass(frozen=True)

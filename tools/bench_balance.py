@@ -40,7 +40,7 @@ from ds_dynatrain.space import Layout
 
 FORWARD, BACKWARD, PARAMETERS = 0.0117, 0.0264, 12 * 256**2
 SOLVED = ((32, 4, None), (128, 16, 0.050), (512, 64, 2.0))
-"""(layers, stages, bar in seconds)."""
+"""The solved problems, as (layers, stages, bar in seconds)."""
 PIPELINE = (48, 16)
 DRAWN = (
     ("freezing, half", 24, 8),
@@ -50,11 +50,12 @@ DRAWN = (
     ("sparse attention", 24, 16),
     ("embedding and head", 24, 4),
 )
-"""Pictures of those that gain."""
+"""The cases in the chart: those in which balance gains."""
 PER_STAGE = 4
-"""Micro-batches."""
+"""Number of micro-batches per stage."""
 SLEEPERS, BATCH, MICRO_BATCH, STEPS, WITHIN = 12, 64, 4, 5, 0.15
-"""Layers that sleep, samples, those of a micro-batch, steps in a layout, and by how much a prediction may be wrong."""
+"""Number of sleeping layers, samples of a step and of a micro-batch, steps in a layout, and the largest relative error
+of a prediction."""
 
 
 @dataclass(frozen=True)

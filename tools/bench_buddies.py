@@ -27,7 +27,8 @@ SCRIPT = Path(__file__).with_name("buddy_ranks.py")
 NODES = ("a", "b")
 LIMIT_SECONDS = 600.0
 BLOCKING, SHARE, JUDGED = 1.25, 0.02, 64
-"""The bars: the copy ÷ a plain one, and what a step waits for as a share of a step of so many samples a rank."""
+"""The bars: the time of a copy ÷ that of a plain one, and the share of a step that it waits, with so many samples per
+rank."""
 
 
 def steps_of(**wanted: Any) -> list[Row]:

@@ -44,7 +44,7 @@ OPERATIONS_BAR, KILOBYTES_BAR, WAIT_BAR_MS, SIMULATED_BAR_SECONDS = 40, 50, 50, 
 SIMULATED = 16384
 TURNS = 5
 STEP_SECONDS = 0.1
-"""Of training, between two looks for the meeting."""
+"""Simulated seconds of training between two looks for the meeting."""
 
 
 def tensors() -> tuple[LogicalTensor, ...]:
@@ -66,9 +66,10 @@ def tensors() -> tuple[LogicalTensor, ...]:
 
 
 STREAMS = {"states": streams.capture(), "print": "0" * 32}
-"""As if of any member; what they compute for themselves is no part of what is measured."""
+"""Random streams of some member. What members compute for themselves is not part of the measurement."""
 SWITCH_SECONDS = 2e-4
-"""After which one thread lets another one run: in processes of their own members do not wait for each other so."""
+"""Seconds after which one thread yields to another. In processes of their own, members would not wait for each
+other."""
 
 
 class Switch:

@@ -42,13 +42,14 @@ from ds_dynatrain.membership.control import Seal
 FILES = 1024
 BEAT_SECONDS = 0.5
 STORES = 2
-"""Connections of a worker to the store: the two boards of a generation."""
+"""Connections of a worker to the store: one for each of the two boards of a generation."""
 ASKED = 300
 STRANGERS_A_SECOND = 1000
 STATUS_BAR_MS, STRANGERS_BAR_MS, DESCRIPTORS_BAR = 200.0, 1000.0, 4.0
 STEP_BAR = 0.005
 LISTEN_SECONDS = 2.0
-"""Without a word from the coordinator a connection counts as taken: it ends bad ones at once, silent ones after 5 s."""
+"""Seconds without a message after which a connection counts as accepted. The coordinator closes bad ones at once, and
+silent ones after 5 s."""
 CHANGES = ("a bit", "no tag", "once more", "the order", "left out", "of another connection", "in its own direction")
 
 
@@ -227,7 +228,7 @@ while time.monotonic() - begin < seconds:
     time.sleep(0.002)
 print(count / (time.monotonic() - begin))
 """
-"""Connections that say nothing and stay, so many a second."""
+"""A script that opens this many connections per second, which stay open and send nothing."""
 
 
 def strangers(token: str, port: int, seconds: float) -> list[list[object]]:

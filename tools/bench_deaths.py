@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).with_name("death_ranks.py")
 NODES = ("a", "b", "c", "d")
 LIMIT_SECONDS = 400.0
 BOUND = 1.0, 1.25
-"""Seconds, and how many times the raw transport."""
+"""The bar: this many seconds plus this many times the raw transport."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ds_dynatrain.transfer.weighing import HostRuns, InNumpy
 SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24, "256 MB": 1 << 28}
 BAR = 4.0
 RUNS, RUN_BYTES, ROWS = 1_000_000, 4096, 4096
-"""The second table's: a quarter of each row of matrices of so many rows, in fp32."""
+"""The runs of the second table: a quarter of each row, in fp32, of matrices with so many rows."""
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:

@@ -34,11 +34,10 @@ NAMES = (
 )
 BLOCKS, WIDTH = 8, 96
 NARROW = {"sparse_attention": 64}
-"""Widths of those whose samples are long."""
+"""Widths of the models whose samples are long."""
 OFF, ACTED, GAINED, SHARE = 0.15, 1.05, 0.8, 0.9
-"""Bars: how far a prediction may be off; steps with balance ÷ the best ones; measured ÷ predicted gain, the middle one;
-share of what the slowest stages promise that the clock must show, where cost drifts along depth.
-"""
+"""The bars: the largest error of a prediction; time of steps with balance ÷ time of the best ones; median of measured ÷
+predicted gain; and, if costs drift along the depth, the share of the slowest stages' gain that must be measured."""
 DRIFTING = ("freezing", "early_exit")
 HEAD = (
     "layers",

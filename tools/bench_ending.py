@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).with_name("ending_ranks.py")
 LIMIT_SECONDS = 400.0
 BAR_SECONDS = 30.0
 RANKS = (2, 3)
-"""Of one launch and of the next one, in turn."""
+"""Numbers of ranks of one launch and of the next one, in turn."""
 
 
 def launch(

@@ -26,9 +26,9 @@ LIMIT_SECONDS = 600
 BARS = {1: 1.2, 2: 1.15, 3: 1.15}
 FORMS = ["default", "exact"]
 MODE = "COMPATIBLE"
-"""Of MKL, in both jobs."""
+"""MKL's mode in both jobs."""
 Notes = dict[int, list[dict[str, Any]]]
-"""By rank."""
+"""The notes of each rank."""
 
 
 def row(data: int, stage: int, args: argparse.Namespace) -> list[object]:

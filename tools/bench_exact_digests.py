@@ -19,7 +19,7 @@ from launch import launch
 LIMIT_SECONDS = 600
 BAR = 0.03
 MODE = "COMPATIBLE"
-"""Of MKL."""
+"""MKL's mode."""
 
 
 def row(data: int, stage: int, args: argparse.Namespace) -> list[object]:

@@ -55,14 +55,14 @@ PROCESSES = 2
 SIMULATED = 16_384
 JOIN_BAR_SECONDS, LOSS_BAR_SECONDS = 10.0, 1.0
 ANSWER_SECONDS, RETRY_SECONDS = 5.0, 0.2
-"""A worker's own time-out for each answer of the handshake, and its mean pause before it tries again."""
+"""A worker's time-out for each answer of the handshake, and its mean pause before another attempt."""
 
 decoded: Callable[[bytes], Message] = lru_cache(64)(decode)
-"""All light workers of a process share what one of them has decoded; each checks its own tag."""
+"""Decoder that all simulated workers of a process share. Each of them checks its own tag."""
 
 
 amended: dict[str, Generation] = {}
-"""The generations that were made from changes, by digest."""
+"""Generations that were made from changes, keyed by digest."""
 
 
 class LightWorker:

@@ -23,9 +23,9 @@ from launch import launch
 
 PROCESSES, LIMIT_SECONDS = 4, 900
 RING = (("2→4", 4), ("4→3", 3), ("3→4", 4), ("4→2", 2), ("2→3", 3), ("3→2", 2))
-"""Changes of one lap, from two ranks back to two."""
+"""The changes of one lap, from two ranks back to two."""
 BARS = {1: 0.35, 2: 0.35, 3: 0.6}
-"""By stage: the most that the pause may be of that without `late`."""
+"""For each stage, the largest ratio of the pause to the pause without `late`."""
 HEAD = (
     *("size", "dtype", "stage", "pause ms", "late pause ms", "÷", "best, worst", "bar", "met"),
     *("late MB", "late ms", "step waited ms"),

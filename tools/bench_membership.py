@@ -37,19 +37,19 @@ from figures import keep, machine, table
 from nodes import SCRIPT, TIMES, Found, Job, Row
 
 BEST = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
-"""With two attempts a loss is noticed a second earlier, but on a busy machine a node that waits counts as dead."""
+"""With two attempts a loss is noticed a second earlier, but on a busy machine a waiting node then counts as dead."""
 BEST_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RESTARTS = "--max-restarts=1000"
 LIMIT_SECONDS = 120.0
 REST_SECONDS = 0.6
-"""Between two events, so that there are steps to compare with."""
+"""Seconds between two events, so that there are steps to compare with."""
 AWAY_SECONDS = 2.0
-"""How long a coordinator is away."""
+"""Seconds for which a coordinator is away."""
 ROWS_BEFORE = 300
 
 Event = dict[str, Any]
 Given = dict[str, Any]
-"""What else a `Job` is made with: its script, and environment variables."""
+"""Further arguments of a `Job`: its script, and environment variables."""
 
 
 class OverError(Exception):
@@ -61,17 +61,17 @@ class Crossing:
     """The change from one world to the next, in seconds of the machine's clock."""
 
     last: float
-    """The last step of the old one."""
+    """Time of the last step in the old world."""
     formed: float
-    """The last of the new one's members was in it."""
+    """Time at which the last member had entered the new world."""
     first: float
-    """All of them have made a step."""
+    """Time at which all members of the new world had made a step."""
     usual: float
-    """Median seconds of a step of the old one."""
+    """Median seconds of a step in the old world."""
     switch: float
-    """What the script's own switch took."""
+    """Seconds of the script's own switch."""
     lost: int
-    """Steps that were made before and had to be made again."""
+    """Number of steps that had to be made again."""
 
     @property
     def pause_ms(self) -> float:

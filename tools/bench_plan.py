@@ -49,8 +49,8 @@ CHANGES: tuple[tuple[str, str, dict[str, int], dict[str, int]], ...] = (
     ("DeepSeek-V3", "expert 64→32", {"expert": 64}, {"expert": 32}),
     ("DeepSeek-V3", "expert 64, tensor 8→4", {"expert": 64, "tensor": 8}, {"expert": 64, "tensor": 4}),
 )
-"""What is planned is the part of the last rank of the target. The data axis takes what the others leave of all ranks;
-where there are too few ranks, pipe and expert are smaller."""
+"""The changes, of which the last target rank's part is planned. The data axis gets the size that is left by the other
+axes. If there are too few ranks, pipe and expert are smaller."""
 SLOTS: tuple[tuple[str, Layout, Layout], ...] = (
     ("data 64→63", Layout(data=64, zero_stage=1), Layout(data=63, zero_stage=1)),
     ("data 256→255", Layout(data=256, zero_stage=1), Layout(data=255, zero_stage=1)),
@@ -84,13 +84,14 @@ SLOTS: tuple[tuple[str, Layout, Layout], ...] = (
 OWNERS = ((8, 7), (4, 3), (3, 4), (8, 6), (16, 15), (32, 31), (4, 8))
 """Numbers of data ranks before and after."""
 NODES = "on nodes"
-"""The beginning of rows whose members are on nodes of 8."""
+"""Start of the names of rows whose members are on nodes of 8."""
 
 
 ROWS, COLUMNS = 0, 1
 """The dim that the tensor axis cuts."""
 Shapes = dict[str, tuple[tuple[int, ...], int | None]]
-"""Name -> (shape, the dim that the tensor axis cuts or None); experts are those whose name has the word."""
+"""Map from name to (shape, the dim that the tensor axis cuts or None). Tensors of experts have "experts" in their
+names."""
 
 
 def with_queries(layers: int, width: int, words: int, heads: int, keys: int, feed: int, experts: int = 0) -> Shapes:
@@ -145,7 +146,7 @@ MODELS: dict[str, tuple[int, Callable[[], Shapes]]] = {
     "Qwen3-235B": (94, lambda: with_queries(94, 4096, 151936, 64, 4, 1536, 128)),
     "DeepSeek-V3": (61, lambda: with_latent_queries(61, 7168, 129280, 3, 2048, 256)),
 }
-"""Name -> (number of layers, shapes)."""
+"""Map from a model's name to (number of layers, function that returns its shapes)."""
 
 
 def space(layout: Layout, model: str = "Qwen3-235B") -> VirtualParameterSpace:

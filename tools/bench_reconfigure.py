@@ -37,7 +37,7 @@ from ds_dynatrain.elastic.store import serve_store
 
 SECONDS = 60.0
 LEAD_SECONDS = 0.05
-"""From the order until all begin: longer than it takes to reach them."""
+"""Seconds from an order until all begin, which is longer than it takes to send it."""
 REBUILT, AHEAD, EDITED = "built anew ms", "built ahead ms", "edited ms"
 CAN_EDIT = hasattr(td.ProcessGroup, "reconfigure")
 WAYS = (REBUILT, AHEAD, EDITED) if CAN_EDIT else (REBUILT, AHEAD)

@@ -35,7 +35,7 @@ from ds_dynatrain.space import (
 
 NODE = 8
 LARGE, SMALL = (80, 8192, 28672, 128256), (16, 512, 1792, 8192)
-"""Layers, width, width of the feed-forward part, words."""
+"""Number of layers, width, width of the feed-forward layers, and size of the vocabulary."""
 BAR_SENDER, BAR_NODES = 1.25, 1.1
 SIZES: tuple[dict[str, Any], ...] = (
     {"data": 64},
@@ -48,7 +48,7 @@ SIZES: tuple[dict[str, Any], ...] = (
     {"data": 8, "tensor": 8},
     {"data": 8, "tensor": 4, "pipe": 2},
 )
-"""Of the second table, in stages 1 and 3."""
+"""The layouts of the second table, in stages 1 and 3."""
 
 
 def space(sizes: tuple[int, int, int, int], layout: Layout) -> VirtualParameterSpace:

@@ -39,12 +39,12 @@ from ds_dynatrain.simulate.simulated_job import Assumptions, SimulatedJob
 from ds_dynatrain.simulate.trace import read_trace
 
 AT_MOST, NODES = 4, 5
-"""Members that may train, and nodes that are there at most."""
+"""Maximum number of members that train, and of nodes."""
 REST_SECONDS = 240.0
-"""How long a storm may take until everything is in order, on a busy machine. Members wait as long for a coordinator:
-one of them may be the last that has the state."""
+"""Seconds that a storm on a busy machine may take to come to rest. Members wait as long for a coordinator, because one
+of them may be the last that has the state."""
 NOTICED = {"stop": CHAOS_TIMES["silent_seconds"], "hang": CHAOS_TIMES["stuck_seconds"]}
-"""What happened to a worker -> seconds until the coordinator gives it up."""
+"""Map from an event of a worker to the seconds until the coordinator gives the worker up."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from figures import machine, table
 from launch import launch
 
 MINUTES, MINUTE = (10, 24), 2.5
-"""Lengths of the slow-downs, and the seconds that stand for a minute."""
+"""Lengths of the slow-downs in minutes, and the seconds that represent a minute."""
 BEFORE, SETTLED, NEIGHBORS = 8.0, 3.0, 3
-"""Seconds before a slow-down and of them those that are not counted; processes on the member's core beside it."""
+"""Seconds before a slow-down, how many of them do not count, and the number of other processes on the member's core."""
 BALANCE = {"mode": "act", "slow_steps": 9}
 BAR = 0.59
-"""Of the slow-down."""
+"""Fraction of the slow-down that must be removed."""
 
 
 def run(minutes: int, balance: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,8 @@ RING: tuple[tuple[str, dict[str, int]], ...] = (
     ("stage 1→3", {"zero_stage": 3}),
     ("stage 3→1", {"zero_stage": 1}),
 )
-"""Changes of one lap, each from where the one before it ended; stages change in a world of two."""
+"""The changes of one lap, each starting where the previous one ended. The ZeRO stage changes in a world of two
+ranks."""
 
 WAYS = {"auto": "which read each other's memory", "gloo": "over gloo"}
 Record = dict[str, Any]

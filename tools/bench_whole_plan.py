@@ -29,7 +29,7 @@ LARGE = (
     ("llama-3-70b", "data={8},pipe=8,zero_stage=1", "data={16},pipe=16"),
     ("qwen3-235b-a22b", "data={4},pipe=4,expert=32,zero_stage=1", "data={8},pipe=8,expert=16"),
 )
-"""Model and layouts; {1} stands for one rank less than all, {4} for a fourth of all ranks."""
+"""Models and layouts, in which {1} is one rank less than all, and {4} a fourth of all ranks."""
 NAMED = (
     ("llama-3-70b", "data=128,zero_stage=1", "data=120"),
     ("llama-3-70b", "pipe=4,data=32,zero_stage=1", "pipe=8,data=16"),
@@ -37,7 +37,7 @@ NAMED = (
     ("qwen3-235b-a22b", "data=128,expert=64,zero_stage=1", "expert=32"),
     ("qwen3-235b-a22b", "pipe=4,data=32,expert=32,zero_stage=1", "pipe=8,data=16,expert=16"),
 )
-"""Changes on 16 x 8 GPUs beside the published figures; the paper does not name its layouts."""
+"""Changes on 16 x 8 GPUs with published figures; the paper does not name its layouts."""
 
 
 def large_row(ranks: int, model: str, source: str, target: str) -> list[object]:

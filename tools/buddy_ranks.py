@@ -22,7 +22,7 @@ from ds_dynatrain.space import MASTER
 
 WARM_UP = 6
 EVERY_STEPS = 2
-"""So that steps with a copy on its way stand beside steps without, in the same minute."""
+"""Steps between two copies, so that steps with and without a copy on its way are measured in the same minute."""
 
 
 class Watch:

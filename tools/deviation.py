@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 LIMIT_SECONDS = 1200
 WORLD = 4
 THEN = (3, 2, 4)
-"""The next worlds, at even intervals."""
+"""Sizes of the later worlds, at equal intervals."""
 
 
 def losses(exact: bool, steps: int, stage: int, worlds: Sequence[int]) -> np.ndarray:

@@ -21,7 +21,8 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, Block, Windows, texts
 
 LEAVES, SAMPLES = 12, 2
-"""Of a global batch, and of a leaf: every world of 1 to 4 has as many of them on each rank."""
+"""Number of leaves of a global batch, and of samples of a leaf. Worlds of 1 to 4 ranks have equally many on each
+rank."""
 RATE = 1e-3
 
 

@@ -29,9 +29,9 @@ from dynamic.model import Dynamism, Sizes
 from dynamic.runs import DYNAMISMS, boundaries, change_only, job, layer_seconds
 
 RATE = 1e-6
-"""Of learning: so small that what layers take stays as it is."""
+"""Learning rate, so small that the layers' times stay the same."""
 SETTLING, AGAIN = 2, 4
-"""Steps after a switch that are not timed, and how many times as many are timed of the best boundaries."""
+"""Steps after a switch that are not timed, and how many times as many steps are timed at the best boundaries."""
 
 
 def steps_of(engine: Any, count: int) -> list[float]:

@@ -43,15 +43,15 @@ from ds_dynatrain.space.layout import RANK_ORDER, STAGES
 
 STEPS = 4
 TOLERANCE = 1e-4
-"""How far losses may be from those of one rank, relatively: clipping and sums in another order."""
+"""Largest relative difference of losses from those of one rank, which covers clipping and other orders of sums."""
 LIMIT_SECONDS = 90.0
 GRACE_SECONDS = 10.0
 CLIPPING = 0.1
-"""Below the norm of the gradients at every step."""
+"""Clipping threshold, which is below the norm of the gradients in every step."""
 PASSING = r"\[[^\]]*(\.cc:\d+|[\d.]+)\](:\d+)?|\(expected .*"
-"""Parts of messages that are others in each run: addresses, sizes."""
+"""Parts of messages that differ in each run: addresses and sizes."""
 LATE = r"(?i)connection|gloo/transport|a process died"
-"""What a rank says because another one has failed."""
+"""Errors of a rank that result from the failure of another one."""
 OK = "ok"
 DIED = "a process died"
 CLIPS_WRONG = "trains, and clips gradients by another norm than that of the whole model"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WORDS, WIDTH, HEADS, LENGTH, BATCH, EXPERTS = 24, 24, 12, 12, 12, 12
-"""Whatever an axis deals out, 2, 3 and 4 divide it."""
+"""Sizes of the models. 2, 3 and 4 divide everything that an axis divides."""
 
 PARTITION = {
     "use_default_specs": False,
@@ -36,7 +36,7 @@ PARTITION = {
 """How AutoTP cuts the layers of a `Block`."""
 
 Sizes = Mapping[str, int]
-"""Of pipe, data, expert, tensor and sequence."""
+"""Sizes of the axes pipe, data, expert, tensor and sequence."""
 Config = dict[str, Any]
 
 

@@ -45,15 +45,15 @@ from ds_dynatrain.errors import CheckpointError
 MIB = 1 << 20
 MOST_BYTES, MOST_SECONDS, HANG_SECONDS = 512 * MIB, 5.0, 60
 SPACE_BYTES = 2 << 30
-"""Of address space beyond what the process has: pools of memory of threads count there, too."""
+"""Additional address space for a process, in which the memory pools of threads count as well."""
 NO_MEMORY = ("MemoryError", "allocate memory")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CHANGING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 WITH_FOLDER = ("os.mkdir", "os.remove", "os.rmdir")
-"""Events that say last what open folder a path is relative to."""
+"""Events whose last argument is the open folder to which a path is relative."""
 FAULTS = ("traceback", "memory", "slow", "outside", "not found")
 BARE = ("safetensors",)
-"""Formats without sums."""
+"""Formats without checksums."""
 
 
 class HangError(BaseException):

@@ -50,14 +50,14 @@ from nodes import SCRIPT, Job, training
 
 STEP_SECONDS = 0.3
 AWAY_SECONDS = 5.0
-"""With `--mtbf`: from a death to the start of another node."""
+"""With `--mtbf`: seconds from a death to the start of another node."""
 TOGETHER_SECONDS = 1.0
-"""Nodes that fall within it fell in one change; changes are further apart."""
+"""Nodes that are removed within this many seconds were removed by one change."""
 OTHER = "steps slower than their median"
 CAUSES = ("start from nothing", "death", "leave", "join", OTHER)
 
 Trace = Iterator[tuple[int, float]]
-"""Numbers of nodes, and for how many seconds there are so many."""
+"""Numbers of nodes, and the seconds for which each lasts."""
 
 
 def changes(file: Path, most: int, seconds: float) -> Trace:

@@ -29,9 +29,9 @@ from figures import table
 from processes import with_variable
 
 LIMIT_SECONDS, SPARE_SECONDS = 300.0, 10.0
-"""Of one step; how much less it is told, so that it can say itself what has not come."""
+"""Time limit of a step, and how much less the step itself is given, so that it can report unfinished parts."""
 MARK = "GPU_CHECK_STEP"
-"""A variable of the environment by which a step's processes are found."""
+"""Environment variable by which a step's processes are found."""
 CARRIED = {
     "deepspeed==0.19.8": "wheel",
     "hjson==3.1.0": "wheel",
@@ -40,7 +40,8 @@ CARRIED = {
     "annotated-types==0.8.0": "download",
     "typing-inspection==0.4.5": "download",
 }
-"""What the package needs and images for training commonly lack; "wheel": there is source alone, which is built here."""
+"""Packages that the package needs and images for training often lack; "wheel" if there is only source, which is
+built."""
 FOREIGN = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", "--platform=manylinux_2_17_x86_64"]
 
 

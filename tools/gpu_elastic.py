@@ -22,11 +22,11 @@ Found = dict[str, Any]
 BLOCK = {"buddies": {"mode": "copy"}, "timeout_seconds": 60}
 SCRIPT = ROOT / "tests" / "gpu" / "elastic_training.py"
 STEP_SECONDS = 0.02
-"""That the script waits after each step."""
+"""Seconds that the script waits after each step."""
 WAIT_SECONDS, CLEAN_UP_SECONDS = 120.0, 10.0
-"""For each thing that has to come, at most; for ending a job."""
+"""Time limits for each expected event, and for ending a job."""
 STEPS, SKIPPED = 60, 10
-"""That are measured in one world; the first ones compile."""
+"""Number of steps measured in one world, and how many of them do not count because they compile."""
 
 
 def elastic(

@@ -19,14 +19,15 @@ from history import history, mistakes
 from nodes import Job, Row, training
 
 INSTANTS = ("forward", "backward", "reduction", "update")
-"""At which a member is killed, in the words of `tests/elastic/faulted.py`; the last one is inside of the step."""
+"""Points at which a member is killed, as named in `tests/elastic/faulted.py`. The last one is inside the step."""
 KILLS = 10
 HANG_SECONDS, PAUSE_SECONDS = 10.0, 20.0
-"""How long a collective may take, and how long one member stands still: longer than that."""
+"""Time limit of a collective, and the seconds for which one member stands still, which is longer."""
 STEP_SECONDS, AHEAD = 0.3, 4
-"""What the script waits after each step; so many steps lie between two events, in which copies become whole."""
+"""Seconds that the script waits after each step, and number of steps between two events, in which copies become
+complete."""
 FURTHEST = 1e-3
-"""Most relative distance of a loss from that of the run to which nothing happens."""
+"""Largest relative difference of a loss from that of the undisturbed run."""
 SEED = 5
 
 

@@ -19,7 +19,7 @@ import torch.distributed as td
 from launch import Notes
 
 WARM_STEPS, STEPS = 5, 20
-"""Steps that are not counted, and those in a row with or without the gate, which follow each other "rounds" times."""
+"""Steps that do not count, and steps in a row with or without the gate, repeated "rounds" times."""
 LENGTH = 256
 
 

@@ -19,7 +19,7 @@ Found = dict[str, Any]
 NBYTES = 1 << 30
 REPEATS = 9
 ROWS, ROW_BYTES, ROW_STEP = 65536, 4096, 16384
-"""Row runs as a matrix cut by columns gives them."""
+"""Runs as in a matrix that is cut by columns."""
 
 
 def seconds(work: Callable[[], object]) -> float:

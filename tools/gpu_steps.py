@@ -46,14 +46,14 @@ def described(name: str) -> str:
 
 
 Noting = Callable[[Found], object]
-"""Keeps what a step has found so far: it may not live to return it."""
+"""Function that records the results so far, in case a step is ended before it returns them."""
 NCCL = "nccl"
 PROBE = "nccl probe"
 SLOW_SECONDS = 2.0
-"""A collective that takes longer leaves the other steps with NCCL two ranks in place of four."""
+"""If a collective takes longer than this many seconds, the other steps with NCCL use two ranks instead of four."""
 POLL_SECONDS = 0.05
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "group of sends and receives")
-"""What a rank of the probe times, by its names for them."""
+"""The collectives that the probe times."""
 ABORTED = "abort beside a stopped peer, s"
 
 
@@ -115,18 +115,18 @@ def ranks() -> int:
 
 
 RANKS, SECONDS = 4, 280.0
-"""How long a step may take, where nobody says it."""
+"""Number of ranks, and the default time limit of a step in seconds."""
 BUDGET_BYTES = SPARE_BYTES = 64 << 20
 START = {"data": 2, "zero_stage": 1}
 CHANGES = {"2→4": {"data": 4}, "4→2": {"data": 2}, "stage 1→3": {"zero_stage": 3}, "stage 3→1": {"zero_stage": 1}}
-"""One after the other, from `START` and back."""
+"""Changes made one after the other, from `START` and back."""
 Note = dict[str, Any]
-"""What a rank says of one switch: see `gpu_switch_ranks.py`."""
+"""A member's record of one switch; see `gpu_switch_ranks.py`."""
 
 
 AHEAD, NOW, LATE = "ahead", "now", "late"
 RAW = {"auto": "ipc", "nccl": "nccl"}
-"""`dynatrain.transport` -> what a raw copy of the same bytes goes by."""
+"""Map from `dynatrain.transport` to the way of the raw copies."""
 
 
 def pauses(
@@ -283,12 +283,12 @@ CORE = {
     "engines": "each_trains_as_if_alone",
     "loops": "test_trainer or test_lightning",
 }
-"""A part of `support.proved`, or several -> its tests among those of tests/gpu/core."""
+"""Map from one or several parts in `support.proved` to their tests in tests/gpu/core."""
 
 
 LEFT_OUT = "its tests train on four ranks, and a collective takes too long here"
 OF_TWO = {"stages": "a_part_of_the_processes or pairs_of_two"}
-"""Part -> its tests that train on two ranks at most."""
+"""Map from a part to those of its tests that train on at most two ranks."""
 
 
 def core(part: str, collectives: str = "gloo", limit_seconds: float = SECONDS) -> Found:
@@ -416,7 +416,7 @@ def proved(found: dict[str, Found], torch_version: str, card: str, nccl_version:
 
 
 BY_NCCL = {"groups": f"core stages {NCCL}", "elastic": f"elastic {NCCL}", "batches": f"batches {NCCL}"}
-"""Part of `support.proved` -> the step that proves it by NCCL, where that is not of its name."""
+"""Map from a part in `support.proved` to the step that proves it with NCCL, if the step has another name."""
 STEPS: dict[str, Callable[..., Found]] = {
     "environment": environment,
     "copies": copies,
@@ -460,7 +460,8 @@ GROUPS: dict[str, dict[str, float]] = {
         "many": 90,
     }
 }
-"""A name for several steps, in the order in which a card for minutes has them -> how many seconds each may take."""
+"""Map from a name for several steps to these steps with their time limits, in the order that suits a few minutes on a
+card."""
 
 
 if __name__ == "__main__":

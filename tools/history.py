@@ -15,7 +15,7 @@ Losses = dict[int, float]
 Samples = dict[int, list[int]]
 
 BATCH, FACTOR, MODULUS = 12, 7919, 1_000_003
-"""Of `tests/elastic/summing.py`: sample i is worth FACTOR * i % MODULUS, and each step has BATCH of them."""
+"""As in `tests/elastic/summing.py`: sample i has the value FACTOR * i % MODULUS, and each step has BATCH samples."""
 
 
 def sums_of_samples() -> Iterator[int]:

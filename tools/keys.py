@@ -46,9 +46,9 @@ LINKS = {
     "report.jsonl": "[proof](exact.md#proof)",
     "report.monitor": "[monitors](monitoring.md#wb-tensorboard-csv)",
 }
-"""By key: what else to read."""
+"""For each key, links to further reading."""
 TABLES = {"layouts"}
-"""Keys whose blocks are described elsewhere: those of `layouts` are those of `layout`."""
+"""Keys whose blocks are described elsewhere: the blocks of `layouts` have the keys of `layout`."""
 KINDS: dict[Any, str] = {Any: "object or null", bool: "boolean", int: "integer", float: "number", str: "string"}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 

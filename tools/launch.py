@@ -19,7 +19,8 @@ ENVIRONMENT = {
     "DS_LOG_LEVEL": "error",
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
-"""The last one: torch's stores ask a name server at each connection, and an answer that is lost would be measured."""
+"""Environment of the ranks. The last entry avoids a look-up by a name server at each connection of torch's stores,
+whose delay would be measured."""
 
 
 def launch(

@@ -24,7 +24,7 @@ from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 Files = dict[str, bytes]
 Mutation = Callable[[Random, Specimen], Files]
 VICTIM = "/dev/shm/fuzz-victim"
-"""A name that would be a file there if anybody took it for a path."""
+"""A name that would become a file here if it were used as a path."""
 WORDS = (
     *(
         "",
@@ -294,7 +294,7 @@ def _another(draw: Random, row: ManifestRow) -> ManifestRow:
 
 
 FOUND = "one bit of a tensor's values"
-"""The mutation that has to be found, but in formats that have no sums."""
+"""The mutation that must be found in all formats with checksums."""
 MUTATIONS: dict[str, tuple[Mutation, int]] = {
     FOUND: (value_flipped, 2),
     "some bits anywhere": (bits_flipped, 2),
@@ -305,7 +305,7 @@ MUTATIONS: dict[str, tuple[Mutation, int]] = {
     "contents edited, sums made right": (edited, 6),
     "a pickle spoiled, CRC32 made right": (repickled, 4),
 }
-"""What is done, and how often."""
+"""The mutations, with their relative frequencies."""
 
 
 def mutated(draw: Random, specimen: Specimen) -> tuple[str, Files]:

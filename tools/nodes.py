@@ -29,7 +29,7 @@ from ds_dynatrain.elastic.messages import Status
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests" / "elastic" / "summing.py"
 SECONDS = 90.0
-"""How long anything may take on a busy machine."""
+"""Time limit of each wait on a busy machine."""
 TIMES = {"debounce_seconds": 0.05, "beat_seconds": 0.2, "silent_seconds": 2.0, "recovery_seconds": 1.0}
 COORDINATOR_TIMES = ("silent_seconds", "stuck_seconds", "recovery_seconds")
 
@@ -59,7 +59,7 @@ class Journal:
         self._read: Counter[Path] = Counter()
         self._rows: list[Row] = []
         self.steps: Counter[int] = Counter()
-        """Number of steps that were made in a generation, over all members."""
+        """Number of steps made in each generation, over all members."""
 
     def rows(self) -> list[Row]:
         """Return all lines, those of each file in order."""

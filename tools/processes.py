@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SAMPLES = 6
-"""From so many on, it can be seen whether a process grows."""
+"""Number of samples required to judge whether a process grows."""
 
 
 BATCHES = "/dev/shm/torch_"
-"""Where batches lie that a loader's processes hand over: one descriptor each, so many as are on the way just then."""
+"""Paths of batches that a loader's worker processes pass on. Each has one descriptor, and their number varies."""
 
 
 def held(pid: int) -> dict[str, int]:

@@ -77,7 +77,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.integrations.ray.join",
     ),
 }
-"""Where autodoc finds what users hold in their hands; `ds_dynatrain` itself has the first ones, too."""
+"""Names that scripts use, by the title of their table. The first ones are also in `ds_dynatrain` itself."""
 HOME = "ds_dynatrain"
 HOOKS = f"{HOME}.extension.Extension"
 """The class whose methods docs/extensions.md lists by the time at which they are called."""

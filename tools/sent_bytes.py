@@ -48,7 +48,7 @@ def sent(name: str, given: int, taken: int, ranks: int) -> int:
             return given * (ranks - 1) // ranks
         case "allgather_" | "_allgather_base_":
             return given * (ranks - 1)
-        case "alltoall_base_":  # of the result, each rank contributes an equal part
+        case "alltoall_base_":  # a rank receives equally much from each rank, itself included
             return given - taken // ranks
     raise RuntimeError(f"bytes of {name!r} are not counted: give it a line here")
 

@@ -34,10 +34,10 @@ from tests.elastic.hosts import Hosts, address
 
 NODES, COORDINATOR = 3, 4
 TIMES = {"debounce_seconds": 0.05, "beat_seconds": 0.5, "silent_seconds": 5.0, "recovery_seconds": 3.0}
-"""The defaults: the seconds below are real ones."""
+"""The default times, because the seconds below are real ones."""
 CASES = {"stop": (6, 20, 60), "cut": (6, 20), "all": (6, 12)}
 HEARD_SECONDS = 20.0
-"""After a cut of 20 s TCP tries again within this time."""
+"""After a cut of 20 s, TCP tries again within this many seconds."""
 MORE_STEPS = 20
 
 

@@ -23,7 +23,7 @@ PROCESSES = 4
 LIMIT_SECONDS = 900
 WINDOW = 10
 ALLOWED_BYTES_PER_SWITCH = 16 * 1024
-"""Growth of resident memory that counts as the allocator's noise."""
+"""Growth of resident memory that counts as noise of the allocator."""
 COUNTS = ("threads", "descriptors", "groups")
 
 Line = dict[str, Any]

@@ -23,7 +23,7 @@ OURS = ("ours fp32", "ours bf16")
 COUNTED = {"global_steps": 3, "global_samples": 36, "skipped_steps": 0, "dp_world_size": RANKS}
 GROUP = {"lr": 0.5, "betas": (0.9, 0.95), "weight_decay": 0.0}
 _DATA = "data/"
-"""What the names of members that are tensors begin with."""
+"""Start of the names of members that are tensors."""
 
 
 @dataclass(frozen=True)

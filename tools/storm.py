@@ -24,13 +24,13 @@ from ds_dynatrain.elastic.messages import Status
 
 SPARED_EVENTS = 30
 SETTLED_EVERY = 6
-"""Events from one time when everything has to be in order to the next."""
+"""Number of events after which the job has to come to rest."""
 SECONDS = 90.0
-"""How long that may take, of a script that starts in seconds."""
+"""Time limit for coming to rest, if the script starts within seconds."""
 AHEAD = 20
-"""Steps until the scripts end: so many that none has made them all before it reads that."""
+"""Steps until the scripts end. No script makes all of them before it reads that it has to end."""
 PAUSES = (0.5, 2.0, 6.0)
-"""Seconds that a coordinator stands still."""
+"""Seconds for which a coordinator stands still."""
 AGENT_OPTIONS = ("--max-restarts=1000", "--shutdown-timeout=10")
 
 

@@ -17,7 +17,7 @@ LORA_RANK = 8
 
 Groups = list[dict[str, Any]]
 Change = tuple[str, dict[str, int]]
-"""How a table names a switch, and the sizes of its target that are given."""
+"""A switch: its name in tables, and the sizes of its target that change."""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,8 @@ SIZES: dict[str, dict[str, int]] = {
     "125M": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304},
     "1.3B": {"layers": 24, "width": 2048, "heads": 16, "vocabulary": 50304},
 }
-"""Shapes by name: 29.6, 124 and 1312 million parameters, the vocabulary's matrix used twice as in GPT-2.
-
-"25M" gives the models of `axes.py` their samples.
-"""
+"""Shapes by name: 29.6, 124 and 1312 million parameters, with a tied embedding as in GPT-2. "25M" is the shape of the
+samples for the models of `axes.py`."""
 
 
 class GPT(nn.Module):

@@ -38,14 +38,14 @@ SECONDS = 60.0
 """Limit of each wait for another process."""
 FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 20, 1 << 28, 4
 LONG_SECONDS = 0.02
-"""Messages grow until one takes this long."""
+"""Messages grow until one takes this many seconds."""
 REPEATS, MESSAGES = 5, 64
 STAGING_BYTES = 1 << 28
 TAG = 1
 SAME = 0.8
-"""From this part of their speed alone on, members do not disturb each other."""
+"""If members together reach this fraction of their speed alone, they do not slow each other down."""
 Flows = Sequence[tuple[int, int]]
-"""Pairs (sender, receiver) of members that exchange at the same time; equal members for a copy inside of one."""
+"""Pairs (sender, receiver) of members that exchange at the same time. If both are equal, the member copies."""
 
 
 def probe(way: str) -> str | None:

@@ -23,12 +23,12 @@ from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.weights.outputs import BEFORE, Output, TensorRun, batches
 
 LARGE_BYTES = 32 << 20
-"""Size in bytes from which a tensor outside of layers has a bucket of its own: an embedding is larger than a layer."""
+"""Size in bytes above which a tensor outside the layers has its own bucket. An embedding is larger than a layer."""
 FEW_PIECES = 32
-"""Number of pieces up to which a loop over them is faster than to look for rows of equal length among them."""
+"""Number of pieces up to which a loop over them is faster than a search for rows of equal length."""
 ALONE = "alone"
 PACKED = BufferId("packed", 0)
-"""The buffer into which other ranks' elements are received."""
+"""The buffer into which elements of other ranks are received."""
 _TARGET = BufferId("target", 0)
 Memory = Mapping[BufferId, torch.Tensor]
 

@@ -28,7 +28,7 @@ from ds_dynatrain.weights.outputs import Output, batches
 from ds_dynatrain.weights.weight_source import agreed_buffers, raise_first
 
 SEND_BYTES = 64 << 20
-"""Most bytes of tensors that rank 0 sends at once; a larger tensor is sent alone."""
+"""Maximum number of bytes of tensors that rank 0 sends at once. A larger tensor is sent alone."""
 CALL = "load_weights"
 AS_BEFORE = "; the weights are as before"
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -87,7 +87,7 @@ class StagedWeights:
         self._buffers = dict[str, torch.Tensor]() if engine.job.has_stages else persistent_buffers(engine.host.module)
         self._new_buffers = dict[str, torch.Tensor]()
         self.digest = 0
-        """Sum of the digests of all tensors that were taken, in the types in which they were given."""
+        """Sum of the digests of all tensors that were copied, in their given types."""
 
     def take(self, weights: Pairs) -> None:
         """Copy all tensors. Raises WeightsError if one is unknown, missing, given twice with two values, or of another

@@ -24,7 +24,7 @@ from ds_dynatrain.space.interval import Ints, chains
 from ds_dynatrain.weights.outputs import AFTER, BEFORE, Delta, Names, Output, TensorRun
 
 MOST_NUMBERS = 1 << 22
-"""Numbers that stand for elements in one call of transformers' conversion."""
+"""Maximum number of elements in one call of transformers' conversion."""
 
 
 def outputs_of(

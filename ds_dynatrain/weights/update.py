@@ -108,14 +108,16 @@ class Outgoing:
         """The claims of all ranks, by rank."""
         self.label = str(self.version) if label is None else label
         self.wants_delta = is_delta
-        """Whether the next update may be a delta to this one; this one is if `is_delta` is set by the class."""
+        """Whether the next update may be a delta to this one. Whether this one is a delta is `is_delta`, which the
+        receiver sets."""
         self.is_delta = False
         self.nbytes = 0
-        """Bytes of weights that this rank has sent; the receiver class counts them. After `prove`, of all ranks."""
+        """Bytes of weights that this rank has sent, counted by the receiver class; after `prove`, those of all
+        ranks."""
         self.rpcs = 0
         self.digests: dict[str, int] = {}
         self.has_runs = bool(getattr(source, "has_runs", True))
-        """Whether ranks own parts; else the first rank has each tensor as a whole, as if it owned it."""
+        """Whether ranks own parts. Otherwise the first rank has each tensor as a whole, as if it owned all of it."""
         self._passing: Iterator[tuple[str, torch.Tensor]] = source.iter_full()
         self._numbers = {each.name: number for number, each in enumerate(source.metadata)}
         self._sums = np.zeros((2, len(self._numbers)), np.uint64)

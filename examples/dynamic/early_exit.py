@@ -15,7 +15,7 @@ from dynamic.model import Dynamism, Gather, Layers
 from gpt import Block
 
 LEAVING = 0.18
-"""The share of the tokens that are left which leaves after each block in the end."""
+"""Final fraction of the remaining tokens that exit after each block."""
 
 
 class ExitBlock(Block):

@@ -10,7 +10,7 @@ from dynamic.model import Dynamism, Gather, Layers
 from gpt import Block
 
 SHARE = 0.5
-"""Of all layers."""
+"""Fraction of all layers that is frozen in the end."""
 
 
 class FrozenBlock(Block):

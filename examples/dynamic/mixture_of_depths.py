@@ -13,7 +13,7 @@ from dynamic.model import Dynamism, Gather, Layers
 from gpt import Block
 
 LEAST = 0.125
-"""Capacity of the last block in the end, as a share of the tokens."""
+"""Final capacity of the last block, as a fraction of the tokens."""
 
 
 class RoutedBlock(Block):

@@ -15,7 +15,7 @@ from dynamic.model import Dynamism, Gather, Layers
 from gpt import Block
 
 EXPERTS, TRUST = 4, 0.5
-"""Of each block, and p in the end; all are asked at first."""
+"""Number of experts in each block, and the final value of p. At first all experts compute each token."""
 
 
 class ExpertBlock(Block):

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 from gpt import Block
 
 Layers = Mapping[int, nn.Module]
-"""The layers that this process holds, by their number in the whole model; blocks are all but the first and the last."""
+"""The layers that this process holds, by their number in the whole model. All layers are blocks except the first and
+last."""
 Gather = Callable[[Mapping[int, Any]], Mapping[int, Any]]
-"""Gives what is said of each layer, by whoever holds it, to all processes."""
+"""Function that collects a value for each layer from the process that holds it, and returns all values on all
+processes."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dynamic.model import Dynamism, Gather, Layers
 from gpt import Block
 
 PRUNED, LEAST = 0.9, 4
-"""The share of rows that goes in the end, and rows that each block keeps."""
+"""Final fraction of rows that are pruned, and the number of rows that each block keeps at least."""
 
 
 class PrunedBlock(Block):

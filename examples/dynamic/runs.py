@@ -37,7 +37,7 @@ DYNAMISMS: Mapping[str, Dynamism] = {
     "mixture_of_experts": mixture_of_experts.DYNAMISM,
 }
 MICRO_BATCHES, CHANGES = 8, 5
-"""Of a pipeline in a step, and how often layers change in a run."""
+"""Number of micro-batches in a pipeline's step, and of changes of the layers in a run."""
 
 
 @dataclass

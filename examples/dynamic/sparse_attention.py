@@ -14,7 +14,7 @@ from dynamic.model import Dynamism, Gather, Layers
 from gpt import Block
 
 LENGTH, SIDE, MASS = 512, 32, 0.9
-"""Places of a sample and of a block, and the share of the attention that is kept in the end."""
+"""Number of positions in a sample and in a block, and the final share of the attention that is kept."""
 BLOCKS = LENGTH // SIDE
 
 

@@ -14,7 +14,7 @@ from gpt import Block
 NUMBERS = 10
 END = NUMBERS
 LONGEST = NUMBERS
-"""Tokens of the longest answer."""
+"""Number of tokens in the longest answer."""
 
 
 class Policy(nn.Module):

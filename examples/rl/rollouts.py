@@ -25,7 +25,7 @@ PROMPTS = 32  # prompts in a rollout
 ANSWERS = 8  # answers to each prompt
 PIECES = 16  # pieces of a rollout
 SIZE = PROMPTS * ANSWERS
-"""Completions of a rollout."""
+"""Number of completions in a rollout."""
 
 
 def prompts_of(number: int) -> Tensor:

@@ -27,7 +27,7 @@ from ds_dynatrain.weights.update import Update
 LOOK_SECONDS = 0.02
 """Time between two looks for a new update."""
 MOST_ROWS = 1 << 26
-"""Most rows that a plan may have."""
+"""Maximum number of rows in a plan."""
 Row = tuple[int, Move]
 """A move into tensor number `Row[0]`."""
 
@@ -81,9 +81,10 @@ class GroupReceiver:
         self.rank, self.world_size, self.placements = rank, world_size, dict(placements or {})
         self.device, self.timeout_seconds = torch.device(device), timeout_seconds
         self.weights: dict[str, torch.Tensor] = {}
-        """This rank's parts of the present version, by name. Another dict, with other tensors, after each update."""
+        """This rank's parts of the current version, keyed by name. Each update replaces the dictionary and its
+        tensors."""
         self.version = 0
-        """The present version; 0 before the first."""
+        """The current version; 0 before the first one."""
         self.address, self._store = address, None
         if rank == 0:
             self._store, self.address = serve(address)

@@ -44,7 +44,8 @@ class Broadcast(Protocol):
 LOOK_SECONDS = 0.01
 """Time between two looks for the first worker."""
 Endpoint = Callable[[Mapping[str, Any]], Broadcast]
-"""Makes a `Broadcast` from what the workers are told: `master_address`, `master_port`, `world_size` and more."""
+"""Function that makes a `Broadcast` from the entries of the workers' request: `master_address`, `master_port`,
+`world_size` and more."""
 
 
 class Requests:
@@ -263,7 +264,7 @@ def broadcast(group: Broadcast, data: torch.Tensor, request: Future[Any]) -> Non
 
 BUCKET_BYTES_OF_VLLM, BUCKET_BYTES_OF_SGLANG = 32 << 20, 512 << 20
 BUFFERS = 2
-"""Number of buffers into which a worker receives. Workers are told this number."""
+"""Number of buffers into which a worker receives. The workers are told this number."""
 
 
 class VLLMClient(Requests):
