@@ -46,7 +46,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def in_turn(call: Call) -> Call:
-    """Decorate an engine's method so that it runs inside `engine.turn()`, where process-wide state belongs to that
+    """Decorate a method so that it runs inside `engine.turn()`, where process-wide state belongs to the method's
     engine."""
 
     @wraps(call)
@@ -61,8 +61,8 @@ def in_turn(call: Call) -> Call:
 class DynatrainEngine(HostEngine):
     """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`.
 
-    Its state is in `_parts`. The class has the calls that DeepSpeed's engine lacks, followed by those of DeepSpeed's
-    calls that do more in this engine: they run in the engine's turn, in a world that may be aborted during the call.
+    Calls that DeepSpeed's engine lacks come first. They are followed by DeepSpeed's own calls with changed behaviour:
+    they run in the engine's turn, in a world that may be aborted during the call. The engine's state is in `_parts`.
     """
 
     _parts: EngineParts
@@ -84,7 +84,8 @@ class DynatrainEngine(HostEngine):
         """Make DeepSpeed's engine and the parts around it.
 
         world: this member's process groups, which are already installed; None on an idle member.
-        arguments: arguments of DeepSpeed's constructor, which calls methods that use the parts.
+        arguments: arguments of DeepSpeed's constructor. The parts are made first, because that constructor calls
+            methods that use them.
         """
         sizes = int(job.batch_sizes.train_batch_size), world is not None
         host = self._host = self._HOST(self, layout, shaper, *sizes, whole, in_leaves=job.batch_sizes.in_leaves)
@@ -106,12 +107,12 @@ class DynatrainEngine(HostEngine):
 
     @property
     def layout(self) -> Layout:
-        """Layout of the current world, also on an idle member."""
+        """Layout of the current world, even if this member is idle."""
         return self._parts.layout
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The member at each rank of the current world, also on an idle member."""
+        """The member at each rank of the current world, even if this member is idle."""
         return self._parts.members
 
     @property
@@ -178,7 +179,8 @@ class DynatrainEngine(HostEngine):
 
     @property
     def slot_is_borrowed(self) -> bool:
-        """Whether the last micro-batch fetched, or the one in work, has no samples of its own and does not count."""
+        """Whether the last micro-batch fetched, or the one that is being trained, has no samples of its own and does
+        not count."""
         return self._host.slot_is_borrowed
 
     @property
@@ -193,7 +195,7 @@ class DynatrainEngine(HostEngine):
 
     @property
     def buddies(self) -> Any:
-        """The protection of the state against a member's death, as far as this member knows; None in a job without
+        """The protection of the state against a member's death, as this member knows it; None in a job without
         buddies."""
         return getattr(self._parts.extension("buddies"), "protection", None)
 
@@ -209,12 +211,12 @@ class DynatrainEngine(HostEngine):
 
     def meter(self, *names: str) -> None:
         """Time each of these modules, and the rest of the model, in the windows of `balance`. For models without
-        stages.
+        pipeline stages.
 
         Call it on every process of the job, with the same names, before training begins. `engine.balancer.profile` will
         have a layer for each module, and "rest".
 
-        names: as in the model's `named_modules`, none inside another one.
+        names: names as in the model's `named_modules`; no module may be inside another one.
 
         Raises ConfigError for a pipeline, without a `balance` block, once a window has begun, for an unknown name, and
         if anything is compiled.
@@ -228,9 +230,10 @@ class DynatrainEngine(HostEngine):
 
     @property
     def job_epoch(self) -> int:
-        """Number of epochs that the job has completed in `engine.epochs`, on any members.
+        """Number of epochs that the job has completed in `engine.epochs`, whichever members trained them.
 
-        A loop that does not use `engine.epochs` leaves it at 0; `loader.cursor.epoch` counts such a loop's epochs.
+        The number stays 0 if a loop does not use `engine.epochs`; `loader.cursor.epoch` counts the epochs of such a
+        loop.
         """
         return self._parts.job_epoch
 
@@ -256,7 +259,7 @@ class DynatrainEngine(HostEngine):
         """Request another layout. Call it on every working member, with the same arguments and at the same step.
 
         Returns as soon as all working members have made the request. A repeated request for a pending switch gets the
-        same answer. A later roll-back raises nothing: see `last_switch`.
+        same answer. If the switch is rolled back later, no error is raised; see `last_switch`.
 
         layout: the new layout, unless changes to the current one are given, such as `switch(data=4)`.
 
@@ -309,8 +312,10 @@ class DynatrainEngine(HostEngine):
 
         Each result has `layout` and `time.step_ms`, a prediction. Contacts no other member and changes nothing.
 
-        profile: a profile or its file; by default the measured one, or else that of `dynatrain.balance`.
+        profile: a profile, or the path of its file; by default the measured one, or else that of `dynatrain.balance`.
+
         members: the number of members; all by default.
+
         horizon_steps: the number of steps over which the duration of a switch is spread; without it that duration is
         ignored.
 
@@ -515,8 +520,8 @@ class DynatrainEngine(HostEngine):
         )
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that the job still has to run out of `count`. Numbers start at 0, and epochs
-        run on any members count."""
+        """Yield the numbers of the epochs that the job still has to run out of `count`. Numbers start at 0. Epochs that
+        the job has run before, with whichever members, are not repeated."""
         while self._parts.job_epoch < count:
             yield self._parts.job_epoch
             self._parts.job_epoch += 1
@@ -527,8 +532,8 @@ class DynatrainEngine(HostEngine):
 
         is_divided: whether the loss is not a mean over the micro-batch, but was divided by a number for the whole
             global batch (its tokens over all ranks, times the number of ranks over which DeepSpeed takes the mean).
-            Such a loss is used unchanged, and that of a borrowed micro-batch as 0. Set it for every micro-batch of a
-            global batch or for none.
+            Such a loss is used unchanged, and the loss of a borrowed micro-batch as 0. Set it for every micro-batch of
+            a global batch or for none.
 
         Raises DataError for a micro-batch of another world, and if `tokens` are given for a divided loss. Raises
         UnsupportedError for a pipeline, whose `train_batch` fetches its own micro-batches, and for a divided loss in an
@@ -544,8 +549,8 @@ class DynatrainEngine(HostEngine):
         The result is fp32 on the device of `value` (on the CPU for a plain number). With sequence parallelism the mean
         also covers the sequence ranks, each of which has the mean over its part of the same samples. This is a
         collective of the working members. The result is this rank's value alone if the world is aborted during the
-        call, if the global batch is discarded, or if this member joined late and the others are elsewhere in their
-        scripts. Raises DataError if no rank has a sample.
+        call, if the global batch is discarded, or if this member joined late and the others are at other places of
+        their scripts. Raises DataError if no rank has a sample.
         """
         number, parts = float(value.detach() if isinstance(value, torch.Tensor) else value), self._parts
         pair = torch.tensor([number * samples if samples else 0.0, float(samples)], dtype=torch.float64)
@@ -618,11 +623,15 @@ class DynatrainEngine(HostEngine):
     def save_pretrained(
         self, path: Folder, *, max_shard_bytes: int = 5_000_000_000, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write the weights into a folder that Hugging Face's `from_pretrained` reads, from any layout; return it.
+        """Write the weights into a folder that Hugging Face's `from_pretrained` reads, from any layout, and return the
+        folder.
 
-        Call it on every working member, after `engine.step()`; rank 0 writes, and needs memory for one layer and one
-        tensor. Names are those of the model's checkpoint, with an adapter of peft added to the weights that it is
-        beside. max_shard_bytes: of tensors in one file. dtype: the type to which weights are converted.
+        Call it on every working member, after `engine.step()`. Rank 0 writes, and needs memory for one layer and one
+        tensor. Names are those of the model's checkpoint. An adapter of peft is added to the weights that it adapts.
+
+        max_shard_bytes: the maximum size of the tensors in one file.
+
+        dtype: the type to which weights are converted.
 
         Raises WeightsError, on all members alike, if the folder could not be written. Files of an earlier call stay
         unless the message says that they were replaced in part.
@@ -634,24 +643,26 @@ class DynatrainEngine(HostEngine):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None) -> None:
         """Replace the weights, and the masters with them, by full tensors under the names of `save_pretrained`.
 
-        Call it on every working member, after `engine.step()`. weights: pairs of name and tensor, each name once, the
-        same on all members; or None on all members but rank 0, which then sends them. For a model of peft: its
-        adapter alone, under the names of peft's checkpoints. Moments, steps and schedule stay as they are.
+        Call it on every working member, after `engine.step()`. Moments, steps and schedule stay as they are.
 
-        Nothing is replaced before every member has everything. Takes memory for one more copy of this member's weights
-        and masters meanwhile. Raises WeightsError, on all members alike and with the weights as they were, for an
-        unknown name, another shape, a missing tensor, or an error of `weights`.
+        weights: pairs of name and tensor, each name once, the same on all members. Alternatively None on all members
+        but rank 0, which then sends its tensors. For a model of peft these are the tensors of its adapter alone, under
+        the names of peft's checkpoints.
+
+        Nothing is replaced before every member has received everything. Until then the call takes memory for one more
+        copy of this member's weights and masters. Raises WeightsError for an unknown name, another shape, a missing
+        tensor, or an error of `weights`; it is raised on all members alike, and the weights stay as they were.
         """
         named("ds_dynatrain.weights.loading:load_weights")(self, weights)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the engine with the script: notify the other members, and destroy the process groups while they can still
-        answer."""
+        """End the engine with the script: notify the other members, and destroy the process groups while other members
+        can still answer."""
         self._parts.close()
 
-    # ---- DeepSpeed's forward, backward and step, in a world that may be aborted meanwhile ----------------------------
+    # ---- DeepSpeed's forward, backward and step, in a world that may be aborted during the call ----------------------
 
     @in_turn
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -714,9 +725,9 @@ class DynatrainEngine(HostEngine):
     def step(self, lr_kwargs: Any = None) -> None:
         """Run DeepSpeed's step. If it completes a global batch, a change may take effect at the next boundary.
 
-        Does nothing in a discarded global batch. Raises UnsupportedError if the user places the optimizer step (by
-        `set_gradient_accumulation_boundary(True)`, or without `managed_gradient_accumulation`) in the middle of a
-        global batch, because it would cover other samples in another world.
+        Does nothing in a discarded global batch. Raises UnsupportedError if the user places the optimizer step in the
+        middle of a global batch, because it would cover other samples in another world. The user does so by
+        `set_gradient_accumulation_boundary(True)`, or without `managed_gradient_accumulation`.
         """
         if not self._parts.is_discarded:
             PROCESS.membership.surviving(self._parts, lambda: self._step(lr_kwargs), lambda: None)
@@ -729,7 +740,7 @@ class DynatrainEngine(HostEngine):
                 f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
             )
         is_last, place = by_hand or self.is_gradient_accumulation_boundary(), parts.entered_at
-        if is_last and not parts.settle_late():  # some of the state that follows after the pause did not arrive
+        if is_last and not parts.settle_late():  # some masters or moments did not arrive
             logger.warning(
                 "this global batch is void: it trains nothing, and the world before the switch deals it again"
             )
@@ -737,7 +748,7 @@ class DynatrainEngine(HostEngine):
                 parts.at_boundary(place)
             return
         super().step(lr_kwargs)
-        if by_hand:  # one call for all of the window's micro-batches
+        if by_hand:  # count all micro-batches of the window
             self.micro_steps += -self.micro_steps % steps
         if self.micro_steps % steps == 0:
             self._end_window(samples)
@@ -827,7 +838,8 @@ class DynatrainEngine(HostEngine):
         """Save a checkpoint the way DeepSpeed does.
 
         Returns False, with a warning, if the world is aborted during the call, or was aborted in this global batch. A
-        member that joined late saves with the folder and tag that the others have given.
+        member that joined late saves with the folder and tag of the others. If the others are at another place of their
+        scripts, that member saves nothing and returns False.
 
         Raises CheckpointError if the layout has a map of experts, which DeepSpeed's files cannot express.
         """
@@ -852,7 +864,7 @@ class DynatrainEngine(HostEngine):
         *,
         trust_pickle: bool = False,
     ) -> Any:
-        """Load a checkpoint the way DeepSpeed does, also one of another layout or of `engine.save`.
+        """Load a checkpoint the way DeepSpeed does. It may also be of another layout, or written by `engine.save`.
 
         A checkpoint of another layout, or of `engine.save`, is loaded by all members together or by none, as in
         `engine.load`, which also explains `trust_pickle`. If it cannot be loaded, CheckpointError is raised with the
@@ -874,8 +886,7 @@ class DynatrainEngine(HostEngine):
     reload_states = in_turn(HostEngine.reload_states)
 
     def destroy(self) -> None:
-        """Destroy DeepSpeed's engine, and end the engine's job, so that members that wait for work in that job can
-        end."""
+        """Destroy DeepSpeed's engine, and end its job, so that members that wait for work in this job can end."""
         if "_parts" not in self.__dict__:
             return
         with self.turn():

@@ -1,4 +1,5 @@
-"""Entry of a process into a job: with its launch, with others that start an elastic job, or into a running job."""
+"""Entry of a process into a job: together with its launch, with other processes that start an elastic job, or into a
+running job."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ T = TypeVar("T")
 class Entry:
     """State of a process in a job before the process's engine exists.
 
-    launch: the group of all processes that start together; this process alone if it joins a running job.
+    launch: the group of all processes that start together. If the process joins a running job, it is alone in the
+        group.
     mine: this process's number as a member.
     size: the number of processes in the group.
     record: the running job's record (see `PostJob`); None if this process starts a job.
@@ -69,8 +71,10 @@ class Entry:
         return self.record is not None
 
     def exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """Post a value under a key, and return a map from member to value for all starting processes, each of which
-        posts one."""
+        """Post a value under a key, wait for all starting processes to post one, and return a map from member to value.
+
+        A process that joins a running job gets its own value alone.
+        """
         if self.joins:
             return {self.mine: mine}
         self.control.post(f"{key}/{self.mine}", mine)
@@ -90,7 +94,7 @@ class Entry:
 
 
 def with_launch(seconds: float, known: Membership | None) -> Entry:
-    """Enter together with all processes of a launch, which make their engines in the same order.
+    """Enter together with all processes of a launch of fixed size. Every process makes its engines in the same order.
 
     known: the membership of this process's earlier engines; None for the first engine.
     """
@@ -144,7 +148,7 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
 
 
 def _entered(elastic: ElasticMembership, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry:
-    """Enter the process's generation or, for its first engine, the first one that can be entered; see `into`."""
+    """Enter the process's generation or, if it has none yet, the first generation that it can enter; see `into`."""
     generation = 0
     while True:
         world = elastic.world or elastic.member.wait_for_world(generation)
@@ -157,7 +161,7 @@ def _entered(elastic: ElasticMembership, alone: LaunchWorld, seconds: float, eng
 
 @contextmanager
 def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
-    """Context manager that raises SystemExit(0) if the job ends before this process has joined it."""
+    """Context manager that ends the script with SystemExit(0) if the job ends before this process has joined it."""
     try:
         yield
     except JobFinished as end:
@@ -206,11 +210,11 @@ def into(
 
 
 def _stay_outside(elastic: Elastic, world: Generation, engine: int) -> None:
-    """Stay out of a generation that does not include this member, in order to join a later one.
+    """Record that this process cannot enter a generation, which does not include it.
 
-    After a failure the remaining members ask all leaving members what they hold; this member answers that it holds
-    nothing. Raises JobFinished if this member was asked to leave. Raises ElasticError if it was making a further
-    engine, because that engine's description is on the previous generation's board.
+    After a failure the members ask all leaving members what they hold; this member answers that it holds nothing.
+    Raises JobFinished if this member was asked to leave. Raises ElasticError if this member was making a further
+    engine: that engine's description is on the previous generation's board.
     """
     if world.change == "failure" and elastic.member.id in world.leaving:
         with suppress(td.DistError, OSError):
@@ -230,7 +234,7 @@ def _say_nothing_is_held(elastic: Elastic, board: Control) -> None:
 
 
 def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int) -> bool:
-    """Return whether no member of a generation has an engine yet, so that all of them start together.
+    """Return whether no member of a generation has an engine yet, so that all of them start the job together.
 
     Even if no member is known to hold the state, some may have an engine: they are about to leave with the state, or
     joined just before the state was lost. Raises ElasticError on a member that is about to make a further engine for
@@ -254,7 +258,10 @@ def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int)
 
 
 def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], T]) -> T | None:
-    """Call `look` until it returns a true value, and return this value. Returns None if a later generation comes first.
+    """Call `look` until it returns a true value, and return that value. Return None if a later generation is published
+    first.
+
+    whom: a description of what is awaited, for the status.
 
     Raises JobFinished if the job ends.
     """
@@ -270,7 +277,7 @@ def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], 
 
 
 def start_of_job(elastic: Elastic) -> str:
-    """Return a log text about what a process waits for until the coordinator has put it into a generation."""
+    """Return a log text that says what a process waits for before the coordinator has put it into a generation."""
     status = f"`ds-dynatrain status {elastic.member.place.coordinator}`"
     return f"the job to start, or to take this process in; {status} says which nodes are ready"
 
@@ -283,12 +290,12 @@ def start_alone() -> None:
     td.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-# ---- before there is an engine ---------------------------------------------------------------------------------------
+# ---- an early entry, without an engine -------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Early:
-    """A member without an engine, which `PROCESS` keeps until `initialize` is called.
+    """A member that has entered the job without an engine. `PROCESS` keeps it until `initialize` is called.
 
     launch: the process group that the member is in.
     entry: the entry of a process that starts a job; None if the process joins one.
@@ -316,7 +323,7 @@ class Early:
             self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
-        """Enter the job with an engine. The result is like that of `with_members`."""
+        """Continue this entry with an engine, and return the same as `with_members`."""
         entry, launch = self.entry, self.launch
         self.is_taken = True
         self.entry, self.launch = None, self.alone  # this object must not keep the group alive
@@ -332,8 +339,8 @@ class Early:
         return with_members(elastic.member.place, settings, self.membership)
 
     def end(self) -> None:
-        """Report to the coordinator that the script has ended, unless an engine was made, which would report this
-        itself."""
+        """Report to the coordinator that the script has ended. Do nothing if an engine was made, because the engine
+        reports it."""
         if not self.is_taken:
             self.membership.member.stop(has_ended=not ended_in_error())
 
@@ -348,7 +355,7 @@ def begin(place: WorkerPlace) -> Early:
         elastic.member.start()
         with telling_if_long(start_of_job(elastic)):
             entry = None if _is_running(elastic) else _start(elastic, alone, settings.timeout_seconds)
-    if entry is None:  # in the world of this process's node, once all workers of the node have come
+    if entry is None:  # join: form a world of this node's workers
         at = elastic.member.place
         store = elastic.member.store(f"node/{at.node}", START_SECONDS)
         launch = LaunchWorld.formed(store, "node", at.local_rank, at.local_size, START_SECONDS, GroupStatus())
@@ -360,7 +367,7 @@ def begin(place: WorkerPlace) -> Early:
 
 
 def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
-    """Start a job together with all other starting processes. Returns None if a running job has to be joined
+    """Start a job together with all other starting processes. Returns None if there is a running job to join
     instead."""
     member, generation = elastic.member, 0
     warm()

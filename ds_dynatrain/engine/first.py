@@ -1,4 +1,4 @@
-"""The first layout of a launch, and its first state if a model's parameters arrive one by one.
+"""The first layout of a launch, and the first state of a model whose parameters arrive one by one.
 
 The layout is derived from the `dynatrain` block or from DeepSpeed's configuration.
 """
@@ -50,9 +50,8 @@ def first_layout(
 
     model: the model, with all its layers if it was built in stages.
     pipe: the number of pipeline stages.
-    grows: whether members come and go, so that any number of them may start.
-    in_leaves: whether batches consist of leaves (micro-batches of fixed size); ranks without a leaf are idle in this
-    case.
+    grows: whether members can join and leave, so that any number of processes may start.
+    in_leaves: whether batches consist of leaves (micro-batches of fixed size). Ranks without a leaf are then idle.
 
     Raises ConfigError if there are too few processes, or if the axes do not divide their number.
     """
@@ -87,8 +86,8 @@ def first_layout(
 
 
 def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
-    """Raise ConfigError if the first layout cannot divide the batch for this model, or rules out a feature of the
-    job."""
+    """Raise ConfigError if the job cannot start in this layout: it cannot divide the batch for this model, or it
+    excludes a feature of the job."""
     try:
         feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
@@ -102,7 +101,7 @@ def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, proc
             "a tensor axis": layout.tensor > 1,
             "DeepSpeed before 0.19.8": "zero_optimization.round_robin_gradients" in present().refused,
         }
-        for name in others if job.settings.owners == "nearest" else ():  # tensors in an order of our choice
+        for name in others if job.settings.owners == "nearest" else ():  # DeepSpeed's order changes
             if others[name]:
                 raise usage("an order of tensors by owners").refused(f'"owners": "nearest" with {name}')
     except SwitchRefused as refusal:
@@ -134,7 +133,7 @@ def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace
         return
     try:
         buffers, drawn = _fill(engine, incoming, values, numbers)
-    except ConfigError as error:  # the others would wait
+    except ConfigError as error:  # post it, because the others wait for this member
         _compare_draws(engine, incoming, {"failed": str(error)})
         raise
     _compare_draws(engine, incoming, {"values": drawn})

@@ -21,7 +21,7 @@ SEE_OFF_SECONDS = 5.0
 class FixedLaunch(Membership):
     """Membership of a job whose generation never changes.
 
-    Heartbeats show which members are dead, and a lost peer ends the job.
+    A member learns of deaths from missing heartbeats, and a lost peer ends the job.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,8 @@ class FixedLaunch(Membership):
             beating.stop()
 
     def end_script(self, engine: EngineCore) -> None:
-        """Wait, on member 0, until idle and late members have read that the job has ended.
-
-        This is needed because member 0's process may serve the key-value store.
-        """
+        """Wait, on member 0, until idle and late members have read that the job has ended. Needed because member 0's
+        process may serve the key-value store."""
         board = engine.control
         if board.member != 0:
             return
@@ -83,5 +81,5 @@ class FixedLaunch(Membership):
         engine.note_safe()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the output of a forward pass, and keep it while the batch may still be discarded."""
+        """Return the output of a forward pass. Keep it, too, while a late switch may still discard the batch."""
         return parts_of(engine).remember(output) if engine.awaits_late else output

@@ -65,7 +65,7 @@ DEFAULT_PORT = 29500
 """DeepSpeed's default for `distributed_port`."""
 
 FREE = ("dynatrain.report.", "dynatrain.timeout_seconds")
-"""Keys of the configuration that may differ between processes."""
+"""Keys of the configuration whose values may differ between processes."""
 
 Results = tuple[Any, Any, Any, Any]
 
@@ -205,7 +205,7 @@ def _join_before_engines() -> bool:
 
 
 def _settle_elastic_launch() -> None:
-    """Prepare an elastic launch before anything else is done.
+    """Check that an elastic launch can survive a death, and switch off torch's watchdog. Called before anything else.
 
     Raises UnsupportedError or ConfigError if the launch could not survive a death.
     """
@@ -241,12 +241,12 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     take_own(local_rank())
     place = worker_place()
     PROCESS.begin()
-    rule_of(given.settings.raw_layouts)  # a wrong one is refused before this process joins anything
+    rule_of(given.settings.raw_layouts)  # refuse wrong layouts before this process joins
     others = PROCESS.engines
     if others and place is not None and is_pipeline(given.arguments["model"]):
         raise usage("a pipeline beside another engine where members come and go").error()
     stood = [other.job.number for other in others if other.has_stood]
-    if place is not None and stood:  # members that have joined would not know of this engine
+    if place is not None and stood:  # newcomers would not know of a new engine
         raise ConfigError(
             f"engine {stood[0]} of this process has dealt a batch already, and members that come would not know of a "
             "new engine; make all engines before the first batch of any of them"
@@ -326,7 +326,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
 
 
 def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None) -> Entry:
-    """Enter the job in the way that applies: early, with a launch, with other members, or with a further engine."""
+    """Enter the job: continue an early entry, or enter with a launch, with other members, or with a further engine."""
     if early is not None:
         PROCESS.early = None
         return early.take_over(settings)
@@ -362,7 +362,7 @@ def _make(
     incoming: Incoming,
     shaper: Shaper,
 ) -> DynatrainEngine:
-    """Make the engine, ready for work. If this raises an error, nothing of the engine is left.
+    """Make the engine and prepare it for work. If this raises an error, no part of the engine remains.
 
     layout: the current layout of the job.
     arguments: arguments of DeepSpeed's constructor.
@@ -404,7 +404,7 @@ def _make(
         if hasattr(extension, "state_dict"):
             engine.register_for_checkpointing(extension.name, extension)
     parts = engine._parts
-    if entry.world is not None and entry.alone is not None and not entry.joins:  # leave the group of all who start
+    if entry.world is not None and entry.alone is not None and not entry.joins:  # leave the start group
         parts.context = replace(parts.context, launch=entry.alone)
         if parts.idle:
             entry.alone.install()
@@ -438,8 +438,9 @@ def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
-    """Return an engine of the class that the model needs, as extended by the extensions.
+    """Return an engine of the class that the model and the extensions need.
 
+    world: the world of this member; None if it is idle.
     groups: the groups of the installed world, which is a placeholder on an idle member.
     """
     has_stages = is_pipeline(arguments["model"])
@@ -471,7 +472,8 @@ def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
 def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
     """Return the descriptions of the parameters, which must be equal on all processes.
 
-    A process that joins a job takes the description of each parameter from the job, because all values come from there.
+    A process that joins a job takes over how each parameter arrives from the job's own descriptions, because it
+    receives all values from the job.
     """
     rows = incoming.rows
     if entry.record is None:

@@ -1,4 +1,4 @@
-"""Answers of an engine to its loaders, which follow the world."""
+"""The engine's side of its loaders: what loaders that follow the world ask of their engine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LoadingEngine(SwitchingEngine):
     evaluation_loaders: int = 0
     """How many evaluation loaders were made."""
     _opened: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Map from the name of each train loader to its last global batch: (segment, number of micro-batches trained
-    before it)."""
+    """Map from the name of each train loader to (segment, number of micro-batches trained before) of its last global
+    batch."""
 
     @property
     def data_rank(self) -> int:
@@ -39,7 +39,7 @@ class LoadingEngine(SwitchingEngine):
 
     @property
     def batch(self) -> BatchArithmetic:
-        """Division of a global batch among the ranks of the current world."""
+        """How a global batch is divided among the ranks of the current world."""
         return self.batch_for(self.layout)
 
     def turn(self) -> AbstractContextManager[None]:
@@ -105,7 +105,8 @@ class LoadingEngine(SwitchingEngine):
             )
 
     def deal(self, slot: Slot, last: bool) -> None:
-        """Record the slot (weight and number of samples) of the micro-batch that a train loader is about to return."""
+        """Record the slot of the micro-batch that a train loader is about to return. A slot is the micro-batch's weight
+        and number of samples."""
         host = self.host
         host.slot_weight, host.slot_is_borrowed = slot.weight, slot.is_borrowed
         if isinstance(slot, Leaf):
@@ -119,7 +120,8 @@ class LoadingEngine(SwitchingEngine):
             self.open_batch = OpenBatch(True, self._samples_with(slot), False)
 
     def _samples_with(self, slot: Slot) -> int | None:
-        """Return the number of samples in the open global batch, derived from a slot; None if it is not yet known."""
+        """Return the number of samples in the open global batch, computed from one of its slots; None if that slot does
+        not tell it."""
         if isinstance(slot, Leaf):
             return slot.batch_samples
         if slot.is_borrowed:
@@ -153,10 +155,11 @@ class LoadingEngine(SwitchingEngine):
         return [loader for loader in self.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
 
     def together(self, name: str, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective of the working members, or return the result of `alone` if not all of them take part.
+        """Run a collective of the working members and return its result. Return the result of `alone` if not all
+        members take part.
 
-        This happens if the world is aborted during the collective, if the global batch is discarded, or if this member
-        joined late and the others are elsewhere in their scripts.
+        Not all members take part if the world is aborted during the collective, if the global batch is discarded, or if
+        this member joined late and the others are at other places of their scripts.
 
         name: a name for the log, the same on all members.
         """

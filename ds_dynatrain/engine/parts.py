@@ -1,4 +1,4 @@
-"""State and calls of an engine as one object: its begin and end, its extensions, and what its base classes add."""
+"""State and calls of an engine as one object: what its base classes provide, its begin and end, and its extensions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EngineParts(SavingEngine):
     heartbeat: Heartbeat | None = None
     """Heartbeat of this member; None in jobs whose coordinator detects deaths."""
     kept: Kept = field(default_factory=Kept)
-    """Copies of the state that members keep for each other."""
+    """Copies of the state that this member keeps, of its own state and of other members' state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +52,7 @@ class EngineParts(SavingEngine):
         return [one for one in open_engines() if one is not self]
 
     def begin_segment(self) -> None:
-        """Record that another state is about to be loaded, so that step numbers may repeat, and notify the
+        """Record that another state is about to be loaded, after which step numbers may repeat, and notify the
         extensions."""
         super().begin_segment()
         for extension in self.extensions:
@@ -64,7 +64,7 @@ class EngineParts(SavingEngine):
             extension.before_leaving_world()
 
     def finish_step(self) -> None:
-        """Notify the extensions, at the end of a global batch, that its step is over.
+        """Notify the extensions, at the end of a global batch, that the optimizer step is over.
 
         Raises WorldChanged if a member may have been lost while replicas took the step.
         """
@@ -82,7 +82,7 @@ class EngineParts(SavingEngine):
     # ---- the begin and the end -------------------------------------------------------------------------------------
 
     def begin_work(self, space: VirtualParameterSpace) -> None:
-        """Open the engine with its parameter space, as the last step of `initialize`, and register it with the
+        """Open the engine with its parameter space, as the last step of `initialize`, and register the engine with the
         process."""
         self.adopt_space(space)
         self.is_open = True
@@ -91,11 +91,11 @@ class EngineParts(SavingEngine):
             for extension in self.extensions:
                 extension.on_start()
         self.tell_of_batch()
-        if self.idle:  # do imports and other first work now, not in a pause
+        if self.idle:  # do a first build's work now, not in a pause
             others = set() if compiled_by_wrapping(self.host.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
                 layout = self.layout.replace(zero_stage=stage)
-                with suppress(SwitchRefused):  # no switch can go there
+                with suppress(SwitchRefused):  # no switch to this layout is possible
                     self.targets.check(layout, len(self.candidates.nodes))
                     self.rehearse(layout, 0)
         PROCESS.membership.add(self)
@@ -103,7 +103,7 @@ class EngineParts(SavingEngine):
         self.begin_places()
 
     def close(self) -> None:
-        """End the engine with the script: notify the other members, and destroy process groups while all members
+        """End the engine with the script: notify the other members, and destroy process groups while all members still
         respond."""
         with self.turn():
             if self.end_job():
@@ -125,7 +125,7 @@ class EngineParts(SavingEngine):
             self.saver.settle()
             PROCESS.membership.say_end(self)
             self.close_loaders()
-        except RuntimeError:  # the store is gone: no member can be notified
+        except RuntimeError:  # without the store, no member can be notified
             pass
         PROCESS.membership.remove(self)
         if self.world is not None:

@@ -2,8 +2,8 @@
 
 A user's own iterator yields what one member reads in one world: a number of micro-batches from one share of each global
 batch, starting at the member's position. Its samples cannot be assigned to other members. The iterator is therefore
-usable until any member's position in the pipelines changes, or the share of the member's pipeline. The ZeRO stage and
-the boundaries of stages may change.
+usable only as long as every member keeps its position in the pipelines, and every pipeline its share of a global batch.
+The ZeRO stage and the boundaries of stages may change.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class PipelineFeed:
     given: one pass of our loader, or DeepSpeed's `RepeatingLoader` over it, which reads pass after pass; or a user's
         own iterator.
     places: the positions in the pipelines for which a user's own iterator was given; None for our loader, which can be
-        read at any. An iterator that is given again still belongs to the positions for which it was first given.
+        read at any position. An iterator that is given again still belongs to the positions for which it was first
+        given.
     """
 
     given: Any
@@ -68,7 +69,8 @@ class PipelineFeed:
         return self.given if isinstance(self.given, Pass) else cast("Pass", self.given.data_iter)
 
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
-        """Reach the boundary at the next batch; with a user's own iterator, by a call of `boundary`.
+        """Reach the boundary before the next global batch. Our loader reaches it by itself; for a user's own iterator,
+        this calls `boundary`.
 
         Raises StopIteration on all members if the only pass is over.
         """
@@ -84,9 +86,10 @@ class PipelineFeed:
             self._at.reach_boundary()
 
     def samples(self, now: PipelinePlaces) -> Iterator[Any]:
-        """Return the current pass, or the user's iterator, which must have been given for the current positions.
+        """Return the iterator from which to read: the current pass, or the user's own iterator.
 
-        Raises DataError on all members, before anything is read, if it was given for other positions.
+        Raises DataError on all members, before anything is read, if the user's iterator was given for other positions
+        than the current ones.
         """
         if self.places is None:
             return self._at
@@ -128,7 +131,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
     _feed: PipelineFeed | None = None
     """Source of samples from which `train_batch()` continues."""
     _read: tuple[PipelineFeed, int] | None = None
-    """Source of samples and step number of the open global batch, once all members have reached its boundary."""
+    """The source of samples of the open global batch, and the step number of that batch; None before its boundary."""
 
     @in_turn
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
@@ -163,7 +166,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return loss
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Share the loss with all ranks before running DeepSpeed's step, so that no death can lose the loss."""
+        """Share the loss with all ranks, and then run DeepSpeed's step. In this order no death can lose the loss of a
+        step that was taken."""
         self._share_loss()
         super()._take_model_step(*arguments)
 
@@ -171,13 +175,13 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         """Train the global batch again after the world was aborted and a new one formed.
 
         A function of `on_switch` may have set another source of samples before this call. At stage 0 another replica
-        may have completed the step; in this case the step's loss is returned.
+        may already have completed the step; the loss of that step is returned then.
         """
         if self._read is not None:
             feed, step = self._read
             if self.global_steps > step:
                 return self._loss_of_step()
-            if feed is self._feed and feed.places is not None:  # our loader has gone back already
+            if feed is self._feed and feed.places is not None:  # our own loader would have gone back
                 raise WorldChanged(
                     "train_batch: the world was aborted in this global batch and formed anew, and what was read of the "
                     f"{type(feed.given).__name__} cannot be read again; {WAY_OUT}"
@@ -185,7 +189,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return self.train_batch()
 
     def _reach_boundary(self) -> Iterator[Any]:
-        """Reach a boundary, and return an iterator over the next global batch, for the world that trains it."""
+        """Reach a boundary, and return an iterator over the samples of the next global batch."""
         if self._feed is None:
             if not self._parts.train_loaders:
                 raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")
@@ -241,8 +245,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return made
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
-        """Return the loader of `training_data` in the data set's own order, the way DeepSpeed's pipeline engine reads
-        it.
+        """Return the loader of `training_data`, in the data set's own order, as DeepSpeed's pipeline engine reads it.
 
         Any other loader shuffles by default.
         """

@@ -1,4 +1,4 @@
-"""Restoration after a loss of state: all engines get their state from copies or a checkpoint, in new worlds."""
+"""Restoration after a loss of state: all engines get their state back from copies or a checkpoint, in new worlds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StateRecovery:
 
     engines: the engines of this process.
     proposals: for each engine, the layout and members in which to restore it.
-    copies: for each engine, a copy of its whole state, all from the same boundary; () if there are none.
+    copies: for each engine, the copies that make up its whole state, all from the same boundary; () if there are none.
     boards: the key-value stores of the new generation.
     registry: the numbers of the new generation's members.
     """
@@ -48,10 +48,12 @@ class StateRecovery:
     elastic: Elastic
 
     def restore(self) -> bool:
-        """Restore all engines from copies, or otherwise from the newest backup. All members of the layout call it.
+        """Restore all engines from copies or, if that is not possible, from the newest backup. All members of the
+        layout call it.
 
-        Returns whether the state is restored. If a failure or a death has prevented this, the engines hold no state,
-        and a later generation tries again. Raises CheckpointError if there are neither copies nor a whole checkpoint.
+        Returns whether the state is restored. It is not if a failure or a death came in between: the engines then hold
+        no state, and a later generation tries again. Raises CheckpointError if there are neither copies nor a whole
+        checkpoint.
         """
         worlds, newest = dict[int, World](), self.boards.world
         try:
@@ -85,7 +87,7 @@ class StateRecovery:
     def _are_restored(self, worlds: Mapping[int, World]) -> bool:
         """Restore all engines from copies, and return whether this succeeded.
 
-        Returns False if it fails although no member has died, and there is a backup to try instead.
+        Returns False if it fails although no member has died, and if there is a backup to try instead.
         """
         parts = list(zip(self.engines, self.proposals, self.copies, strict=True))
         try:
@@ -104,13 +106,13 @@ class StateRecovery:
             logger.error("%s; all goes back to the %s", error, backups.what)
             return False
         for engine, _, whole in parts:
-            engine.kept.stays(whole.mark)
+            engine.kept.mark_whole(whole.mark)
             logger.warning("restored step %d from copies that members keep of each other", whole.mark.step)
         return True
 
     def serve(self) -> None:
-        """Send the copies that this member keeps to the restoring members. A failure is only logged, because those
-        members notice it, too.
+        """Send the copies that this member keeps to the restoring members. If this fails, only log it: those members
+        notice the failure, too.
 
         All worlds are built before anything is sent, as on the restoring members.
         """
@@ -130,7 +132,7 @@ class StateRecovery:
                 with engine.turn():
                     serve_from(engine, _goal(proposal, worlds[place]), whole, engine.kept)
             for _, engine, _, whole in parts:
-                engine.kept.stays(whole.mark)
+                engine.kept.mark_whole(whole.mark)
         except (RuntimeError, DynatrainError) as error:
             generation = self.boards.world.generation
             logger.warning("generation %d: copies could not be given (%s); the next one tries again", generation, error)
@@ -141,7 +143,7 @@ class StateRecovery:
                 self.elastic.let_go(engine.job.number)
 
     def _world_of(self, place: int) -> World:
-        """Return an engine's next world. Its group for transfers includes the members that hold copies."""
+        """Build and return an engine's next world. Its group for transfers includes the members that hold copies."""
         engine, proposal, world = self.engines[place], self.proposals[place], self.boards.world
         holders = self.copies[place].members if self.copies else ()
         self.boards.adopt(engine, place, self.elastic.candidates(world, self.registry))
@@ -156,8 +158,8 @@ class StateRecovery:
             return made
 
     def _is_overtaken(self) -> bool:
-        """Return whether a later generation was published. Waits shortly for one, because others may learn of a death
-        first."""
+        """Return whether a later generation was published. Waits `NOTICE_SECONDS` for it, because other members may
+        learn of a death earlier than the coordinator."""
         end, is_newest = time.monotonic() + NOTICE_SECONDS, partial(self.elastic.member.is_newest, self.boards.world)
         while is_newest() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)

@@ -1,8 +1,8 @@
 """Switches of one engine on one member: requested, prepared, carried out at a boundary or given up, and reported.
 
-A working member looks for a due switch at every boundary and takes part in it. An idle member stays at the boundary,
-polling the board (the job's key-value store), until it works again or the job has ended. The number of a proposed
-switch is used up whether or not the switch succeeds, so that no key on the board is ever used twice.
+A working member checks at every boundary whether a switch is due, and takes part in it. An idle member stays at the
+boundary, polling the board (the job's key-value store), until it works again or the job has ended. The number of a
+proposed switch counts as used whether or not the switch succeeds, so that no key on the board is ever used twice.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ Write = Callable[[EventWriter, SwitchEvent], None]
 class Reason:
     """Reason for a switch request.
 
-    cause: the name of the requesting extension; "" if the script makes the request.
-    predicted_gain: see `Proposal`.
+    cause: the name of the extension that makes the request; "" if the script makes it.
+    predicted_gain: the fraction of a step's time that the switch is expected to save, if this is its reason.
     without: members that get no rank in the new layout.
     """
 
@@ -85,13 +85,13 @@ class SwitchingEngine(DiscardableEngine):
     switch_listeners: list[OnSwitch] = field(default_factory=list)
     change_listeners: list[OnChange] = field(default_factory=list)
     _told: Place | None = None
-    """The place that was last reported. At the end of every boundary, and while this member waits for work, its place
-    is compared with this one; code that changes a world reports nothing."""
+    """The place that was last reported. The current place is compared with it at the end of every boundary, and while
+    this member waits for work. No other code has to report a change."""
     _formed: int = 0
     bytes_per_second: float = ASSUMED_BYTES_PER_SECOND
     _asked: tuple[tuple[str, int], int] = (("", 0), 0)
     _entered: Transaction | None = None
-    """A late switch (its masters and moments move after the pause) that is entered but not complete; else None."""
+    """A late switch whose masters and moments have not all arrived yet; None if there is none."""
     _answered: PendingSwitch | None = None
     _first_step_is_due: bool = False
     _has_warned: bool = False
@@ -101,7 +101,7 @@ class SwitchingEngine(DiscardableEngine):
         self.saver, self.targets = Saver(self), Targets(self)
         self._steps = Steps()
 
-    # ---- asking --------------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------------
 
     def ask_for_switch(
         self,
@@ -111,7 +111,8 @@ class SwitchingEngine(DiscardableEngine):
         late: bool | None = None,
         reason: Reason = SCRIPT,
     ) -> PendingSwitch:
-        """Request a switch; see `DynatrainEngine.switch`. The script's request replaces an extension's pending one."""
+        """Request a switch; see `DynatrainEngine.switch`. A request of the script replaces a pending request of an
+        extension."""
         late = self.settings.late if late is None else bool(late)
         if self.idle:
             raise SwitchRefused(
@@ -131,7 +132,7 @@ class SwitchingEngine(DiscardableEngine):
             raise SwitchRefused(
                 f"the job's key-value store does not answer: {error}", "training goes on; ask again later"
             ) from error
-        if gives_way and preparation is not None:  # all working members do this; idle ones read it on the board
+        if gives_way and preparation is not None:  # on all working members; idle ones read the record
             first = "the script asks for another switch, which goes first"
             if self.rank == 0:
                 preparation.board.decide(preparation.proposal.record_key, {"commit": False, "reason": first})
@@ -151,8 +152,8 @@ class SwitchingEngine(DiscardableEngine):
         return pending is not None and (pending.layout.replace(order=None), pending.at, pending.late) == wanted
 
     def place_in_training(self) -> str:
-        """Return a key for a request: unique to this point in training, and the same on all members that make this
-        request."""
+        """Return a key for a request that is unique to this point in training, and the same on all members that make
+        the request."""
         now = (self.segment, self.micro_steps)
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
         return f"{now[0]}/{now[1]}/{self._asked[1]}"
@@ -195,7 +196,7 @@ class SwitchingEngine(DiscardableEngine):
         reason: Reason,
         gives_way: bool,
     ) -> tuple[Proposal, tuple[str, str] | None]:
-        """Return this member's proposal, and its refusal if there is one.
+        """Return this member's proposal, and the reason and advice of its refusal if it refuses the switch.
 
         gives_way: whether the pending switch is given up in favour of this one.
         """
@@ -240,14 +241,14 @@ class SwitchingEngine(DiscardableEngine):
             return f"a switch to {pending.layout} is pending"
         return "an accumulation window is open" if self.has_open_window else ""
 
-    # ---- made ready -----------------------------------------------------------------------------------------------
+    # ---- preparation ----------------------------------------------------------------------------------------------
 
     def rehearse(self, layout: Layout, rank: int, check: Callable[[], None] = nothing) -> Callable[[], None]:
         """Build a layout's optimizer once, without communication and over memory that is never touched, and drop it.
 
         This completes all imports and compilations that a first build needs. Called on idle members, whose random
-        streams stay unchanged. Returns `check` if the layout can be built; otherwise a function that raises the refusal
-        with which this member votes on the switch.
+        streams stay unchanged. Returns a function that checks, at the vote on the switch, whether this member can take
+        part: `check` if the layout can be built, otherwise a function that raises the refusal.
         """
         before = streams.capture()
         try:
@@ -284,7 +285,7 @@ class SwitchingEngine(DiscardableEngine):
         """
         self._warn_of_hardware(proposal)
         around, groups = self.context, self.own_groups
-        self.vps.mesh(proposal.source_layout), self.vps.mesh(proposal.layout)  # asks DeepSpeed: in the main thread
+        self.vps.mesh(proposal.source_layout), self.vps.mesh(proposal.layout)  # asks DeepSpeed, so on the main thread
         front, back = boards or (around.control, around.background)
         present, known = self.memory_in(proposal.source_layout), nodes or self.candidates.nodes
         preparation = Preparation(
@@ -364,7 +365,8 @@ class SwitchingEngine(DiscardableEngine):
         self.tell_of_change()
 
     def begin_places(self) -> None:
-        """Record the first place. Called once the engine is made and the script can ask for its place."""
+        """Record the first place of this member. Called once the engine is made, so that the script can read its
+        place."""
         self._told, self._formed = self._present(), PROCESS.membership.formed[0]
 
     def tell_of_change(self) -> None:
@@ -391,7 +393,8 @@ class SwitchingEngine(DiscardableEngine):
         return Place(self.layout, self.members, self.rank, 0 if self.idle else self.generation)
 
     def note_step(self) -> None:
-        """Warn if something waits for a boundary and the training loop reaches none. Called after an optimizer step."""
+        """Warn if something waits for a boundary that the training loop does not reach. Called after an optimizer
+        step."""
         for waiting in self._steps.past_boundary(self._waiting()):
             logger.warning(
                 "%s, and there was no boundary in %d optimizer steps: %s",
@@ -399,8 +402,8 @@ class SwitchingEngine(DiscardableEngine):
             )
 
     def _waiting(self) -> Iterator[str]:
-        """Yield a description of each thing that waits for a boundary. Things that wait on all members are reported by
-        rank 0 only."""
+        """Yield a description of each thing that waits for a boundary. Rank 0 alone reports what waits on all
+        members."""
         pending = self.pending
         for extension in self.job.extensions:
             yield from extension.waiting(self._steps.count)
@@ -416,10 +419,10 @@ class SwitchingEngine(DiscardableEngine):
         else:
             self.job.on_idle(self.deepspeed)
 
-    # ---- carried out: a late switch, in two votes -----------------------------------------------------------------
+    # ---- a late switch, in two votes ------------------------------------------------------------------------------
 
     def enter_late(self, preparation: Preparation, place: str) -> None:
-        """Carry out the pause of a late switch. Masters and moments follow after the pause.
+        """Carry out the pause of a late switch, after which masters and moments move.
 
         A member that does not train in the new world completes the whole switch in this call.
         """
@@ -441,7 +444,7 @@ class SwitchingEngine(DiscardableEngine):
     def settle_late(self) -> bool:
         """Complete a late switch before an optimizer step, and return whether the step may be taken.
 
-        The step may not be taken if masters or moments did not arrive. In this case the global batch is discarded.
+        If masters or moments did not arrive, the step may not be taken, and the global batch is discarded.
         """
         transaction, self._entered = self._entered, None
         if transaction is None:
@@ -460,7 +463,7 @@ class SwitchingEngine(DiscardableEngine):
 
     @property
     def entered_at(self) -> str:
-        """Name of the boundary at which the incomplete late switch was entered; "" if there is none."""
+        """Name of the boundary at which a late switch was entered that is still incomplete; "" if there is none."""
         return "" if self._entered is None else self._entered.place
 
     def give_up_late(self, reason: str) -> None:
@@ -478,7 +481,7 @@ class SwitchingEngine(DiscardableEngine):
         pause_ms = 1e3 * (time.perf_counter() - transaction.begin) if outcome.pause_ms is None else outcome.pause_ms
         event = self._event(preparation, outcome, transaction.was, pause_ms)
         self._first_step_is_due = True
-        if not (outcome.is_rebuilt and outcome.committed and outcome.pause_ms is not None):  # else done in the pause
+        if not (outcome.is_rebuilt and outcome.committed and outcome.pause_ms is not None):  # else begun in the pause
             self.host.compilations.begin(is_anew=outcome.is_rebuilt)
         self.tell_of_batch()
         self._note(event)
@@ -502,8 +505,8 @@ class SwitchingEngine(DiscardableEngine):
     def _event(
         self, preparation: Preparation, measured: Outcome, was: tuple[Layout, tuple[int, ...]], pause_ms: float
     ) -> SwitchEvent:
-        """Return the event of a switch as this member reports it. Bytes are sums over all members, phases are this
-        member's own."""
+        """Return the event of a switch as this member reports it. Numbers of bytes are sums over all members; phases
+        are those of this member."""
         proposal = preparation.proposal
         found: dict[str, Any] = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
         unknown: dict[str, Any] = {name: None for name, value in found.items() if value == UNKNOWN}
@@ -529,7 +532,7 @@ class SwitchingEngine(DiscardableEngine):
         )
 
     def _note(self, event: SwitchEvent, write: Write | None = EventWriter.write) -> None:
-        """Keep the event of a switch that has ended, also in the pending switch that the user holds, and report it."""
+        """Keep the event of a switch that has ended, also in the `PendingSwitch` that the user holds, and report it."""
         self.last_switch = event
         if self.pending is not None:
             self.pending.event = event
@@ -549,17 +552,17 @@ class SwitchingEngine(DiscardableEngine):
             write(EventWriter(Path(path)), event)
 
     def give_up(self, reason: str) -> None:
-        """Give up the switch that is being prepared, because no member can carry it out any longer."""
+        """Give up the switch that is being prepared, because it cannot take place any more."""
         if self.preparation is not None:
             self._drop(self.preparation, reason, "rolled_back", write=None)
 
     def cancel(self) -> None:
-        """Report a switch as cancelled if it could not begin at any boundary. Called when the job ends."""
+        """Report a switch as cancelled if the job ends before a boundary at which the switch could begin."""
         preparation = self.preparation
         if preparation is None:
             return
         if self.pending is None and preparation.board is not self.control:
-            self.close_preparation()  # a change of members, which this script did not request
+            self.close_preparation()  # the script did not request this change of members
             return
         self._drop(preparation, "the job ended before a boundary came for it", "cancelled", EventWriter.write)
 
@@ -587,7 +590,8 @@ class SwitchingEngine(DiscardableEngine):
         self._tell(self.last_switch, log_recompile, EventWriter.write_recompile)
 
     def note_gain(self, event: SwitchEvent, gain: float, slowdown_removed: float | None) -> None:
-        """Report the gain of a switch, as a fraction of a step's time, once a later window has measured it.
+        """Report the gain of a switch, as a fraction of a step's time, once it has been measured in a later window of
+        `balance`.
 
         slowdown_removed: see `SwitchEvent`.
 

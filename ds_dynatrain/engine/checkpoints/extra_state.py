@@ -1,9 +1,10 @@
-"""Extra state in a checkpoint (the carry): shared by all ranks, or belonging to single ranks; saved and loaded.
+"""Extra state in a checkpoint: what is saved and loaded besides the state of the model's tensors.
 
-Each rank has random streams and per-rank extra state (the rest), which includes tensors. A rank continues with the
-state of its position in the saved layout. A new position gets the random streams that a switch would give it, and the
-rest of rank 0; buffers of layers that are new to the position come from the pipeline stages that had them. The types of
-all values read are checked before the values are used.
+Part of the extra state is shared by all ranks. The other part belongs to single ranks: random streams, and the *rest*
+(per-rank extra state), which may contain tensors such as buffers of modules. A rank continues with the state of its
+position in the saved layout. A new position gets the random streams that a switch would give it, and the rest of rank
+0; buffers of layers that are new to the position come from the pipeline stages that had them. The types of all values
+read are checked before the values are used.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import digest
 
 REST = "rest"
-"""State kind under which the tensors of a rank's per-rank extra state are stored, named "rank/number"."""
+"""State kind under which the tensors of per-rank extra state are stored. Each tensor is named "rank/number"."""
 Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Shared(BaseModel):
-    """Known parts of the shared extra state, each of which may be absent. Any other parts depend on the saved
-    training."""
+    """Known parts of the shared extra state, each of which may be absent. Which other parts there are depends on the
+    saved training."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     groups: list[dict[str, Any]] = []
@@ -59,7 +60,7 @@ class _Attributes(BaseModel):
 
 
 class _Rest(BaseModel):
-    """Known parts of per-rank extra state."""
+    """Known parts of the extra state of one rank."""
 
     model_config = ConfigDict(strict=True, extra="allow", arbitrary_types_allowed=True)
     buffers: dict[str, torch.Tensor]
@@ -96,11 +97,11 @@ def shared_of(saved: Saved) -> dict[str, Any]:
     return found
 
 
-# ---- of single ranks -------------------------------------------------------------------------------------------------
+# ---- per rank --------------------------------------------------------------------------------------------------------
 
 
 def packed(rank: int, rest: Mapping[str, Any]) -> tuple[Any, list[Share]]:
-    """Return a rank's per-rank extra state as plain JSON, and its tensors as shares to write.
+    """Return a rank's own extra state as plain JSON, and its tensors as shares to write.
 
     Raises ConfigError if the state cannot be saved.
     """
@@ -116,7 +117,8 @@ def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
-    """Return the random streams of a rank in any layout, equal to those after a switch from the saved layout."""
+    """Return the random streams with which a rank of a layout continues, the same as after a switch from the saved
+    layout."""
 
     def found(origin: int) -> streams.Streams:
         held = saved.of_rank(origin).get("streams")
@@ -129,7 +131,7 @@ def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
 
 
 def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-    """Return the per-rank extra state (the rest) of a rank in any layout."""
+    """Return the extra state with which a rank of a layout continues."""
     rests, world = saved.record.rests, saved.record.world
     return merged_rest(
         [_unpacked(saved, reader, rests[each]) for each in rest_ranks(world, layout, rank)], world, layout
@@ -137,18 +139,20 @@ def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[st
 
 
 def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
-    """Return the ranks from whose per-rank extra state a rank of a layout continues.
+    """Return the saved ranks with whose extra state a rank of a layout continues.
 
-    These are the rank at its own position, or rank 0, followed by one rank of each pipeline stage.
+    These are the rank at the same position, or rank 0, followed by one rank of each pipeline stage.
     """
     stages = [source.rank(pipe=stage) for stage in range(source.pipe if source.pipe > 1 else 0)]
     return [streams.origin(source, layout, rank) or 0, *stages]
 
 
 def merged_rest(rests: Sequence[dict[str, Any]], source: Layout, layout: Layout) -> dict[str, Any]:
-    """Return the first per-rank extra state, completed with the state of modules that only the others have.
+    """Return the first of several ranks' extra states, completed with the state of modules that only the other ranks
+    have.
 
-    source: the layout from which all of them come.
+    source: the layout from which all of these states come.
+    layout: the layout in which a rank continues with the result.
     """
     resized = (source.expert, source.tensor) != (layout.expert, layout.tensor)
     return {**rests[0], **merged(rests), "resized": resized}
@@ -170,8 +174,8 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
 
 
 def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return one tensor of a rank's extra state after checking its type and size as announced, and its digest as
-    stored."""
+    """Return one tensor of a rank's extra state. Check its type and size against `dtype` and `shape`, and its digest
+    against the stored one."""
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     rows = reader.manifest.rows[f"{rank}/{number}", REST]
@@ -183,7 +187,7 @@ def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: t
     return values.view(shape)
 
 
-# ---- of another tool -------------------------------------------------------------------------------------------------
+# ---- from another tool -----------------------------------------------------------------------------------------------
 
 
 def convert_foreign(foreign: Foreign, folder: Path, progress: Progress = silent) -> Path:

@@ -1,12 +1,12 @@
 """A switch through a checkpoint, for when memory can hold only one side of a switch at a time ("safety": "lean").
 
-There are two votes. In the first one the working members save a checkpoint, the way `engine.save` does, and read it
-back to check it. Until all agree, any failure leaves everything unchanged. After the first vote the source's state is
-freed before anything of the target is allocated. In the second vote the members of the target restore from the
-checkpoint in the new world, by the same `Restoration` and with the same proofs as `engine.load`; its decision is the
-record of the switch. If the decision is not to commit, the swap is undone: the members of the source restore from the
-checkpoint in the old world, whose groups are kept until this point. The memory held at once is therefore at most
-max(source, target) plus the staging memory for reads and writes.
+There are two votes. Before the first vote the working members save a checkpoint, the way `engine.save` does, and read
+it back to check it. Until all agree, any failure leaves everything unchanged. After the first vote the source's state
+is freed before anything of the target is allocated. Before the second vote the members of the target restore from the
+checkpoint in the new world, by the same `Restoration` and with the same proofs as `engine.load`. The decision of the
+second vote is the record of the switch. If it is not to commit, the swap is undone: the members of the source restore
+from the checkpoint in the old world, whose groups are kept until this point. The memory held at once is therefore at
+most max(source, target) plus the staging memory for reads and writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LeanTransaction(Transaction):
         self.session = self._session(self.key, is_patient=True)
 
     def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
-        """Save a checkpoint, and return the decision of all members on whether to continue from it.
+        """Save a checkpoint, vote, and return the decision of all members on whether to continue from the checkpoint.
 
         Raises OutcomeUnknown if this member cannot read whether the others have freed their state.
         """
@@ -53,7 +53,7 @@ class LeanTransaction(Transaction):
             self.preparation.abandon()
             raise
         self.interrupt = saved.interrupt
-        if self.session.is_first and not saved.commit:  # for members that have no part in it
+        if self.session.is_first and not saved.commit:  # for members without a part in the switch
             self.control.decide(self.proposal.record_key, {"commit": False, "reason": saved.reason})
         return saved
 
@@ -87,7 +87,8 @@ class LeanTransaction(Transaction):
                 self.preparation.abandon()
 
     def _save(self) -> dict[str, Any]:
-        """Save a checkpoint and check it. Returns its path on members that hold state in the old layout."""
+        """Save a checkpoint and check it. Returns its path as a report, which is empty on members without state in the
+        old layout."""
         engine, rank, found = self.engine, self.source_rank, dict[str, Any]()
         backups = backups_of(engine.job.extensions)
         with self.outcome.phase("meet"):
@@ -129,8 +130,8 @@ class LeanTransaction(Transaction):
             let_go(self.engine)
 
     def _restore(self, path: Path) -> dict[str, Any]:
-        """Restore in the new world. Returns the digest and the state kinds on members that have a rank in the new
-        layout."""
+        """Restore the state in the new world. Returns the digest and the state kinds as a report, which is empty on
+        members without a rank in the new layout."""
         engine, proposal, world = self.engine, self.proposal, self.preparation.world
         if self.target_rank is None or world is None:
             return {}
@@ -140,7 +141,7 @@ class LeanTransaction(Transaction):
         return {"digest": found.digest, "kinds": list(found.kinds)}
 
     def _goal(self, step: str, layout: Layout, members: tuple[int, ...], world: World) -> Goal:
-        """Return the goal of a restoration that is a step of this switch rather than the start of training."""
+        """Return the goal of a restoration that is one step of this switch and does not begin training anew."""
         key = f"{self.key}/{step}"
         return Goal(layout, members, world, key, f"{key}/record", begins_anew=False)
 
@@ -160,12 +161,12 @@ class LeanTransaction(Transaction):
 
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join the reports of two members. All members with a non-empty report have the same one."""
+    """Join the reports of two members: return one that is not empty. All non-empty reports are equal."""
     return one or other
 
 
 def _yes(report: dict[str, Any]) -> VoteResult:
-    """Return the decision to commit, which is made if no member has failed."""
+    """Return the decision to commit. Called only if no member has failed."""
     return VoteResult(True, said=report)
 
 

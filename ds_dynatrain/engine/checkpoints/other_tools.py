@@ -1,7 +1,7 @@
 """Checkpoints of other tools as sources of state: those converted to our format, and DeepSpeed's own in any layout.
 
-They hold less than ours: random streams, the positions of loaders and the user's objects stay unchanged, as with
-DeepSpeed's own load.
+They hold less than our checkpoints. Random streams, the positions of loaders and the user's objects stay unchanged, as
+with DeepSpeed's own load.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ tensors."""
 class Converted(Universal):
     """A checkpoint in our format that was converted from another tool's.
 
-    Its tensors must match this training's by name and shape. Groups and frozen tensors stay unchanged, and each group
-    takes the hyper-parameters that its tensors have in the checkpoint. If the checkpoint has only weights, the
-    optimizer starts from its initial state.
+    Its tensors must match this training's by name and shape. Optimizer groups and the choice of frozen tensors stay as
+    they are in this training, and each group takes the hyper-parameters that its tensors have in the checkpoint. If the
+    checkpoint has only weights, the optimizer starts from its initial state.
 
     there: a map from a tensor's name in the checkpoint to (number, tensor) in the checkpoint.
     parameters: a map from each name of a parameter of this model to the parameter.
@@ -90,8 +90,7 @@ class Converted(Universal):
         self.manifest = self.reader.manifest = Manifest({**there, **renamed})
 
     def _check_tensors(self) -> None:
-        """Raise CheckpointError if tensors of the model and the checkpoint do not match. The error names the
-        tensors."""
+        """Raise CheckpointError, naming the tensors, if the tensors of the model and of the checkpoint do not match."""
         others = {*self.names.values(), *(name for name, _ in self.engine.host.module.named_buffers())}
         wrong = list[str]()
         for tensor in self.engine.vps.tensors:
@@ -110,7 +109,8 @@ class Converted(Universal):
             raise CheckpointError(f"{'; '.join(wrong[:3])}{more}; build the model of the job that saved it")
 
     def _is_copy(self, name: str) -> bool:
-        """Return whether a name in the checkpoint is the second copy of a tied parameter."""
+        """Return whether a tensor of the checkpoint repeats a tied parameter, which the checkpoint has under another
+        name as well."""
         kind = MASTER if (name, MASTER) in self.saved.manifest.rows else WEIGHT
         return name in self.parameters and any(
             self.parameters.get(other) is self.parameters[name]
@@ -135,9 +135,12 @@ class Converted(Universal):
         return over(self.present, {**said, "scalars": kept_scalars(self, there)})
 
     def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the hyper-parameters of each group's tensors.
+        """Return, for each optimizer group of this training, the hyper-parameters that its tensors have in the
+        checkpoint.
 
-        Raises CheckpointError if they differ between tensors that this training has in one group.
+        groups: the hyper-parameters of the checkpoint's groups.
+
+        Raises CheckpointError if tensors of one group here have different hyper-parameters in the checkpoint.
         """
         found: list[dict[str, Any]] = [{} for _ in self.present["groups"]]
         first: dict[int, str] = {}
@@ -163,8 +166,7 @@ class Converted(Universal):
         return found
 
     def _buffer(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a buffer that the other tool has stored among the tensors. That tool does not distinguish buffers from
-        parameters."""
+        """Return the value of a module's buffer, which the other tool has stored among the tensors."""
         tensor = self.there[name][1]
         held = self.saved.manifest.rows
         rows = held.get((name, MASTER)) or held.get((name, WEIGHT), ())
@@ -184,7 +186,7 @@ class Converted(Universal):
 
 
 class Stock(FromCheckpoint):
-    """A checkpoint that DeepSpeed saved.
+    """A checkpoint that DeepSpeed itself saved.
 
     space: the parameter space in the layout in which the checkpoint was saved.
     """
@@ -202,8 +204,7 @@ class Stock(FromCheckpoint):
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """The client state: entries of the saved model states that are not DeepSpeed's own, with small tensors as
-        values."""
+        """The client state: the user's own entries of the saved model states, with small tensors as plain values."""
         said = {key: value for key, value in self.folder.model(0).items() if key not in NO_CLIENT_STATE}
         found: dict[str, Any] = with_values(self.path, said)
         return found
@@ -281,10 +282,10 @@ def _source(
 
 
 def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
-    """Raise CheckpointError if DeepSpeed saved the checkpoint with a different global batch from that of this job.
+    """Raise CheckpointError if DeepSpeed saved the checkpoint with another global batch size than this job has.
 
-    DeepSpeed's own load does not notice a difference if the batch is derived from the micro-batch and the number of
-    ranks.
+    DeepSpeed's own load does not notice the difference if the batch size is derived from the micro-batch and the number
+    of ranks.
     """
     there, here = held.global_batches(), int(engine.job.batch_sizes.train_batch_size)
     if there and here not in there:
@@ -295,10 +296,10 @@ def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
 
 
 def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the whole shared extra state: `present`, updated by `said`.
+    """Return the whole shared extra state: `present`, updated with what another tool's checkpoint holds.
 
-    said: the extra state of another tool's checkpoint, with the keys of `checkpoint.others.foreign`; groups and scalars
-    are numbered the same way as in this job.
+    said: the extra state of the checkpoint, with the keys of `checkpoint.others.foreign`. Groups and scalars are
+        numbered as in this job.
     """
     taken = {key: said[key] for key in ("windows", "scalars") if key in said}
     taken["counters"] = {**present["counters"], **said.get("counters", {})}
@@ -316,7 +317,8 @@ def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept_scalars(source: FromCheckpoint, there: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[str, float]]:
-    """Return the scalars that the current optimizer keeps: a map from name to number of the tensor to value.
+    """Return the scalars that the current optimizer keeps, as maps from the scalar's name and the tensor's number to
+    the value.
 
     there: the scalars in the source, in the same form.
 

@@ -2,9 +2,9 @@
 
 Both are one transaction (see `restoration`), like a switch whose source is the checkpoint. Each member fills new
 buffers with its own byte ranges. Digests over all members must equal those of the checkpoint before anything in the
-engine is changed. After this check the optimizer is rebuilt over the new buffers, the extra state is taken over, and
-the outcome is recorded once. `engine.load` keeps the old state until the outcome is recorded and goes back to it on
-failure; `restore` has no state to go back to.
+engine is changed. Then the optimizer is rebuilt over the new buffers, the extra state is taken over, and the outcome is
+recorded once. `engine.load` keeps the old state until the outcome is recorded and goes back to it on failure; `restore`
+has no state to go back to.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from ds_dynatrain.reshard.restoration import Goal, Restoration, Restored, let_go
 from ds_dynatrain.reshard.swap import Before
 from ds_dynatrain.space import Layout
 
-# ---- the calls -------------------------------------------------------------------------------------------------------
+# ---- load and restore ------------------------------------------------------------------------------------------------
 
 
 def load(engine: EngineCore, where: Path, tag: str | None, place: str, is_open: str, part: CheckpointPart) -> Restored:
-    """Load a checkpoint; see `DynatrainEngine.load`. Uses up the engine's newest generation number, like a switch.
+    """Load a checkpoint; see `DynatrainEngine.load`. The load uses the engine's newest generation number, as a switch
+    does.
 
-    place: see `regrouping.register`.
-    is_open: see `regrouping.register`.
-    part: see `FromCheckpoint`.
+    place: a name for this call, unique in the job's key-value store.
+    is_open: a description of what prevents the load on this member; "" if nothing does.
+    part: the part of the checkpoint to load.
     """
     control, members, generation, key = engine.control, engine.members, engine.attempt, f"load/{place}"
     in_the_way = is_open and f"{is_open}: load after engine.step(), with no switch pending"
     ask(Session(control, key, members, "engine.load"), engine, where, tag, in_the_way)
     same = (engine.layout, members, engine.layout, members, None)
-    control.decide(f"proposal/{generation}", to_record(Proposal(generation, *same)))  # idle members follow the count
+    control.decide(f"proposal/{generation}", to_record(Proposal(generation, *same)))  # idle members count it
     if engine.world is None:
         raise RuntimeError("an idle member has nothing to load")
     goal = Goal(engine.layout, members, engine.world, key, f"record/{generation}")
@@ -127,12 +128,12 @@ def restored(
     old: Before | None = None,
     part: CheckpointPart = ALL,
 ) -> Restored:
-    """Restore everything from one given checkpoint.
+    """Restore everything from one given checkpoint, and return what was restored.
 
     old: the state to go back to on failure; None if members have already released theirs.
 
-    Raises CheckpointError on all members if restoration fails, and CheckpointDamaged for a damaged checkpoint. In both
-    cases the engine is unchanged.
+    Raises CheckpointError on all members if the restoration fails, and CheckpointDamaged for a damaged checkpoint. In
+    both cases the engine is unchanged.
     """
     present = None if old is None else old.shared
     opener = partial(opened, engine, goal, path, present, part)
@@ -142,7 +143,8 @@ def restored(
 
 
 def _named(where: Path, tag: str | None) -> Path:
-    """Return the path of the checkpoint with this tag, or of the latest one, in our format or DeepSpeed's.
+    """Return the path of the checkpoint with this tag or, without a tag, of the latest one. It may be in our format or
+    DeepSpeed's.
 
     Raises CheckpointError if there is none.
     """
@@ -220,7 +222,7 @@ def first_state(engine: EngineCore, load: Load) -> Restored | None:
 def _newest_backup(engine: EngineCore, backups: Backups, load: Load) -> Restored | None:
     """Load the newest whole backup, which rank 0 chooses. Returns None if there is none.
 
-    All engines of a process load the tag that the first engine has loaded.
+    The first engine of a process chooses the tag; the other engines load the same tag.
     """
     first, path, doing = PROCESS.engines[0], backups.path.absolute(), f"looking for a {backups.what}"
     session = Session(engine.control, "backups", engine.members, doing, is_patient=True)
@@ -235,7 +237,7 @@ def _newest_backup(engine: EngineCore, backups: Backups, load: Load) -> Restored
 
 
 def _tag(path: Path, wanted: str | None) -> str:
-    """Return the tag of the checkpoint to load; "" if there is none."""
+    """Return the tag to load from a folder of checkpoints; "" if the folder has no checkpoint."""
     if wanted is not None or not (path / folder.LATEST).exists():
         return wanted or ""
     try:

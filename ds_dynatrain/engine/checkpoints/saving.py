@@ -1,9 +1,10 @@
-"""`engine.save`: all working members together write one checkpoint at a boundary; if any of them fails, none remains.
+"""`engine.save`: all working members together write one checkpoint at a boundary; if one of them fails, no checkpoint
+remains.
 
 Rank 0 creates a hidden folder and announces it. Each member writes its share and reports. Rank 0 writes the manifest
-and the record, renames the folder, and announces its final name. Training itself is not affected and can continue even
-if the save fails. During a background save, a step waits only for a copy into host memory, and a thread does the
-writing.
+and the record, renames the folder, and announces its final name. The state in the engine is not changed, so training
+can continue even if the save fails. During a background save, a step waits only for a copy into host memory, and a
+thread does the writing.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ SAVING = "saving"
 
 
 def ask(session: Session, engine: EngineCore, path: Path, tag: str | None, in_the_way: str) -> None:
-    """Agree with all members on a save or a load of a checkpoint, which `session.what` names.
+    """Agree with all members to save or load a checkpoint; `session.what` says which.
 
-    in_the_way: a known reason to refuse, or "".
+    in_the_way: a reason to refuse that this member already knows, or "".
 
     Raises CheckpointError on all members if one of them refuses, makes a different request, or makes none.
     """
@@ -127,7 +128,7 @@ class Saver:
         """
         self.settle()
         pending, board = PendingSave(self.engine.global_steps), self.engine.control
-        if background:  # over a connection of its own, which is remade if the engine's board has changed
+        if background:  # in the background, over a connection of its own
             if self._boards is None or self._boards[0] is not board:
                 board.read("save/board")  # fails at once if the board is lost; a new connection would wait
                 self._boards = board, board.clone()
@@ -144,9 +145,10 @@ class Saver:
         return pending
 
     def settle(self, seconds: float | None = None) -> bool:
-        """Wait for a running save, and log, once, how it has ended; `PendingSave.wait` raises its error.
+        """Wait for a running save, and log once how it ended. An error is only logged here; `PendingSave.wait` raises
+        it.
 
-        seconds: the longest time to wait; None for no limit, 0 to only look.
+        seconds: the longest time to wait; None for no limit, 0 for no wait.
 
         Returns whether no save is running any longer.
         """
@@ -307,11 +309,11 @@ class _Saving:
         return folder.finish(hidden, str(self.tag), self.keep)
 
     def _compare_replicas(self, own: SideDigests) -> None:
-        """Raise CheckpointError if copies of the state on the data axis are not equal. The error names tensors and
+        """Raise CheckpointError if replicas of the state on the data axis are not equal. The error names tensors and
         members.
 
-        Values that several stages or tensor ranks each compute for themselves may have drifted apart, as in a switch.
-        In this case the owner's values are saved, with a warning.
+        Values that several stages or tensor ranks each compute for themselves may have drifted apart. As in a switch,
+        the owner's values are then used, and a warning is logged.
         """
         engine = self.engine
         try:
@@ -346,8 +348,8 @@ def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], 
 
     found: a map from each member to the record that it has posted.
 
-    Returns, for each rank, the first rank with equal per-rank state, and the list of all state kinds that any member
-    has. Raises CheckpointError if state that all members share differs between them.
+    Returns, for each rank, the first rank whose per-rank state is equal to its own, and the list of all state kinds
+    that any member has. Raises CheckpointError if state that all members share differs between them.
     """
     first, *others = engine.members
     for member in others:

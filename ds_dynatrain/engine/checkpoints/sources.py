@@ -1,7 +1,7 @@
 """Checkpoints as sources from which to restore a state: those in our format, and the common base class.
 
-A checkpoint consists of a manifest, whose rows say where each element is stored, and extra state outside the tensors
-(the carry). Checkpoints of other tools are in `other_tools`.
+A checkpoint consists of a manifest, whose rows say where each element is stored, and extra state outside the tensors.
+Checkpoints of other tools are in `other_tools`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Gather = Callable[[str, Any], Mapping[int, Any]]
 
 
 class CheckpointPart(NamedTuple):
-    """Part of a checkpoint that the arguments of DeepSpeed's `load_checkpoint` request; everything by default.
+    """The part of a checkpoint to load, as given by the arguments of DeepSpeed's `load_checkpoint`; everything by
+    default.
 
     trust_pickle: whether to unpickle DeepSpeed's files even if they hold more than tensors and plain values.
     """
@@ -50,8 +51,8 @@ class CheckpointPart(NamedTuple):
 
     @property
     def is_read_here(self) -> bool:
-        """Whether our code can read this part: all state, optionally without the schedule or without missing frozen
-        weights."""
+        """Whether our code can read this part: it must be the whole state, except that the schedule and missing frozen
+        weights may be left out."""
         return self.load_optimizer_states and not (self.load_module_only or self.custom_load_fn)
 
 
@@ -63,11 +64,11 @@ class FromCheckpoint(StateSource):
     """A checkpoint in a folder, as a `StateSource`.
 
     present: the current shared extra state; empty if there is none.
-    part: the requested part; its `is_read_here` is true. It may leave the schedule unchanged, and also frozen weights
-        that the checkpoint lacks (otherwise an error).
+    part: the requested part, which our code can read (`is_read_here`).
     tensors: the tensors that the checkpoint has.
-    kept: the numbers of the frozen tensors that the checkpoint does not contain.
-    registration: the registration of the checkpoint's parameters and optimizer groups, if it has any.
+    kept: the numbers of the frozen tensors that the checkpoint does not contain. Their weights in the engine are kept;
+        unless `part` permits it, this is an error.
+    registration: how the checkpoint's parameters and optimizer groups are registered, if it says so.
     """
 
     kinds: Sequence[str] = ()
@@ -161,7 +162,8 @@ class FromCheckpoint(StateSource):
         self.reader.fill(self._vps, self.goal.layout, rank, buffers, self._keep(rank, buffers))
 
     def _keep(self, rank: int, buffers: Buffers) -> Pieces | None:
-        """Copy frozen weights that the checkpoint lacks from the engine, and return the pieces that they fill.
+        """Copy the frozen weights that the checkpoint lacks from the engine, and return the pieces that they fill; None
+        if it lacks none.
 
         The engine is already in the layout of the goal.
         """
@@ -199,7 +201,7 @@ class FromCheckpoint(StateSource):
         return {**shared, "scheduler": self.present["scheduler"]}
 
     def _shared(self) -> dict[str, Any]:
-        """Return the shared extra state, with the numbers of this training's tensors."""
+        """Return the shared extra state, in which tensors have the numbers of this training."""
         raise NotImplementedError
 
     def _digests(self, rank: int, gather: Gather) -> dict[Key, int]:
@@ -210,7 +212,8 @@ class FromCheckpoint(StateSource):
         raise NotImplementedError
 
     def _damaged(self, keys: list[Key], rank: int) -> list[str]:
-        """Return the stored extents of these tensors that are damaged, in this member's share of the reading."""
+        """Return descriptions of the damaged places in the checkpoint's files, among this member's share of the stored
+        extents of these tensors."""
         return []
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
@@ -225,7 +228,7 @@ class FromCheckpoint(StateSource):
                 if rows is None or rows[0].dtype != name_of(self._memory[kind].dtype):
                     continue
                 if not tensor.trainable and kind != WEIGHT:
-                    continue  # frozen here and trained in the checkpoint, so it has such state only there
+                    continue  # trained in the checkpoint, and frozen here
                 if int(whole[kind][number]) != there[tensor.name, kind]:
                     wrong.append((tensor.name, kind))
         if not wrong:
@@ -241,7 +244,7 @@ class FromCheckpoint(StateSource):
 class Universal(FromCheckpoint):
     """A checkpoint in our format.
 
-    carry: the saved extra state that lies outside the tensors and that all ranks share.
+    carry: the saved extra state that all ranks share.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""A copy in host memory of the state that only one rank of a layout held at one step.
+"""A copy, in host memory, of the state that only one rank of a layout held at one step.
 
-It has all flat buffers of the state kinds that are divided among ranks, frozen weights if these are divided, too, and
-the rank's extra state and random streams. Trained weights are left out, because they are cast from their masters.
+It has the flat buffers of all state kinds that are divided among ranks, frozen weights if they are divided, too, and
+the rank's extra state and random streams. Trained weights are left out, because they can be cast from their masters.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from ds_dynatrain.transfer import digest_pieces
 class Copy:
     """A copy of a rank's state; see the docstring of the module. It does not change while it is in `Kept.copies`.
 
-    mark: identifies the boundary at which the copy was taken.
+    mark: the point in training at which the copy was taken.
     rank: the rank in the mark's layout.
     buffers: a map from (kind, buffer) to a flat CPU tensor, padding included, with the names of `Host.state_buffers`.
-    said: the state outside the buffers, as plain JSON: the encoded extra state ("shared" and, per rank, "rest"),
-        "streams" as `streams.capture` returns them, the job's "seed", and "kinds", all state kinds that the rank held.
+    said: the state outside the buffers, as plain JSON: the encoded extra state ("shared" by all ranks and, for this
+        rank alone, "rest"), "streams" as `streams.capture` returns them, the job's "seed", and "kinds", all state kinds
+        that the rank held.
     tensors: the tensors of the encoded "rest", on the CPU.
     digests: a map from kind to one number per logical tensor, over the content of the buffers.
     said_digest: the digest of `said` and `tensors`.
@@ -49,7 +50,8 @@ class Copy:
     def is_sound(self, vps: VirtualParameterSpace) -> bool:
         """Return whether the copy is unchanged, by recomputing all digests. A single flipped bit is detected.
 
-        vps: the engine's parameter space. A copy from before parameters were registered anew is not sound.
+        vps: the engine's parameter space. A copy that was taken before parameters were registered again does not fit
+            the space, and counts as changed.
         """
         try:
             found = digests_of(vps, self.mark.layout, self.rank, self.buffers)
@@ -64,7 +66,7 @@ class Copy:
 
 
 def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers, everything: bool = False) -> Buffers:
-    """Return the subset of a rank's buffers that must be part of its copy; see `is_copied`."""
+    """Return those of a rank's buffers that must be part of its copy; see `is_copied`."""
     return {key: held for key, held in buffers.items() if is_copied(vps, layout, *key, everything)}
 
 
@@ -81,7 +83,7 @@ def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffer
 
 
 def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> dict[str, Digests]:
-    """Return the digests of these buffers of a rank: a map from kind to one number per logical tensor.
+    """Return the digests of these buffers of a rank, as a map from kind to one number per logical tensor.
 
     Raises TransferError if the buffers do not fit, LayoutError for a kind or a rank that the space does not have.
     """

@@ -1,8 +1,9 @@
-"""Restoration from copies, by a plan that moves state from the layout of the copies to that of the goal.
+"""Restoration from copies, by a plan that moves state from the layout of the copies to the layout of the goal (the
+world to restore).
 
-The copy of each rank has one holder, which carries out that rank's part of the plan. A holder of several copies acts
-under its own number for the first of these ranks, and under numbers that no member has for the others. A holder without
-a rank in the goal calls `serve`.
+The copy of each rank has one holder, the member that carries out that rank's part of the plan. A member that holds
+several copies acts under its own number for the first of them, and under numbers that no member has for the others. A
+holder without a rank in the goal calls `serve`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ DOING = "restoring from copies"
 def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept) -> None:
     """Send this member's copies to all members that need them. Called on a holder that has no rank in the goal.
 
-    Raises CheckpointError if the other members fail.
+    Raises CheckpointError if the restoration fails on the other members.
     """
     try:
         source = FromCopies(engine, goal, whole, kept)
@@ -60,11 +61,11 @@ def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept) -> Non
 
 
 class FromCopies(StateSource):
-    """Copies of state as a `StateSource`.
+    """A `StateSource` that takes the state from copies, which members keep.
 
     kept: the copies of this process.
 
-    The transfer group of the goal's world includes all holders.
+    The transfer group of the goal's world must include all holders.
     """
 
     def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept) -> None:
@@ -89,7 +90,7 @@ class FromCopies(StateSource):
         found: dict[str, Any] = self._session.said_by(self._whole.holders[rank], f"said/{rank}", DOING)
         return found
 
-    # ---- what a goal asks --------------------------------------------------------------------------------------------
+    # ---- the interface of a state source -----------------------------------------------------------------------------
 
     @cached_property
     def kinds(self) -> Sequence[str]:
@@ -120,7 +121,10 @@ class FromCopies(StateSource):
     # ---- the moves ---------------------------------------------------------------------------------------------------
 
     def give(self, target: Buffers | None = None) -> None:
-        """Carry out this member's part of the plans, both as a holder of copies and as a rank of the goal."""
+        """Carry out this member's part of the plans, as a holder of copies and as a rank of the goal.
+
+        target: the buffers to fill; None on a member without a rank in the goal.
+        """
         world = self._goal.world
         if world.transfer is None:
             raise TransferError("the group that the moves go over is not there")
@@ -154,7 +158,8 @@ class FromCopies(StateSource):
 
     @cached_property
     def _cast(self) -> dict[int, dict[BufferId, torch.Tensor]]:
-        """Map from rank to its trained weights, cast from the rank's masters and divided the same way."""
+        """Map from each rank whose copy this member holds to the rank's trained weights. They are cast from the rank's
+        masters, and divided in the same way."""
         dtype = self._engine.memory_in(self._goal.layout)[WEIGHT].dtype
         return {
             rank: {name: held.to(dtype) for name, held in of_kind(copy.buffers, MASTER).items()}
@@ -162,7 +167,7 @@ class FromCopies(StateSource):
         }
 
     def _give_rests(self, transport: GroupTransport, deadline: float) -> None:
-        """Send the tensors of each rank's per-rank extra state to the members that continue with it."""
+        """Send the tensors of each rank's own extra state to the members that continue with that state."""
         begun, wanted = [], dict[int, list[torch.Tensor]]()
         for rank, member in enumerate(self._goal.members):
             for each in dict.fromkeys(rest_ranks(self._layout, self._goal.layout, rank)):
@@ -183,7 +188,7 @@ class FromCopies(StateSource):
     # ---- the proof ---------------------------------------------------------------------------------------------------
 
     def report(self, after: Shares | None) -> str:
-        """Return the digest of the whole state, which must be the same before and after the moves.
+        """Check that the digest of the whole state is the same before and after the moves, and return it.
 
         after: this member's part of the digests after the moves; None if the member has no rank in the goal.
 
@@ -202,20 +207,21 @@ class FromCopies(StateSource):
         return str(said["digest"])
 
     def _shares_of(self, rank: int, copy: Copy) -> Shares:
-        """Return a copy's shares of the digests: those of its buffers, and of its weights (cast from masters, or
-        frozen)."""
+        """Return what a copy contributes to the digests of the whole state: its buffers, and its weights (cast from
+        masters, or frozen)."""
         vps, layout = self._target.with_layout(self._layout, self._names), self._layout
         cast, pieces, of = self._cast[rank], vps.holding(layout, rank, MASTER), (vps, layout, self._names, rank)
         kinds = [kind for kind in self.kinds if kind != WEIGHT or has_one_holder(vps, layout, WEIGHT)]
         held = {kind: copy.digests[kind] for kind in kinds if kind in copy.digests}
         as_masters = shares(*of, SideDigests({MASTER: digest_pieces(only(pieces, tuple(cast)), cast, vps.bases)}))
         for part in PARTS:
-            as_masters[part] = dict(zip([WEIGHT], as_masters[part].values(), strict=False))  # of masters, or empty
+            as_masters[part] = dict(zip([WEIGHT], as_masters[part].values(), strict=False))  # masters' digest or none
         total = joined(shares(*of, SideDigests(held)), as_masters)
         return {**total, "kinds": [(self._names[rank], sorted(self.kinds))]}
 
     def _shares_of_frozen(self, frozen: Frozen) -> Shares:
-        """Return the digest shares of frozen weights that are in no copy."""
+        """Return what this member's frozen weights, which are in no copy, contribute to the digests of the whole
+        state."""
         vps, rank = self._target.with_layout(frozen.layout, frozen.members), frozen.members.index(self._me)
         held, pieces = of_kind(self._frozen, WEIGHT), vps.holding(frozen.layout, rank, WEIGHT)
         mine = SideDigests({WEIGHT: digest_pieces(only(pieces, tuple(held)), held, vps.bases)})
@@ -229,9 +235,10 @@ def _session(engine: EngineCore, goal: Goal, whole: WholeCopies) -> Session:
 
 
 def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:
-    """Return the number under which each rank's holder appears in the plan.
+    """Return, for each rank, the member number under which the holder of the rank's copy appears in the plan.
 
-    A member has its own number for the first rank that it holds, and a number of no member for each further rank.
+    A member has its own number for the first rank whose copy it holds. For each further rank it gets a number that no
+    member has.
     """
     return tuple(holder if holder not in holders[:rank] else above + 1 + rank for rank, holder in enumerate(holders))
 

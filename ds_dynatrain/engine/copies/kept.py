@@ -1,6 +1,6 @@
-"""Copies that a process keeps in two slots, so that one slot always has a whole copy.
+"""The copies that a process keeps, in two slots, so that one slot always has a whole copy.
 
-While one slot is written, the other one keeps the copies that are known to be whole on all members. The memory of a
+While one slot is written, the other slot keeps the copies that are known to be whole on all members. The memory of a
 slot is reused, because touching new memory costs more than copying into it.
 """
 
@@ -19,7 +19,7 @@ from ds_dynatrain.transfer import allocate, prefault
 
 
 class Room:
-    """Host memory for one copy at a time. It stays as large as the largest copy so far."""
+    """Host memory for one copy at a time. It never shrinks."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -30,7 +30,7 @@ class Room:
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:
-        """Return the first `nbytes` of the memory, as uint8. Their old content is lost.
+        """Return the first `nbytes` of the memory, as uint8. Any earlier content is lost.
 
         Raises MemoryError if not enough memory is available.
         """
@@ -57,16 +57,15 @@ class _Place:
 
 
 class Kept:
-    """Copies of the state at two boundaries that one process keeps: those of its own rank and those of its wards.
+    """The copies that one process keeps: of its own rank and of its wards, at two boundaries.
 
-    A ward is another rank whose copies this process keeps. Copies outlive worlds: those from an older world stay until
-    those of the current one are whole on all members.
+    A ward is another rank whose copies this process keeps. Copies stay when the world changes: the copies of an older
+    world stay until those of the current world are whole on all members.
 
-    frozen: this rank's frozen weights that other ranks have, too. They are the same at every step, so they are kept
-        without a copy.
+    frozen: the frozen weights of this rank that other ranks have, too. They are the same at every step, so they are
+        kept without a copy.
     frozen_of: the (layout, rank) in which the frozen weights were held.
-    since: the stretch of training that began with the newest load (see `Mark.stretch`). Copies from older stretches no
-        longer count.
+    since: the `Mark.stretch` of the newest load of a state. Older copies do not count.
     """
 
     def __init__(self) -> None:
@@ -75,11 +74,12 @@ class Kept:
         self.since: tuple[int, ...] = ()
         self._places = _Place(), _Place()
         self.whole: Mark | None = None
-        """Mark of the newest copies that are known to be whole on all members; the other slot may be overwritten."""
+        """Mark of the newest copies that are known to be whole on all members. Copies in the other slot may be
+        overwritten."""
         self._open: _Place | None = None
         self._lock = threading.Lock()
 
-    # ---- what is there -----------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def copies(self) -> list[Copy]:
         """Return all whole copies that this process has, of its own rank and of its wards, newest first."""
@@ -116,14 +116,18 @@ class Kept:
             if self._open is not None and self._open.mark == copy.mark:
                 self._open.copies[copy.rank] = copy
 
-    def stays(self, mark: Mark) -> None:
-        """Record that copies with this mark are whole, if there are any, so that others are overwritten first."""
+    def mark_whole(self, mark: Mark) -> None:
+        """Record that all members have their copies with this mark, so that copies with other marks are overwritten
+        first. Do nothing if this process has none of them."""
         if any(copy.mark == mark for copy in self.copies()):
             self.whole = mark
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
-        """Ignore all copies from before this stretch of training, which began when a state was loaded. This includes
-        copies that are added later."""
+        """Ignore all copies, present and future, whose `Mark.stretch` is smaller: a state was loaded after they were
+        taken.
+
+        stretch: the `Mark.stretch` that began with the load.
+        """
         self.since = max(self.since, stretch)
 
     def forget(self) -> None:
