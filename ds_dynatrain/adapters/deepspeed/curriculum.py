@@ -1,10 +1,11 @@
 """DeepSpeed's curriculum as an order of samples that is the same in every world.
 
-DeepSpeed's sampler draws each global batch on rank 0, from a random stream that its `state_dict` does not hold, and
-sends the batch to the other ranks. Here every working member draws all batches itself, starting from the configured
-seed. A global batch thus depends only on its number, and a position in the data is a number, as in any other order.
-Each training process must therefore be able to read the index files. Each process also keeps its own clusters in a
-folder under `data_cluster_path`, and deletes the folder when the process ends.
+DeepSpeed's sampler draws each global batch on rank 0, from a random stream that its `state_dict` does not contain, and
+sends the batch to the other ranks. In this package every working member draws all batches itself, starting from the
+configured seed. A global batch thus depends only on its number, and a position in the data is a number, as in any other
+order. Each training process must therefore be able to read the index files. Each process keeps DeepSpeed's clusters
+(lists of samples by difficulty) in a folder of its own under `data_cluster_path`, and deletes the folder when the
+process ends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ds_dynatrain.data import EpochOrder
 from ds_dynatrain.errors import DataError
 
 KEPT = 256
-"""Number of global batches to keep once fetched, because loader workers read ahead and a switch may go back."""
+"""Number of fetched global batches to keep, because loader workers read ahead and a switch may go back."""
 
 Schedule = Mapping[str, Callable[[int], Any]]
 
@@ -75,11 +76,12 @@ class CurriculumOrder(EpochOrder):
             yield self._draw(epoch * self.steps + number)[0]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the difficulties and counts when global batch `step` was fetched, keyed by DeepSpeed's names."""
+        """Return the difficulties and counts at the time when global batch `step` was fetched, keyed by DeepSpeed's
+        names."""
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that must match for a saved position to mean the same samples. Paths are left out."""
+        """Return the settings on which the meaning of a saved position depends. Paths are left out."""
         where = {"data_cluster_path", "index_to_sample_path", "index_to_metric_path"}
         whole = json.dumps(self.block, default=str)
         block = json.loads(whole, object_hook=lambda part: {key: part[key] for key in part.keys() - where})
@@ -107,7 +109,8 @@ class CurriculumOrder(EpochOrder):
         return self._kept[number]
 
     def _start(self) -> None:
-        """Start a new sampler with the arguments of rank 0 in a world of one, and an empty folder for its clusters."""
+        """Start a new sampler, with the arguments that rank 0 has in a world of one, and with an empty folder for its
+        clusters."""
         block = copy.deepcopy(self.block)
         curriculum = block["data_sampling"]["curriculum_learning"]
         above = Path(curriculum["data_cluster_path"])

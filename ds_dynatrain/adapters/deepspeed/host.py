@@ -1,13 +1,13 @@
 """Operations on DeepSpeed's engine that a live switch needs: replacing its optimizer and reshaping its module.
 
-ZeRO-3 steps a parameter that got no gradient with the last gradient that it had, so a hook records the parameters that
-get one.
+ZeRO-3 steps a parameter that got no gradient with the last gradient that it had, so a hook records which parameters get
+a gradient.
 
-An evaluation may leave ZeRO-3's parameters gathered by DeepSpeed's own hooks. No code relies on these, and a switch
-partitions them again. A user's own `GatheredParameters` block is different: the values that it reads would vanish
-during a switch, and its end would partition into memory that is gone. DeepSpeed keeps no list of open blocks, so the
-class's `__init__`, `__enter__` and `__exit__` are wrapped while an engine lives, and restored when the engine is
-destroyed.
+An evaluation may leave ZeRO-3's parameters gathered by DeepSpeed's own hooks. No code depends on such parameters, and a
+switch simply partitions them again. A user's own `GatheredParameters` block is different: a switch would take away the
+values that the block reads, and the end of the block would partition parameters into memory that is gone. DeepSpeed
+keeps no list of open blocks, so the class's `__init__`, `__enter__` and `__exit__` are wrapped while an engine lives,
+and restored when the engine is destroyed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _ASKED = "_dynatrain_asked"
 
 
 class GatherWatch:
-    """A watch on the `GatheredParameters` blocks that contain some of these parameters, at any stage.
+    """A watch on open `GatheredParameters` blocks, at any ZeRO stage, that contain at least one of an engine's
+    parameters.
 
     open: ids of the open blocks.
     """
@@ -96,7 +97,8 @@ class GatherWatch:
         cls._wrapped.enter_context(own)
 
     def stop(self) -> None:
-        """Put DeepSpeed's own methods back, unless another engine watches. A second call does nothing."""
+        """Stop watching, and restore DeepSpeed's own methods unless another engine still watches. A second call does
+        nothing."""
         self.open.clear()
         self._all.discard(self)
         if not self._all:
@@ -195,9 +197,9 @@ class Host:
     _scaling: scaler.State = field(init=False)
 
     forward_passes = cast("int | None", None)
-    """Number of forward passes so far, if DeepSpeed seeds layers with this number; otherwise None."""
+    """Number of forward passes so far if DeepSpeed seeds layers with this number, otherwise None."""
 
-    # ---- DeepSpeed's own ---------------------------------------------------------------------------------------------
+    # ---- DeepSpeed's objects -----------------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -231,7 +233,7 @@ class Host:
         self.model_map.drop_data()
         self.attach(layout, world, config, buffers, Scalars())
         if isinstance(self.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
-            self.optimizer.initialize_optimizer_states()  # takes a step on zeros, which counts and decays masters
+            self.optimizer.initialize_optimizer_states()  # steps on zeros, which counts, and decays masters
 
     def curriculum_order(self, length: int) -> CurriculumOrder | None:
         """Return the configured curriculum's order over `length` samples; None if no curriculum is configured."""
@@ -261,19 +263,20 @@ class Host:
         return {**self._scaling, **held}
 
     def take_scaling(self, state: scaler.State) -> None:
-        """Set the fields of a `scaling_state`. Fields that the current optimizer lacks are kept for a later layout."""
+        """Set the fields that `scaling_state` has returned. Fields that the current optimizer lacks are kept for a
+        later layout."""
         self._scaling = dict(state)
         for key, place in scaler.places(self.optimizer).items():
             if key in state:
                 setattr(*place, state[key])
 
     def take_grad_norm(self, norm: float | None) -> None:
-        """Set the last step's gradient norm, as a tensor, on a member that did not take that step."""
+        """Set the gradient norm of the last step on a member that did not take that step."""
         self.engine._global_grad_norm = None if norm is None else torch.tensor(norm, device=self.engine.device)
         self._pass_grad_norm_on()
 
     def _pass_grad_norm_on(self) -> None:
-        """Copy the last step's gradient norm to a new optimizer, if that optimizer reports norms."""
+        """Copy the gradient norm of the last step to a new optimizer, if the optimizer reports norms."""
         if hasattr(self.optimizer, "_global_grad_norm") and self.engine._global_grad_norm is not None:
             self.optimizer._global_grad_norm = self.engine._global_grad_norm
 
@@ -300,8 +303,8 @@ class Host:
     def detach(self) -> None:
         """Remove the ZeRO optimizer from the module.
 
-        The optimizer's buffers live as long as a caller holds them. Parameters keep no gradient. They keep their data
-        in stages 0 to 2, and are empty after stage 3.
+        The optimizer's buffers are freed once no caller holds them. Parameters lose their gradients. They keep their
+        data in stages 0 to 2, and are empty after stage 3.
         """
         old, stage = self.optimizer, stage_of(self.engine, self.model_map)
         if hasattr(old, "destroy"):
@@ -312,10 +315,11 @@ class Host:
             group["params"] = list(parameters)
         self.engine.optimizer = self.basic_optimizer
         if old is not self.basic_optimizer:
-            old.__dict__.clear()  # reference cycles hold it: free its memory without the collector
+            old.__dict__.clear()  # free its memory, which reference cycles hold
 
     def make_children(self, layout: Layout, rank: int) -> Made | None:
-        """Build ahead of time the children that `reshape` will need; None if they will not change.
+        """Build the children that `reshape` will need ahead of time, and return them; None if the children will not
+        change.
 
         May run in any thread.
         """
@@ -365,7 +369,8 @@ class Host:
         self.adopt(model, self.basic_optimizer.param_groups)
 
     def let_module_go(self) -> None:
-        """Remove what DeepSpeed and this object have set on the module and in torch. The engine itself is kept."""
+        """Remove from the module and from torch what DeepSpeed and this object have set there. The engine itself is
+        kept."""
         self.gradients.stop()
         self.gathers.stop()
         forget(self.module)
@@ -373,11 +378,12 @@ class Host:
         for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
             if hook in self.engine.__dict__:
                 self.engine.__dict__.pop(hook).remove()
-                restore_linear()  # once: DeepSpeed calls `destroy` again when the engine is collected
+                restore_linear()  # DeepSpeed calls `destroy` again later; restore it once
                 forget_traces()
 
     def leave_world(self) -> None:
-        """Release data and process groups, but keep the names and objects that an idle member has."""
+        """Release the world's data and process groups on a member that becomes idle. It keeps the names and objects
+        that an idle member needs."""
         self.leave_shape()
         self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
         self.engine.global_rank = -1
@@ -394,10 +400,10 @@ class Host:
         self._enter_world(world, layout, config)
         engine, basic, model = self.engine, self.basic_optimizer, self.model_map
         for tensor, held in zip(model.tensors, model.parameters, strict=True):
-            if held.shape != tensor.shape:  # it has no data, but DeepSpeed reads its shape
+            if held.shape != tensor.shape:  # without data; DeepSpeed reads the shape
                 held.data = stand_in(tensor.shape, model.dtype, held.device)
         reset_counters()
-        restore_linear()  # a plain DeepSpeed engine may have replaced it on some members before they joined
+        restore_linear()  # some members may have replaced it before they joined
         names = {held: name for held, name in engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)}
         engine.param_names = {**names, **fill_empty_groups(basic, model)}
         stage, (weight, gradient) = layout.zero_stage, engine.get_data_types()
@@ -408,7 +414,7 @@ class Host:
             engine._configure_zero(basic)
         basic.state.clear()
         stage_of(engine, model).refill(buffers, scalars)
-        is_zero = isinstance(self.optimizer, ZeROOptimizer)  # from here on as DeepSpeed's constructor goes on
+        is_zero = isinstance(self.optimizer, ZeROOptimizer)  # from here on, what DeepSpeed's constructor does next
         engine._support_torch_style_backward = is_zero and check_internal_apis_for_count_used_parameters()
         if engine._support_torch_style_backward:
             self.optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
@@ -439,13 +445,11 @@ class Host:
         self.gradients.missing()
 
     def optimizer_made(self) -> None:
-        """Act on an optimizer that DeepSpeed has just built, before its first step. A hook for subclasses."""
+        """Adapt an optimizer that DeepSpeed has just built, before its first step. A hook for subclasses."""
 
     def break_off(self) -> None:
-        """Clean up after an error has ended a DeepSpeed call.
-
-        Stops running timers, which could not be started again otherwise.
-        """
+        """Clean up after an error has ended a DeepSpeed call: stop the timers that are running, because a running timer
+        cannot be started again."""
         for timer in self.engine.timers.get_timers().values():
             if timer.started_:
                 timer.stop()
@@ -463,13 +467,13 @@ class Host:
         self.gradients = GradientWatch(model)
 
     def settle_parameters(self) -> None:
-        """Partition stage 3's parameters again, because an evaluation may have left some gathered."""
+        """Partition all parameters again at stage 3, because an evaluation may have left some gathered."""
         if int(self.engine.zero_optimization_stage()) == 3:
             self.optimizer.parameter_offload.partition_all_parameters()
 
     @property
     def loss_weight(self) -> float:
-        """Factor for the loss of the current micro-batch."""
+        """Factor by which to multiply the loss of the current micro-batch."""
         weight = float(not self.slot_is_borrowed) if self.loss_is_divided else self.slot_weight
         # DeepSpeed takes the mean over data ranks and the sum over sequence ranks. Stage 3, which reduces and scatters
         # in one operation, takes the mean over both.
@@ -490,4 +494,4 @@ class Host:
         self.shaper.leave(self.engine)
 
     def put_in_place(self) -> None:
-        """Set DeepSpeed's process-wide state, except for groups, to that of this engine. A hook for subclasses."""
+        """Set DeepSpeed's process-wide state, except for groups, for this engine. A hook for subclasses."""

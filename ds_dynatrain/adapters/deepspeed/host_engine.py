@@ -41,10 +41,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _configure_expert_parallel(self, model: nn.Module, *more: Any, **named: Any) -> Any:
-        """Configure experts the way DeepSpeed does; with AutoEP, only return the record of the shaper's replacements.
-
-        With AutoEP, the shaper has already replaced layers with experts.
-        """
+        """Configure experts the way DeepSpeed does. With AutoEP, only return the record of which parameters replaced
+        which: the shaper has already replaced the layers with experts."""
         if self._host.shaper.autoep:
             return self._host.shaper.autoep.take_replaced()
         return super()._configure_expert_parallel(model, *more, **named)
@@ -83,7 +81,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.basic_optimizer = self.optimizer = basic
 
     def _broadcast_model(self) -> None:
-        """Broadcast the model the way DeepSpeed does, unless parameter values arrive later, equal on all ranks."""
+        """Broadcast the model the way DeepSpeed does. Do nothing if the values of parameters arrive later, the same on
+        all ranks."""
         if self._host.whole:
             super()._broadcast_model()
 
@@ -101,7 +100,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         )
 
     def random_ltd_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's block for random-LTD, with two batch sizes that its constructor adds only at the start."""
+        """Return DeepSpeed's block for random-LTD. It includes two batch sizes that DeepSpeed's constructor adds only
+        at the start."""
         block: dict[str, Any] = super().random_ltd_config()
         block.setdefault(RANDOM_LTD_GLOBAL_BATCH_SIZE, self.train_batch_size())
         block.setdefault(RANDOM_LTD_MICRO_BATCH_SIZE, self.train_micro_batch_size_per_gpu())
@@ -116,12 +116,11 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         *more: Any,
         **named: Any,
     ) -> Any:
-        """Load the way DeepSpeed does.
+        """Load the way DeepSpeed does. At stage 0, also refresh the masters if weights are loaded without optimizer
+        states.
 
-        At stage 0, also refresh the masters after weights are loaded without optimizer states.
-
-        DeepSpeed itself does so only in its other stages. At stage 0 it keeps the old masters, and the next step would
-        overwrite the loaded weights with them.
+        DeepSpeed itself refreshes them only in its other stages. At stage 0 it would keep the old masters, and the next
+        step would overwrite the loaded weights with them.
         """
         found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *more, **named)
         has_masters = not self.zero_optimization() and hasattr(self.optimizer, "refresh_fp32_params")
@@ -169,10 +168,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         return scaled * self._host.loss_weight
 
     def clip_fp32_gradients(self) -> None:
-        """Clip gradients at ZeRO stage 0. With several expert ranks, use a norm of our own.
-
-        DeepSpeed's norm would depend on the expert size.
-        """
+        """Clip gradients at ZeRO stage 0. With several expert ranks, use a norm of this package, because DeepSpeed's
+        norm depends on the expert size."""
         if self._host.shape.expert > 1:
             clip_with_experts(self.module, self.gradient_clipping(), self._host.layout)
         else:
@@ -190,18 +187,18 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def _token_slots(self) -> int:
-        """Divisor that DeepSpeed has already applied to the gradient of a window weighted by tokens."""
+        """Number by which DeepSpeed has already divided the gradient of a window weighted by tokens."""
         return int(self.dp_world_size * self.gradient_accumulation_steps())
 
     def _norm_said(self) -> AbstractContextManager[None]:
-        """Return a context manager within which the optimizer's step reports the true norm of its gradients."""
+        """Return a context manager in which the optimizer's step reports the norm of the unscaled gradients."""
         return scaler.true_norm(self)
 
     def _configure_zero(self, basic: torch.optim.Optimizer) -> None:
         """Build DeepSpeed's ZeRO optimizer around the basic optimizer, whose parameters are already recorded.
 
-        If no expert is trained any longer, build the optimizer as for a model without experts, because DeepSpeed would
-        require a group of experts.
+        If experts exist but none is trained any longer, build the optimizer as for a model without experts, because
+        DeepSpeed would require an optimizer group of experts.
         """
         trained = any(group.get("moe") for group in basic.param_groups)
         with replaced(self, has_moe_layers=self.has_moe_layers and trained):

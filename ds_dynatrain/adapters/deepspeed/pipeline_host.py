@@ -1,15 +1,15 @@
-"""DeepSpeed's pipeline engine with the changes of `host_engine`; it can also take over other stages.
+"""DeepSpeed's pipeline engine with the changes of `host_engine`; its module can also become another stage.
 
 A column is one data index: one rank of each stage. DeepSpeed runs one schedule in each column. Columns meet only in the
 last instructions of their schedules, which add up gradients and losses, so each column may have a schedule of its own
-length. Only the divisor of these sums must change: it is the mean number of micro-batches per column instead of
-`gradient_accumulation_steps()`, which is the number of the longest column.
+length. Only the divisor of these sums must change: it is the mean number of micro-batches per column, whereas
+`gradient_accumulation_steps()` is the number in the longest column.
 
-Layers before the first trained one have no backward pass, and no gradient is sent to them. DeepSpeed's engine by itself
+Layers before the first trained one have no backward pass, and no gradient is sent to them. DeepSpeed's own engine
 expects a gradient on every stage: its inputs require a gradient, and its outputs wait for one.
 
-The frozen layers follow from the parameters that are registered as trained, and every member knows these for the whole
-model. Two stages thus agree without a message on whether the first waits for a gradient and the second sends one.
+Which layers are frozen follows from the parameters that are registered as trained, and every member knows these for the
+whole model. Two neighbouring stages thus agree without a message whether the second sends the first a gradient.
 """
 
 from __future__ import annotations
@@ -64,22 +64,24 @@ def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
     start: number of the stage's first layer.
     stop: number of the layer after the stage's last one.
 
-    Two neighbouring stages share a boundary, so one stage skips exactly the receives whose sends the other skips.
+    Two neighbouring stages share a boundary, so one stage skips exactly those receives whose sends the other stage
+    skips.
     """
     ends_within = (BackwardPass, RecvGrad) if stop <= frozen else ()
     return (*ends_within, SendGrad) if start <= frozen else ends_within
 
 
 def _skip(engine: Any, **_: Any) -> None:
-    """Stand in for an instruction of a schedule that is needless."""
+    """Replace an instruction of a schedule that is unnecessary: do nothing."""
 
 
 @contextmanager
 def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
-    """Keep the activations of a stage's first `frozen` layers from being recomputed, because they get no gradient.
+    """Context manager in which the activations of a stage's first `frozen` layers are not recomputed, because these
+    layers get no gradient.
 
     A reentrant checkpoint does not look at parameters: it has a backward pass only if one of its inputs requires a
-    gradient. The first checkpoint after the frozen layers is therefore given such inputs.
+    gradient. The first checkpoint after the frozen layers is therefore given inputs that do.
     """
     interval, checkpoint = module.activation_checkpoint_interval, module.activation_checkpoint_func
 
@@ -125,9 +127,9 @@ class StageHost(Host):
 
     @property
     def compiled_modules(self) -> list[str]:
-        """One entry if layers are compiled, otherwise none.
+        """A list with one entry if layers are compiled, and an empty list otherwise.
 
-        Stages have different layers, but all members must report the same.
+        Stages have different layers, but all members must report the same list.
         """
         return [] if self.compiled_with is None else ["every layer"]
 
@@ -165,20 +167,16 @@ class StageHost(Host):
         self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return all parameters registered as trained, keyed by logical name.
-
-        Parameters of other stages are empty here.
-        """
+        """Return all parameters registered as trained, keyed by logical name. Parameters that belong to other stages
+        have no elements."""
         model = self.model_map
         found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
         return {tensor.name: held for tensor, held, flag in found if flag}
 
     @property
     def forward_passes(self) -> int | None:
-        """Number of micro-batches that this stage has run.
-
-        With `seed_layers`, layers seed their random numbers with it.
-        """
+        """Number of micro-batches that this stage has run. With `seed_layers`, layers seed their random numbers with
+        this number."""
         return int(self.engine.module.micro_offset)
 
     @forward_passes.setter
@@ -236,14 +234,15 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self._host.compiled_with = {**compile_kwargs, "backend": backend}
 
     def _enter_columns(self, layout: Layout) -> None:
-        """Set the sizes of this rank's column in a layout whose configuration and grid are already set."""
+        """Set the lengths of the columns in a layout, of which the configuration and the grid are already set."""
         sizes = int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
         self._columns = Columns.of(*sizes, layout.data, layout.shares)
         self._divisor = self._columns.mean
         self.micro_batches = self._columns.counts[self.grid.get_data_parallel_id()]
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Train a batch the way DeepSpeed does. Each column counts the passes of the longest one, for `seed_layers`."""
+        """Train a batch the way DeepSpeed does. For `seed_layers`, each column counts as many passes as the longest
+        column has."""
         passes = self.module.micro_offset
         loss: torch.Tensor = super().train_batch(data_iter)
         self.module.micro_offset = passes + self._columns.longest
@@ -258,14 +257,12 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate a batch the way DeepSpeed does, on the working members.
+        """Evaluate a batch the way DeepSpeed does, on the working members. Returns the mean over all micro-batches.
 
         data_iter: an iterator or an evaluation loader.
 
-        num_micro_batches: number of micro-batches that each pipeline reads. By default a pipeline reads as many as of a
-        global batch in training; pipelines may then have different numbers.
-
-        Returns the mean over all micro-batches.
+        num_micro_batches: number of micro-batches that each pipeline reads. By default each pipeline reads as many as
+        it trains of a global batch, and pipelines may then read different numbers.
         """
         given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
         if num_micro_batches is None:
@@ -273,7 +270,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         else:
             longest, divisor = num_micro_batches, float(num_micro_batches)
         passes = self.module.micro_offset
-        own = super().set_dataiterator  # DeepSpeed's own, which leaves the loader of training as it is
+        own = super().set_dataiterator  # DeepSpeed's own keeps the training loader
         with replaced(self, _divisor=divisor, set_dataiterator=own):
             found = super().eval_batch(given, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
         self.module.micro_offset = passes + longest
@@ -283,21 +280,22 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return super()._scale_loss_by_gas(prescaled_loss, eval_micro_batches=self._divisor)
 
     def _frozen_layers(self) -> int:
-        """Return `frozen_layers` of the registered parameters.
+        """Return the number of frozen layers, computed from the registered parameters by `frozen_layers`.
 
-        Their current flags are ignored so that all stages agree.
+        The parameters' current `requires_grad` flags are ignored, so that all stages agree.
         """
         return frozen_layers(self._host.shaper.template.prefixes(), self._host.trained())
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run DeepSpeed's schedule without the instructions that are unnecessary for frozen layers."""
+        """Run DeepSpeed's schedule without the instructions that frozen layers make unnecessary."""
         self._frozen = self._frozen_layers()
         without = needless(self.module._local_start, self.module._local_stop, self._frozen)
         with replaced(self, _INSTRUCTION_MAP={**self._INSTRUCTION_MAP, **dict.fromkeys(without, _skip)}):
             super()._exec_schedule(pipe_schedule)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        """Run DeepSpeed's forward pass. Inputs of frozen layers and of the first trained layer require no gradient."""
+        """Run DeepSpeed's forward pass. Inputs of frozen layers, and of the first trained layer, require no
+        gradient."""
         note(self.module)
         held = self._frozen - self.module._local_start
         if not self._frozen or held < 0:
@@ -321,7 +319,8 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     }
 
     def _enter_stage(self, grid: StageGrid) -> None:
-        """Make this the engine of a stage in the world of `grid`. Sends no message, unlike DeepSpeed's constructor."""
+        """Make this engine the engine of a stage in the world of `grid`. Sends no message, unlike DeepSpeed's
+        constructor."""
         self.grid = self.mpu = grid
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
         self.prev_stage, self.next_stage = grid.stage_id - 1, grid.stage_id + 1
@@ -355,7 +354,8 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
 
     @torch.no_grad()
     def _share_loss(self) -> None:
-        """Give all ranks a batch's loss before its step, so that no rank lacks the loss if a member dies later."""
+        """Give the loss of a batch to all ranks before the step, so that no rank lacks the loss if a member dies
+        later."""
         self._known_loss = self._total_loss()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
@@ -374,7 +374,8 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return found
 
     def _loss_of_step(self) -> torch.Tensor:
-        """Return the last step's loss, even if this rank's call was interrupted and other ranks finished the step."""
+        """Return the loss of the last step. Works even if this rank's call was interrupted and only other ranks
+        finished the step."""
         known, self._known_loss = self._known_loss, None
         self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
         return self.agg_train_loss
@@ -388,7 +389,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
             super().clip_fp32_gradients()
             return
         stepped = [held for group in self.basic_optimizer.param_groups for held in group["params"]]
-        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # they are placeholders in empty groups
+        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # `stepped`: placeholders of empty groups
 
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:

@@ -18,7 +18,7 @@ class PlainEngine:
     """An engine in use that sends and receives messages.
 
     stage: the engine's ZeRO stage.
-    processes: the number of processes that the engine runs in.
+    processes: the number of processes over which the engine works.
     follows_world: whether the engine uses groups of one of our worlds, which end with that world.
     """
 
@@ -30,9 +30,9 @@ class PlainEngine:
 def plain_engines() -> list[PlainEngine]:
     """Return the script's own engines that exchange messages in their calls and were not destroyed.
 
-    DeepSpeed keeps no list of engines, and most engines were made before any of our code ran, so this function searches
-    all objects of the process, which takes 0.05 s for 360,000 objects. Called when a layout leaves processes idle or
-    has other ranks.
+    DeepSpeed keeps no list of engines, and most engines were made before any of our code ran. This function therefore
+    searches all objects of the process, which takes 0.05 s for 360,000 objects. Called when a layout leaves processes
+    idle or has other ranks.
     """
     if not _found():
         return []
@@ -58,9 +58,9 @@ def _found() -> list[Any]:
 
 
 def _is_alive(engine: Any) -> bool:
-    """Return whether an engine was not destroyed: one of the hooks that `destroy` removes is still on the module.
+    """Return whether an engine has not been destroyed: a hook that `destroy` removes is still on the module.
 
-    If an engine has none of these hooks, its own forward hook decides.
+    For an engine without such hooks, the module's forward hook is checked.
     """
     optimizer = getattr(engine, "optimizer", None)
     offload = getattr(optimizer, "parameter_offload", optimizer)

@@ -66,9 +66,9 @@ def start_without_compiler() -> None:
 def tell_of_compilers() -> None:
     """Make one process on each node log a message if it waits long for the compilation of an operator.
 
-    Called when the engine is imported, because DeepSpeed also compiles in its own calls, which a framework or a script
-    may make before any of ours. torch before 2.14 waits without limit until a lock file is gone, and a process that is
-    killed while it compiles leaves its lock file behind.
+    Called when the engine is imported, because DeepSpeed also compiles in calls that a framework or a script makes
+    before any call of this package. torch before 2.14 waits without limit until a lock file is gone, and a process that
+    is killed while it compiles leaves its lock file behind.
     """
     OpBuilder.jit_load = _load_aloud
     FileBaton.wait = _wait_aloud  # type: ignore[method-assign]
@@ -86,7 +86,7 @@ def _wait_aloud(self: FileBaton) -> None:
         time.sleep(self.wait_seconds)
         if is_said or time.monotonic() - begin <= LOCK_SECONDS:
             continue
-        with suppress(FileNotFoundError):  # the lock may be removed meanwhile
+        with suppress(FileNotFoundError):  # the lock may have been removed
             made, is_said = lock.stat(), True
             logger.warning(
                 "for %g s this start has waited for another process that compiles %s, which a first start takes a "
@@ -118,12 +118,12 @@ class OptimizerForwarder(torch.optim.Optimizer):
     """An optimizer object that stays the same for the whole job and stands for the current world's optimizer.
 
     Its methods and attributes are those of `engine.optimizer`, DeepSpeed's own object, which a switch replaces.
-    Attributes that DeepSpeed's object lacks are read from the torch optimizer underneath. If an attribute is set here
-    that neither object has (such as a user's tag, or a scheduler's replacement of `step`), the forwarder keeps it.
+    Attributes that DeepSpeed's object lacks are read from the torch optimizer inside it. An attribute that is set here
+    and that neither object has (such as a user's tag, or a scheduler's replacement of `step`) is kept by the forwarder.
     """
 
     def __init__(self, host: Host) -> None:
-        self.__dict__["_host"] = host  # torch's own constructor would take groups, and keep them
+        self.__dict__["_host"] = host  # torch's constructor would keep its own groups
 
     @property
     def current(self) -> Any:
@@ -137,9 +137,8 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients overflowed fp16.
-
-        False if the optimizer never skips steps.
+        """Whether the last step was skipped because gradients overflowed fp16; always false if the optimizer skips no
+        steps.
 
         The attribute exists in every layout and on idle members, because callers check for it only once.
         """
@@ -147,7 +146,7 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def _opt_called(self) -> bool:
-        """Whether `engine.step` has stepped the optimizer. torch's schedulers ask for this before their first step."""
+        """Whether `engine.step` has stepped the optimizer. torch's schedulers read this before their own first step."""
         return bool(self._host.engine.global_steps)
 
     @_opt_called.setter

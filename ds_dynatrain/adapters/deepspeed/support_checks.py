@@ -42,7 +42,7 @@ def refuse_unsupported(config: Config, model: nn.Module, optimizer: Any, mpu: An
 
 
 def check_elastic_launch() -> None:
-    """Raise UnsupportedError unless it is known how the accelerator's collectives end when a member dies.
+    """Raise UnsupportedError if it is unknown how collectives of the accelerator end when a member dies.
 
     Called in launches whose members may join and leave.
     """
@@ -106,7 +106,7 @@ def refuse_moved_states(host: Any) -> None:
 
 
 def _refuse_beside_experts(layout: Layout, config: Config) -> None:
-    """Raise SwitchRefused for settings that DeepSpeed's stages 1 and 2 do not accept together with experts."""
+    """Raise SwitchRefused for settings that DeepSpeed's stages 1 and 2 do not accept in a model with experts."""
     apart = setting(config, "zero_optimization.contiguous_gradients") is False and not offloads(config)
     if layout.zero_stage in (1, 2) and setting(config, "zero_optimization.reduce_scatter") is False:
         key, nearest = "reduce_scatter", layout.replace(zero_stage=0)

@@ -1,8 +1,8 @@
-"""Communicators: the process groups' back-ends from the accelerator's own library. gloo serves the CPU.
+"""Communicators: back-ends of process groups, from the accelerator's own library. The CPU uses gloo instead.
 
 A communicator is expensive (about a second and half a GiB with NCCL), so all groups with the same members in the same
 order share one, and successive worlds reuse it as long as these members stay. Making a communicator while collectives
-are running may deadlock (NVIDIA/nccl#1082), so call `World.connect` only while no member is running any.
+are running may deadlock (NVIDIA/nccl#1082), so call `World.connect` only while no member runs a collective.
 `CommunicatorLink` moves state between devices during a switch: it makes many `send` and `recv` calls in one of NCCL's
 group calls.
 """
@@ -60,7 +60,8 @@ SPARE_SECONDS = 5.0
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of NCCL that this process has loaded. (torch itself reports the one it was built with.)"""
+    """Return the version of NCCL that this process has loaded. torch itself reports the version with which it was
+    built."""
     try:
         library, found = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW), ctypes.c_int()
         library.ncclGetVersion(ctypes.byref(found))
@@ -74,7 +75,7 @@ def unfinished() -> str:
     dump = getattr(distributed_c, "_dump_nccl_trace_json", None)
     try:
         entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])
-    except (RuntimeError, ValueError):  # only for the log, and the device may be lost
+    except (RuntimeError, ValueError):  # the device may be lost; the log goes without it
         return ""
     for entry in entries[:1]:
         group = " ".join(map(str, entry.get("process_group", [])))
@@ -83,7 +84,7 @@ def unfinished() -> str:
 
 
 def go_on() -> None:
-    """Do nothing. Serves as the `stop` callback of waits that cannot be cancelled."""
+    """Do nothing. Default for the `stop` callback of waits that cannot be cancelled."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ class Communicator:
     """The back-end on `device` that connects some members, in a fixed order.
 
     users: the number of worlds that use the communicator: two while the next world is taking it over.
-    since: the time at which the communicator was made. Members that share two communicators made both in the same
-        order.
-    ending: a lock acquired, and never released, by the first caller in any thread that ends the communicator.
+    since: the time at which the communicator was made. If several members share two communicators, all of them made the
+        two in the same order.
+    ending: a lock that the first caller that ends the communicator acquires, in any thread, and never releases.
     """
 
     device: torch.device
@@ -121,7 +122,7 @@ class Communicator:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the communicator has been ended, or is about to be."""
+        """Whether a thread has ended the communicator, or is doing so."""
         return self.ending.locked()
 
     def serve(self, group: td.ProcessGroup) -> None:
@@ -146,11 +147,11 @@ def is_watched() -> bool:
 
 
 def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
-    """End communicators. All their members must call this function; communicators that have already ended are skipped.
+    """End communicators. All their members must call this function. Communicators that have already ended are skipped.
 
     is_broken: whether to abort them, because a member is gone, a member may lack one of them, or a collective has
-        failed. They are aborted as torch does it: the last one first, and NCCL's inside one group call, because they
-        may wait for each other if they are aborted one by one (pytorch/pytorch#119797).
+        failed. Communicators may wait for each other if they are aborted one by one (pytorch/pytorch#119797). As in
+        torch, they are therefore aborted from the last one to the first, and those of NCCL inside one group call.
     """
     ordered = sorted(communicators, key=lambda each: each.since)
     living = [each for each in ordered if each.ending.acquire(blocking=False)]
@@ -183,14 +184,14 @@ class Endpoint:
 def make_communicator(where: Endpoint, seconds: float, stop: Stop = go_on) -> Communicator:
     """Make a communicator, and connect it if its library can connect before use. All of its members must call this.
 
-    seconds: time-out for connecting. Collectives have the time-out of any DeepSpeed job.
+    seconds: time-out for connecting. Collectives have the time-out that they have in any DeepSpeed job.
     stop: callback that is called repeatedly while this call waits; it may raise.
 
     Raises RuntimeError if torch does not know the accelerator's back-end, or if the communicator cannot be connected
     within `seconds`; the communicator is then aborted.
 
     A library may wait for a peer forever, so the connection is made in a separate thread. After a time-out that thread
-    is abandoned, and a communicator that it still makes is aborted.
+    is left behind, and if it still makes a communicator, the communicator is aborted.
     """
     found = call_beside(on_device(partial(_connected, where, seconds + SPARE_SECONDS)), "dynatrain-connect")
     end_at = time.monotonic() + seconds
@@ -209,7 +210,8 @@ def make_communicator(where: Endpoint, seconds: float, stop: Stop = go_on) -> Co
 
 
 def _missing(where: Endpoint) -> str:
-    """Name the members that have not begun to connect or, if all have begun, those that have not finished."""
+    """Return a description of the members that have not begun to connect or, if all have begun, of those that have not
+    finished."""
     for step in ("begun", "done"):
         absent = [rank for place, rank in enumerate(where.ranks) if not where.store.check([f"{step}/{place}"])]
         if absent:
@@ -226,7 +228,7 @@ def _connected(where: Endpoint, seconds: float) -> Communicator:
     base.set(f"begun/{where.place}", "")
     made = Communicator(device, *make_backend(name, store, where))
     try:
-        if made.backend.supports_splitting:  # as torch does: back-ends that can connect ahead of use
+        if made.backend.supports_splitting:  # as in torch: the back-end can connect before use
             made.backend.eager_connect_single_device(device)
     except BaseException:
         end([made], is_broken=True)
@@ -281,10 +283,10 @@ class CommunicatorLink:
                 group.send([tensor], self._rank_of[member], 0)
         finally:
             work = group._end_coalescing(device)
-        work.wait()  # makes this thread's stream wait, not the thread
+        work.wait()  # the stream waits, and the thread does not
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
-        """Run `work` as `DeviceLink.run` specifies. Errors raised by `stop` pass through.
+        """Run `work` as `DeviceLink.run` specifies. Errors raised by `stop` are passed on.
 
         The first messages between two devices also connect them. A library waits without limit for connections and
         messages, so `work` runs in a thread, and the communicator is aborted if the deadline passes.
@@ -304,7 +306,7 @@ class CommunicatorLink:
                     raise MemberMissing(what, members, time.monotonic() - begin)
             if error := done.exception():
                 raise TransferError(f"{what} with members {[*members]} failed: {error}") from error
-            if self.communicator.is_ended:  # then the work seems to succeed, but its results are unknown
+            if self.communicator.is_ended:  # the work then succeeds with unknown results
                 raise TransferError(f"{what} with members {[*members]} failed: the communicator was aborted")
         except BaseException:
             end([self.communicator], is_broken=True)

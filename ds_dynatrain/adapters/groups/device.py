@@ -1,4 +1,5 @@
-"""The device on which this process computes, as DeepSpeed's accelerator reports it. Only this file asks DeepSpeed."""
+"""The device on which this process computes, as DeepSpeed's accelerator reports it. No other file asks DeepSpeed for
+it."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def take_own(local_rank: int) -> None:
 
 
 def warm() -> None:
-    """Make an accelerator create what it creates on first use: its context, operator libraries and autograd thread."""
+    """Make an accelerator create what it creates at first use: its context, operator libraries and autograd thread."""
     if not is_accelerated():
         return
     for dtype in (torch.float32, torch.bfloat16):
@@ -84,7 +85,7 @@ def complaint() -> str:
 
 
 def free_bytes() -> int:
-    """Return the number of bytes that this process may still allocate on its accelerator.
+    """Return the number of bytes that this process can still allocate on its accelerator.
 
     It is the memory that the driver reports as free, plus the memory that torch's allocator holds but does not use. If
     torch cannot ask the driver, memory used by other processes is not taken into account.
@@ -138,7 +139,8 @@ def start_thread(target: Callable[[], object], name: str, device: torch.device |
 
 
 def on_device(call: Callable[[], T], device: torch.device | None = None) -> Callable[[], T]:
-    """Return a function that does what `call` does on `device`, by default this thread's, in any thread."""
+    """Return a function that calls `call` on `device`, in whatever thread the function runs. The default is the device
+    of the current thread."""
     there = compute_device() if device is None else device
 
     def run() -> T:

@@ -1,15 +1,15 @@
 """The wrapper around each process group of a world.
 
 `torch.distributed` calls a group's methods from Python, and torch's own code calls them through pybind11's trampolines.
-A subclass thus sees every collective, whether started by the user, by DeepSpeed or by autograd's hooks.
+A subclass thus sees every collective, whether the user, DeepSpeed or one of autograd's hooks started it.
 
-Collectives on an accelerator do not report failure, and a `Gate` keeps book of them in a world that may lose members. A
-collective whose peer has died waits forever. An aborted collective ends as if it had succeeded, but with arbitrary
-results, and a member that aborts its collectives may in this way end those of other members that do not yet know of the
-loss. Two rules therefore apply if members may leave:
+Collectives on an accelerator do not report failure. A collective whose peer has died waits forever. An aborted
+collective ends as if it had succeeded, but with arbitrary results. If a member aborts its collectives, collectives of
+other members that do not yet know of the loss may end in this way. In a world that may lose members a `Gate` therefore
+records collectives on an accelerator, and two rules apply:
 
-- after a loss, the world's gate is torn first (no later result counts); then all communicators of the world are aborted
-  together, in a thread;
+- after a loss, the world's gate is torn first, so that later results no longer count; then all communicators of the
+  world are aborted together, in a thread;
 - results count only after `agree` has returned, which means that all ranks had all their results before any of them
   aborted anything.
 """
@@ -40,14 +40,11 @@ from ds_dynatrain.errors import WorldChanged
 T = TypeVar("T")
 Kind = td.ProcessGroup.BackendType
 LOOK = timedelta(seconds=0.25)
-"""Interval at which a waiting collective checks whether its world is lost.
-
-The checks do not delay collectives of a live world.
-"""
+"""Interval at which a waiting collective checks whether its world is lost. The checks cost a live world no time."""
 MESSAGES = ("send", "recv", "recv_anysource")
 """Methods that involve only two ranks."""
 NO_LIMIT = timedelta(0)
-"""Value that torch passes to `wait` if the caller has given no time-out."""
+"""Value that torch passes to `wait` if the caller gives no time-out."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -59,18 +56,16 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 ABORT_SECONDS = 60.0
-"""Time limit, in seconds, for aborting communicators and waiting for the device.
-
-If a device exceeds the limit, the process can no longer use that device.
-"""
+"""Time limit, in seconds, for aborting communicators and waiting for the device. A device that exceeds the limit is
+unusable for this process."""
 TORN = "a member of this world is gone, and its communicators were aborted: what they have left is not known"
 
 
 class Gate:
-    """One member's record of whether results of the accelerator's collectives in one world may be trusted.
+    """One member's record of whether results of collectives on the accelerator, in one world, may be trusted.
 
-    is_torn: whether the world's communicators were aborted, or are about to be.
-    is_in_doubt: whether the last optimizer step used results that no `agree` has since confirmed.
+    is_torn: whether the world's communicators were aborted, or are about to be. Results no longer count.
+    is_in_doubt: whether the last optimizer step used results that `agree` has not confirmed since.
     communicators: the current communicators of the world.
     """
 
@@ -78,17 +73,15 @@ class Gate:
         self.is_torn = self.is_in_doubt = False
         self.communicators: list[Communicator] = []
         self.agreeing = threading.Lock()
-        """Lock that is held while this member waits for the other members' answers, and during which it aborts nothing.
-        """
+        """Lock that this member holds while it waits for the other members' answers. It aborts nothing during that
+        time."""
         self._has_begun = False
         self._wait: tuple[str, float] | None = None
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Context manager that records that the main thread waits for other ranks.
-
-        Nested blocks record nothing more.
-        """
+        """Context manager that records that the main thread waits for other ranks. A block inside another one has no
+        effect."""
         is_noted = self._wait is None and threading.current_thread() is threading.main_thread()
         if is_noted:
             self._wait = what, time.monotonic()
@@ -110,7 +103,7 @@ class Gate:
         return ("a collective of the device", blocked_seconds) if self._has_begun else ("", 0.0)
 
     def begin(self) -> None:
-        """Record that a collective begins on the device."""
+        """Record that a collective has been started on the device."""
         self._has_begun = True
 
     def agree(self, meet: Callable[[int], object]) -> None:
@@ -132,11 +125,11 @@ class Gate:
         self._has_begun = self.is_in_doubt = False
 
     def end_step(self) -> None:
-        """Record that an optimizer step has been queued whose inputs may be in doubt."""
+        """Record that an optimizer step was queued. If results are not confirmed yet, the step is in doubt."""
         self.is_in_doubt = self._has_begun
 
     def check(self) -> None:
-        """Raise WorldChanged if the gate is torn, because results then no longer count."""
+        """Raise WorldChanged if the gate is torn, so that results no longer count."""
         if self.is_torn:
             raise WorldChanged(f"{TORN}; go on with the loader's next batch: the world is formed anew there")
 
@@ -154,11 +147,12 @@ class Gate:
 
 
 def abort(gates: Iterable[Gate], give_up: Callable[[str], object]) -> threading.Thread | None:
-    """Tear the gates, and abort all their communicators together in a thread.
+    """Tear the gates, so that results in their worlds no longer count, and abort all their communicators together in a
+    thread.
 
-    Return the thread; None if there are none.
+    Return the thread; None if there are no communicators.
 
-    give_up: function called with the reason if the device does not respond again.
+    give_up: called with the reason if the device does not respond again.
     """
     found = list(gates)
     for gate in found:
@@ -188,7 +182,7 @@ class GroupStatus:
     """State that all groups of one world share.
 
     is_fixed: whether the set of members never changes. torch's errors are then passed on unchanged.
-    gate: the bookkeeping of collectives on an accelerator.
+    gate: the record of collectives on an accelerator.
     failure: the error of a failed collective, without its stack frames, which would keep groups alive.
     is_closed: whether the world currently accepts no collective. A world formed anew in the middle of a global batch is
         closed, because its members may have reached different statements of the script.
@@ -204,7 +198,8 @@ class GroupStatus:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the world's communicators can only be aborted, because not all members would end them together."""
+        """Whether the world's communicators can only be aborted, because not all members would take part in ending them
+        properly."""
         return self.failure is not None or self.is_lost or self.gate.is_torn
 
     def call(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -227,13 +222,13 @@ class GroupStatus:
 
 
 class PythonGroup(td.ProcessGroup):
-    """A group that passes every collective, under each of torch's names for it, to `collective`.
+    """A group that passes every collective to `collective`, whatever name torch has for it.
 
-    All methods are overridden: those of torch's base class hold Python's lock while a collective starts.
+    All methods are overridden, because those of torch's base class hold Python's lock while a collective starts.
     """
 
     def __init__(self, rank: int, size: int, kind: Kind) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the one for classes of Python
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's constructor for Python subclasses
         self._set_default_backend(kind)
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
@@ -256,10 +251,10 @@ for _name in (*COLLECTIVES, "_start_coalescing", "_end_coalescing"):
 class ManagedProcessGroup(PythonGroup):
     """A group of a world that wraps torch's `group`.
 
-    It serves the CPU through gloo and, once connected, an accelerator through a communicator that other groups may
-    share. torch's own group takes its name from one of its back-ends, so if two groups shared a back-end, the first
-    group would get the name of the second; this class keeps its own name. Messages have the time-out of collectives.
-    With gloo's default, a receiver would give up after the time allowed for connecting, but a pipeline stage may
+    It serves the CPU through gloo. Once connected, it serves an accelerator through a communicator that other groups
+    may share. torch's own group takes its name from one of its back-ends, so if two groups shared a back-end, the first
+    group would get the name of the second; this class keeps its own name. Messages have the time-out of collectives:
+    with gloo's default, a receiver would give up after the time allowed for connecting, but a pipeline stage may
     compute for longer.
 
     status: status of the world that the group serves, if members may join and leave. Failures are recorded in the
@@ -276,7 +271,7 @@ class ManagedProcessGroup(PythonGroup):
 
     @property
     def group_name(self) -> GroupName:
-        """The group's own name, whatever the current names of its back-ends are."""
+        """The group's own name, which does not depend on the names of its back-ends."""
         return GroupName(self._name)
 
     def renew(self, store: Store, device: torch.device, kind: Kind, backend: Any) -> None:
@@ -295,7 +290,7 @@ class ManagedProcessGroup(PythonGroup):
         self._group = behind
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Pass a collective on to torch's group. If the world may lose members, also watch the collective."""
+        """Run a collective in torch's group. If the world may lose members, also watch the collective."""
         if self._status.is_fixed and name not in MESSAGES:
             return getattr(self._group, name)(*arguments, **named)
         return self._status.call(self._begin, name, arguments, named)
@@ -362,7 +357,7 @@ class ManagedWork(Work):
             return self._work.wait(timeout)
         if self._on_device:
             return self._work.wait()
-        if self._name in MESSAGES:  # wait only once, since a wait that times out ends the connection
+        if self._name in MESSAGES:  # wait once: a timed-out wait ends the connection
             return self._work.wait(default_pg_timeout)
         # Gloo may miss the shutdown of its sockets if it happens just as a collective begins (measured: in some of ten
         # runs of a loop of small collectives). Gloo's thread then waits until its time-out.
@@ -371,7 +366,7 @@ class ManagedWork(Work):
             try:
                 return self._work.wait(LOOK)
             except RuntimeError:
-                if self._work.is_completed():  # it has failed, or has ended just now
+                if self._work.is_completed():  # it has failed or just ended
                     return self._work.wait(LOOK)
                 if is_lost:
                     raise td.DistError("a member of the world is gone, and gloo has not heard of it") from None

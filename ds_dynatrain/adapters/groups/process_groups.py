@@ -46,14 +46,15 @@ OURS = "dynatrain_"
 def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> Made:
     """Make a gloo group over `store`, not yet known to `torch.distributed`. Blocks until all `size` ranks have joined.
 
-    seconds: time-out for joining. Collectives have the time-out of any DeepSpeed job, because a member may be delayed
-        by an evaluation or by another member's request.
+    seconds: time-out for joining. Collectives have the time-out that they have in any DeepSpeed job, because a member
+        may be delayed by an evaluation or by another member's request.
 
     This does what `init_process_group` does for one back-end, but without its global state, so it can run in a thread.
     torch 2.14 and newer can also replace the members of an existing group. That takes several times as long, because it
-    closes the old connections first; see docs/figures/jobs.md. Every rank is connected to every other one. gloo's
-    lazy connections (TORCH_GLOO_LAZY_INIT) would open only those that are used, but to a peer that has died they raise
-    only after five times the time-out, where a connection that is open raises at once (measured on torch 2.13).
+    closes the old connections first; see docs/figures/jobs.md. Every rank connects to every other rank at once. With
+    gloo's lazy connections (TORCH_GLOO_LAZY_INIT) a rank would connect only to those that it uses. If such a peer has
+    died, a collective raises only after five times the time-out; over an open connection it raises at once (measured on
+    torch 2.13).
 
     Raises LayoutError if this process may not open enough files.
     """
@@ -66,10 +67,12 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
 
 
 def join_programs(store: Store, name: str, rank: int, size: int, device: torch.device, seconds: float) -> Any:
-    """Return a group with processes of other programs, which make theirs by `torch.distributed`.
+    """Return a group that connects this process with processes of other programs. Those programs make the group by
+    `torch.distributed`.
 
-    device: of the tensors; gloo serves the CPU. An accelerator's library connects at the first collective, as theirs
-    does. seconds: see `make_group`.
+    device: the device of the tensors. gloo serves the CPU. The library of an accelerator connects at the first
+        collective, as it does in the other programs.
+    seconds: see `make_group`.
     """
     if device.type == HOST.type:
         return make_group(store, name, rank, size, seconds)[0]
@@ -78,11 +81,10 @@ def join_programs(store: Store, name: str, rank: int, size: int, device: torch.d
 
 
 def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
-    """Give a group made by other code a gloo back-end for the CPU, if it has none.
+    """Give a group that was made by other code a gloo back-end for the CPU, if it has none. Stock
+    `deepspeed.init_distributed` makes a group with NCCL alone.
 
     All ranks of the group must call this.
-
-    Stock `deepspeed.init_distributed` makes a group with NCCL alone.
 
     seconds: see `make_group`.
     """
@@ -90,7 +92,7 @@ def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
         return
     name, made = group.group_name, make_group(store, f"{OURS}host", group.rank(), group.size(), seconds)[0]
     group._register_backend(HOST, td.ProcessGroup.BackendType.GLOO, made._get_backend(HOST))
-    group._set_group_name(GroupName(name))  # torch reads the name from a back-end, perhaps from the new one
+    group._set_group_name(GroupName(name))  # torch may read the name from the new back-end
 
 
 def make_fake_group(name: str, rank: int, size: int) -> Made:
@@ -123,7 +125,7 @@ def _around(
 
 
 def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None:
-    """Make a group known to `torch.distributed`, or update its ranks if it is already known.
+    """Make a group known to `torch.distributed`, or update the ranks of a known group.
 
     ranks: the group's ranks in the world, in the group's order.
     """
@@ -140,7 +142,7 @@ def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None
 
 
 def is_ours(group: td.ProcessGroup | None) -> bool:
-    """Return whether a group was made by this package, judging by the common prefix of such groups' names."""
+    """Return whether this package made a group. Its groups have a common prefix in their names."""
     return group is not None and str(group.group_name).startswith(OURS)
 
 
@@ -166,10 +168,10 @@ def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = 
     """Shut groups down in a thread, and return the thread. Join the thread before the process ends.
 
     groups: a list that must hold the last references to the groups; it is emptied.
-    first: function that is called before the groups are shut down.
+    first: called in the thread before the groups are shut down.
 
-    Gloo takes 20 to 40 ms to shut a group down, and longer if a peer is gone. Afterwards, memory that the groups'
-    threads have freed is returned to the system, which glibc would otherwise keep in growing per-thread arenas.
+    Gloo takes 20 to 40 ms to shut a group down, and longer if a peer is gone. Afterwards the thread returns memory that
+    the groups' threads have freed to the system. glibc would otherwise keep it in growing per-thread arenas.
     """
 
     def take_down() -> None:
@@ -190,25 +192,23 @@ def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = 
 class GroupOfOne(PythonGroup):
     """A group whose only member is this process. It has no connection, no thread and no file descriptor.
 
-    It wraps no other group, so it needs no `ManagedProcessGroup`.
-
-    Its collectives raise RuntimeError, before anything is written, if a tensor differs in type, size or device from the
-    tensor to which it is copied, or if a list does not have exactly one tensor for the one rank. `send` and `recv`
-    always raise.
+    It wraps no other group, so it needs no `ManagedProcessGroup`. Its collectives raise RuntimeError, before anything
+    is written, if a tensor differs in type, size or device from the tensor to which it is copied, or if a list does not
+    have exactly one tensor for the one rank. `send` and `recv` always raise.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(0, 1, td.ProcessGroup.BackendType.CUSTOM)
-        backend = failing_backend(0, 1)  # calls that bypass the methods below must fail
+        backend = failing_backend(0, 1)  # makes calls that bypass the methods below fail
         for device in devices():
             self._register_backend(device, td.ProcessGroup.BackendType.CUSTOM, backend)
         self._set_group_name(GroupName(name))
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Work:
-        """Copy each input to its output. Tensors of a collective without outputs are left as they are.
+        """Copy each input to its output. With one rank, a tensor that is both input and output already has its final
+        value.
 
-        With one rank, these already are the sum and the values of all ranks. All pairs are compared before the first
-        output is written.
+        All pairs are compared before the first output is written.
         """
         if name in MESSAGES:
             raise _wrong("there is no other rank to send to, or to receive from")
@@ -239,8 +239,8 @@ class GroupOfOne(PythonGroup):
 class CompletedWork(Work):
     """The work handle of a collective of one rank.
 
-    On a device, the collective is done when its stream reaches it. `wait` makes the current stream wait for the
-    collective, and the host continues at once, as with torch's own collectives.
+    On a device, the collective is done when its stream has executed it. `wait` makes the current stream wait for it
+    while the host continues, as with torch's own collectives.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
@@ -259,7 +259,7 @@ class CompletedWork(Work):
         return True
 
     def synchronize(self) -> None:
-        """Do what `wait` does."""
+        """Make the current stream wait for the collective, like `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -267,18 +267,18 @@ class CompletedWork(Work):
         return self._event is None or bool(self._event.query())
 
     def is_success(self) -> bool:
-        """Return True: wrong arguments raise in the call of the collective itself."""
+        """Return True, because wrong arguments already raise when the collective is called."""
         return True
 
     def exception(self) -> None:
-        """Return None: a collective of one rank does not fail."""
+        """Return None, because a collective of one rank does not fail after it was called."""
 
     def result(self) -> list[torch.Tensor]:
         """Return the output tensors."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future that already holds `result`."""
+        """Return a future that already has the output tensors as its result."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[*self._devices])
         future.set_result(self._outputs)
         return future

@@ -2,9 +2,9 @@
 
 Ranks are numbered with the slowest axis first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's group of a rank
 consists of the data x sequence ranks with the same pipe and tensor index. Experts are divided over a whole pipeline
-stage, tensor ranks included: neighbouring ranks share one set of experts, and ranks with equal expert index
+stage, including its tensor ranks: neighbouring ranks share one set of experts, and ranks with equal expert index
 (`Layout.expert_place`) hold the same experts. With one expert index and several tensor ranks, DeepSpeed trains no
-experts; the expert-data group is then unused, and equals ZeRO's group.
+experts; the expert-data group is then unused, and the same as ZeRO's group.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ SAME_AS: Mapping[str, tuple[str, ...]] = {
     "model": ("tensor", "pipe"),
     "expert_data": ("data",),
 }
-"""A map from a kind of group to kinds made earlier, whose group serves this kind too if the ranks are the same.
+"""A map from a kind of group to kinds that are made earlier. If such a group has the same ranks, it serves this kind,
+too.
 
 Messages of the two kinds are never in flight at the same time.
 """
@@ -87,12 +88,12 @@ def peers(layout: Layout, rank: int) -> dict[str, Ranks]:
 
 
 def tie(stages: Ranks) -> str:
-    """Return the kind of the group that connects pipeline stages with tied weights."""
+    """Return the kind (a name) of the group that connects pipeline stages with tied weights."""
     return "tie_" + "_".join(map(str, stages))
 
 
 def tied_peers(layout: Layout, rank: int, ties: Iterable[Ranks]) -> dict[str, Ranks]:
-    """Return the ranks of each group of stages with tied weights that contains `rank`, keyed by the group's kind.
+    """Return the groups of stages with tied weights that contain `rank`, as a map from the group's kind to its ranks.
 
     Weights that are tied over all stages of the pipeline use the group of the pipe axis instead.
     """
@@ -107,8 +108,8 @@ def tied_peers(layout: Layout, rank: int, ties: Iterable[Ranks]) -> dict[str, Ra
 Between = tuple[str, Ranks]
 """Identity of a communicator: a kind, and the members that it connects, in the order of the group.
 
-The kind is "" if several groups share the communicator. Two sorts of groups share with no other: a user's group, which
-another thread may use, and the group for the moves of a switch.
+The kind is "" if several groups share the communicator. Two sorts of groups have communicators of their own: a user's
+group, which another thread may use, and the group for the moves of a switch.
 """
 
 
@@ -129,8 +130,8 @@ KIND_OF_NAME: Mapping[str, str] = {
 class HeldGroup:
     """A group, and the store over which it was made.
 
-    users: the number of worlds that hold the group: two while the next world is taking it over. The group then keeps
-        its connections, and only the ranks of its members may change.
+    users: the number of worlds that hold the group. It is two while the next world is taking the group over; the
+        connections stay, and only the ranks of the members may change.
     """
 
     group: td.ProcessGroup
@@ -214,12 +215,12 @@ class World:
 
     @property
     def default(self) -> td.ProcessGroup:
-        """Group of all ranks."""
+        """The group of all ranks."""
         return self.group("default")
 
     @property
     def data(self) -> td.ProcessGroup:
-        """Group of the ranks over which ZeRO partitions and reduces: data x sequence."""
+        """The group of the ranks over which ZeRO partitions and reduces: data x sequence."""
         return self.group("data")
 
     @property
@@ -254,7 +255,7 @@ class World:
                 register(held.group, held.store, self._ranks[kind])
 
     def give_up(self, kinds: Iterable[str]) -> list[td.ProcessGroup]:
-        """Release the groups of some kinds. Return the released groups that no other world holds."""
+        """Release the groups of some kinds. Return those of them that no world holds any longer."""
         gone = {kind: self._held.pop(kind) for kind in kinds if kind in self._held}
         for kind in gone:
             del self._ranks[kind]
@@ -264,7 +265,7 @@ class World:
         return [held.group for held in ended.values() if held.users == 0]
 
     def retire_transfer(self) -> threading.Thread:
-        """Shut down the group that was made only for the moves of a switch. Returns a thread, as `drop` does."""
+        """Shut down the group that was made only for the moves of a switch, in a thread. Return the thread."""
         moving = {self.between("transfer")} & self.communicators.keys()
         self.transfer, self.transfer_members = None, ()
         return tear_down(self.give_up(["transfer"]), self.disconnect(False, moving))
@@ -279,14 +280,14 @@ class World:
         return (kind if kind in self._of_user else "", members)
 
     def lacks(self, previous: World | None) -> bool:
-        """Return whether `connect` would make a new communicator on this member."""
+        """Return whether `connect` would have to make a new communicator on this member."""
         return any(self._known(kind, previous) is None for kind in self._served())
 
     def connect(self, seconds: float, previous: World | None = None, stop: Stop = go_on) -> Connections:
         """Connect the world's groups on the accelerator. All ranks must call this, while no collective is running.
 
-        Communicators of `previous` are kept, in both worlds, if their members stay in the same order; all members agree
-        on which ones are kept. Does nothing on a member without a rank, or without an accelerator.
+        Communicators of `previous` are kept, in both worlds, if their members stay in the same order. All members come
+        to the same choice. Does nothing on a member without a rank, or without an accelerator.
 
         seconds: time-out for the other ranks.
         stop: callback that is called repeatedly during waits; it may raise.
@@ -316,7 +317,7 @@ class World:
         return Endpoint(str(group.group_name), self._ranks[kind], group.rank(), store)
 
     def _served(self) -> list[str]:
-        """Return the kinds of the groups that use the accelerator, or will use it; [] without an accelerator."""
+        """Return the kinds of the groups that use the accelerator, or will use it; [] if there is no accelerator."""
         kinds = self.kinds if is_accelerated() else []
         return [kind for kind in kinds if len(self._ranks[kind]) > 1 and (kind != "transfer" or self.moves_by_device)]
 
@@ -333,7 +334,7 @@ class World:
         return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
 
     def renew(self, ended: Communicator, again: str, seconds: float, stop: Stop = go_on) -> None:
-        """Replace a communicator that was aborted although its members are alive. All of them must call this.
+        """Replace a communicator that was aborted although its members are alive. All of these members must call this.
 
         again: a name that no other call has used.
 
@@ -350,7 +351,7 @@ class World:
             group.renew(store, found.device, found.kind, found.backend)
 
     def disconnect(self, is_broken: bool, which: Collection[Between] | None = None) -> Callable[[], None]:
-        """Release communicators, by default all. Return a function that ends those that no other world has kept.
+        """Release communicators, by default all. Return a function that ends those that no other world uses.
 
         All members of the released communicators must call the returned function.
         """
@@ -365,11 +366,13 @@ class World:
 
     @property
     def has_gate(self) -> bool:
-        """Whether collectives of this world's ranks may appear to succeed although a member has died."""
+        """Whether a collective in this world may appear to succeed although a member has died, so that results must be
+        confirmed."""
         return self.status is not None and is_accelerated() and len(self.members) > 1
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Call `Gate.agree`. All ranks must call this.
+        """Wait until all ranks have their results of collectives on the accelerator; see `Gate.agree`. All ranks must
+        call this.
 
         Does nothing without an accelerator, or if no member can be lost.
 

@@ -36,17 +36,15 @@ from ds_dynatrain.adapters.groups.world import KINDS, SAME_AS, HeldGroup, Ranks,
 from ds_dynatrain.space import Layout
 
 Make = Callable[[str, Ranks, int], HeldGroup]
-"""Function (kind of group, ranks of the world in the group, this rank) -> the group."""
+"""Function (kind of group, ranks of the world in the group, this rank) that returns the group."""
 GROUP_COUNT = 1000
-"""First number in the names of groups that `new_group` makes later.
-
-Members that were in different worlds thus agree on it.
-"""
+"""First number in the names of groups that `new_group` makes later. All members use it, whatever worlds they were in
+before."""
 
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """The world for which a member makes groups. The member is in `members`, in `previous`, or in both.
+    """Description of the world for which a member makes groups. The member is in `members`, in `previous`, or in both.
 
     previous: the members of the previous world.
     ties: see `World`.
@@ -74,7 +72,7 @@ class WorldSpec:
         return tuple(sorted({*self.members, *self.previous}))
 
     def world(self, status: GroupStatus | None) -> World:
-        """Return the world, before it has any groups."""
+        """Return a world without any groups yet."""
         rank = self.members.index(self.member) if self.member in self.members else None
         of_engine = self.engine, self.has_sequence
         return World(
@@ -112,10 +110,10 @@ def build_world(
         _hold_own(world, spec.own, make)
         if {*union} == {*spec.members} and not spec.moves_apart and world.held("default").users == 1:
             world.transfer, world.transfer_members = world.default, world.members
-        else:  # failed moves leave messages behind, which the groups of a current world must not have
+        else:  # failed moves leave messages behind in their group
             world.hold("transfer", union, made("transfer", union, spec.member))
             world.transfer, world.transfer_members = world.group("transfer"), union
-        world.transfer.barrier().wait(timedelta(seconds=seconds))  # so that an early drop interrupts no build
+        world.transfer.barrier().wait(timedelta(seconds=seconds))  # so that no early drop interrupts a build
     except BaseException:
         world.transfer = None
         world.give_up(world.kinds)
@@ -131,7 +129,10 @@ def add_groups(store: Store, world: World, own: Mapping[str, Ranks], seconds: fl
 
 
 def _made(store: Store, world: World, seconds: float, kind: str, ranks: Ranks, rank: int) -> HeldGroup:
-    """Make a group in which this process is `rank`. `ranks` are ranks or, for the moves of a switch, members."""
+    """Make a group of one kind, for this process as `rank`.
+
+    ranks: the ranks of the group; member numbers for the group that carries the moves of a switch.
+    """
     name = f"{world.name}_{kind}_{min(ranks)}"
     if len(ranks) == 1 and (kind != "default" or is_accelerated()):
         return HeldGroup(*make_fake_group(name, 0, 1))
@@ -190,15 +191,14 @@ def is_ours_installed() -> bool:
 
 
 def drop(world: World, is_broken: bool = False) -> threading.Thread:
-    """Unregister every group of `world` that no other world holds, and shut these groups down in a thread.
+    """Unregister every group of `world` that no other world holds, and shut these groups down in a thread. Return the
+    thread.
 
-    Communicators that another world has kept stay alive. All ranks of the world drop it, so the other communicators are
-    shut down together. The world need not have been installed. Gloo takes 20 to 40 ms to shut a group down, and longer
-    if a peer is gone.
+    Communicators that another world has kept stay alive. All ranks of the world drop it, so all members of the other
+    communicators shut them down together. The world need not have been installed. Gloo takes 20 to 40 ms to shut a
+    group down, and longer if a peer is gone. Join the thread before the process ends.
 
     is_broken: whether to abort the communicators instead, because some members may lack one that this member has.
-
-    Returns the thread. Join it before the process ends.
     """
     world.transfer, world.transfer_members = None, ()
     if world.status is not None:
@@ -208,7 +208,7 @@ def drop(world: World, is_broken: bool = False) -> threading.Thread:
         _forget_groups()
     if parallel_state_sp._SEQUENCE_PARALLEL_GROUP in gone:
         parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
-    for number in range(len(gone)):  # by index, so that no name here keeps a group alive
+    for number in range(len(gone)):  # by index: no name here may keep a group alive
         unregister(gone[number])
     return tear_down(gone, disconnected)
 
@@ -224,7 +224,7 @@ An engine keeps references to the tables.
 
 
 def _point_at(world: World) -> None:
-    """Point the process groups that DeepSpeed keeps in its modules at those of `world`.
+    """Set the process groups that DeepSpeed keeps in its modules to the groups of `world`.
 
     With only data (and expert) axes, the modules then hold what DeepSpeed itself would set without an `mpu`.
     """
@@ -263,7 +263,7 @@ def _forget_groups() -> None:
 
 @dataclass(frozen=True)
 class LaunchWorld:
-    """The group that the launcher's processes formed, to which idle members belong.
+    """The group that the launcher's processes have formed. Idle members are in it.
 
     own: the group as a `World`, if this package made it.
     """
@@ -283,7 +283,7 @@ class LaunchWorld:
         """Form a process group of the launched processes that survives the loss of members, and register it with
         `torch.distributed`.
         """
-        if size == 1 and is_accelerated():  # a group of one serves both devices
+        if size == 1 and is_accelerated():  # a group of one serves the CPU and the accelerator
             group, made_over = make_fake_group(name, 0, 1)
         else:
             gloo, made_over = make_group(store, name, member, size, seconds)
@@ -294,14 +294,15 @@ class LaunchWorld:
         return LaunchWorld(group, member, size, world)
 
     def connect(self, seconds: float, stop: Callable[[], None]) -> None:
-        """Connect a group made by `formed` on the accelerator too, for code that uses the group before a world exists.
+        """Connect the launch group on the accelerator, too, for code that uses it before a world exists. Works for a
+        group made by `formed`.
 
         All processes of the group must call this. Does nothing without an accelerator, or in a second call.
 
         seconds: see `World.connect`.
         stop: see `World.connect`.
 
-        Raises RuntimeError as `World.connect` does.
+        Raises RuntimeError if a communicator cannot be made.
         """
         if self.own is not None and self.own.lacks(None):
             self.own.connect(seconds, stop=stop)
@@ -309,7 +310,8 @@ class LaunchWorld:
             self.own.register()
 
     def retire(self) -> threading.Thread:
-        """Shut down a launch group that no process uses any longer. All its processes must call this. See `drop`."""
+        """Shut down a launch group that no process uses any longer, in a thread, and return the thread. All its
+        processes must call this."""
         unregister(self.group)
         if self.own is None:
             return tear_down([self.group])

@@ -5,17 +5,17 @@ and `.w3` of shape (experts, out, in), and the expert axis cuts dim 0. Every ran
 experts whole. DeepSpeed records on each stack which experts a rank holds, and this package reads these records. The
 conversion runs on modules without storage, so no full-size tensor is ever made.
 
-With a map of experts (`Layout.experts`), the numbers that a router returns are changed to *places*, the order in which
-experts lie on the ranks, because DeepSpeed sends tokens to ranks by these numbers. Everything else, such as routers'
-weights and layers' counters, goes by the experts' own numbers.
+With a map of experts (`Layout.experts`), the expert numbers that a router returns are changed to *places*: positions in
+the order in which the experts lie on the ranks. DeepSpeed sends tokens to ranks by these numbers. Everything else, such
+as routers' weights and layers' counters, uses the experts' own numbers.
 
 With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and other layers that AutoTP knows are cut,
 but stacks and routers are not. Tensor ranks divide a layer's tokens among themselves and send them to experts the way
 data ranks do. DeepSpeed refuses expert size 1 with a tensor axis, because gradients would be counted twice.
 
-`moe` describes how ZeRO partitions the stacks. A group's flat buffer holds w1, w2 and w3 of the first layer, followed
-by those of the next. AutoEP takes the experts' initial values from the user's model, so the stacks that ranks hold are
-slices of the same tensors at any size.
+The docstring of `moe` describes how ZeRO partitions the stacks. A group's flat buffer holds w1, w2 and w3 of the first
+layer, followed by those of the next layer. AutoEP takes the experts' initial values from the user's model, so the
+stacks that ranks hold are slices of the same tensors at any expert size.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Conversion:
     """AutoEP's conversion of a model: it replaces layers that have experts, and distributes the experts over ranks."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        """Keep the settings.
+        """Keep the settings of AutoEP for a model.
 
         Raises UnsupportedError if the model is not whole, and ConfigError if DeepSpeed refuses the configuration.
         """
@@ -76,12 +76,13 @@ class Conversion:
             validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
 
     def take_replaced(self) -> Any:
-        """Return AutoEP's record of which parameters replaced which, and forget it. Called by DeepSpeed's engine."""
+        """Return AutoEP's record of which parameters replaced which, and delete it. Called by DeepSpeed's engine."""
         replaced, self._replaced = self._replaced, None
         return replaced
 
     def expert_cuts(self, layout: Layout) -> Cuts:
-        """Return a map from each tensor's name to its cut by the expert axis. Raises as `cuts` of the shaper does."""
+        """Return a map from each tensor's name to its cut by the expert axis. Raises the same errors as
+        `Shaper.cuts`."""
         cuts = self._cuts_in_order(layout.expert)
         if layout.experts is None:
             return cuts
@@ -116,7 +117,7 @@ class Conversion:
         return self._expert_cuts[size]
 
     def enter_layers(self, engine: Any, layout: Layout) -> None:
-        """Give layers the current groups and this rank's experts, even if the module is unchanged."""
+        """Give the layers with experts the current groups and this rank's experts, even if the module is unchanged."""
         index, rows = expert_index(layout), self.rows(layout)
         for name, part in engine.module.named_modules():
             if getattr(part, "_is_autoep_layer", False):
@@ -125,13 +126,14 @@ class Conversion:
         _fold(engine, layout)
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """Return the model with the experts of one expert index, on the meta device."""
+        """Return the model, on the meta device, with only the experts that one expert index has."""
         raise NotImplementedError
 
 
 @contextmanager
 def refused_by_deepspeed() -> Iterator[None]:
-    """Context manager that raises ConfigError if DeepSpeed's own checks of `expert_parallel` fail in the block."""
+    """Context manager that raises ConfigError if one of DeepSpeed's own checks of `expert_parallel` fails in the
+    block."""
     try:
         yield
     except ValueError as error:
@@ -184,9 +186,10 @@ def _detected(module: nn.Module, block: Mapping[str, Any], size: int) -> tuple[A
 
 
 class UserTensor(NamedTuple):
-    """A tensor of the model as the user built it, and the converted tensors of which it consists.
+    """A tensor of the model as the user built it, and the parts of converted tensors of which it consists.
 
-    Each part is (name of a converted tensor, its elements [start, stop), their first place in the user's tensor).
+    Each part is (name of a converted tensor, its elements [start, stop), the position of the first of them in the
+    user's tensor).
     """
 
     name: str
@@ -197,7 +200,7 @@ class UserTensor(NamedTuple):
 def user_tensors(module: nn.Module, block: Mapping[str, Any]) -> list[UserTensor]:
     """Return the tensors of a model on the meta device that AutoEP replaces.
 
-    Raises UnsupportedError for experts that it transposes.
+    Raises UnsupportedError for experts whose tensors AutoEP transposes.
     """
     found = []
     for spec in _detected(module, block, 1)[1]:
@@ -213,7 +216,7 @@ def user_tensors(module: nn.Module, block: Mapping[str, Any]) -> list[UserTensor
 
 
 def _user_experts(name: str, held: nn.Module, path: str, spec: Any) -> Iterator[UserTensor]:
-    """Yield the user's tensors of a layer's experts: one for each of them, or stacks."""
+    """Yield the user's tensors of a layer's experts: separate ones for each expert, or stacks of all experts."""
     up, down = (spec.ffn_hidden_size, spec.hidden_size), (spec.hidden_size, spec.ffn_hidden_size)
     size = spec.ffn_hidden_size * spec.hidden_size
     stacks = {spec.expert_w1_name: ("w1", up), spec.expert_w2_name: ("w2", down), spec.expert_w3_name: ("w3", up)}
@@ -239,9 +242,11 @@ def _user_experts(name: str, held: nn.Module, path: str, spec: Any) -> Iterator[
 
 
 class ToPlaces:
-    """Hook of a router that changes the numbers of experts to their places.
+    """Router hook that replaces the number of each chosen expert with the expert's place: its position in the order in
+    which experts lie on the ranks.
 
-    A layer counts tokens by what its router returns. The hook corrects the count, so that it still goes by experts.
+    A layer counts tokens by what its router returns. The hook corrects the count, so that it is still one count per
+    expert number.
     """
 
     def __init__(self, layer: Any, experts: Sequence[int]) -> None:
@@ -260,7 +265,8 @@ class ToPlaces:
 
 
 def take_place(layer: Any, rows: tuple[tuple[int, ...], ...], index: int) -> None:
-    """Give a layer of AutoEP the experts of an index: DeepSpeed's records of them, and the order of dispatch.
+    """Give a layer of AutoEP the experts of an expert index: set DeepSpeed's records of them, and the order in which
+    tokens are dispatched.
 
     rows: the experts of each index.
     """
@@ -307,7 +313,7 @@ def cuts_of(module: nn.Module) -> Cuts:
 
 
 def validate(config: Config, layout: Layout) -> None:
-    """Raise DeepSpeed's ValueError if DeepSpeed does not train this layout with AutoEP under this configuration."""
+    """Raise DeepSpeed's ValueError if DeepSpeed cannot train this layout with AutoEP under this configuration."""
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
 
     validate_autoep_config(
@@ -324,7 +330,8 @@ def validate(config: Config, layout: Layout) -> None:
 
 
 def _fold(engine: Any, layout: Layout) -> None:
-    """Tell the engine how tensor and expert ranks are arranged. With a tensor axis, also give layers their groups."""
+    """Record in the engine how tensor and expert ranks are arranged. With a tensor axis, also give layers their
+    groups."""
     from deepspeed.module_inject.auto_ep_folding import FoldingGroupHandles, build_folding_spec, local_folding_ranks
 
     spec = build_folding_spec(

@@ -1,8 +1,8 @@
 """The tensor axis: DeepSpeed's AutoTP, run on modules without storage, and a root module that gets AutoTP's layers.
 
 AutoTP replaces linear layers and embeddings with layers that hold one part of each parameter, and records on the
-parameter how it was cut. AutoTP runs here on a copy of the template whose parameters are on the meta device, so it
-needs no memory and sends no message. Layers that AutoTP leaves alone are whole on every rank of the axis.
+parameter how it was cut. In this package AutoTP runs on a copy of the template whose parameters are on the meta device,
+so it needs no memory and sends no message. Layers that AutoTP leaves alone are whole on every rank of the axis.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def settings(config: Config, size: int) -> dict[str, Any]:
 def partition(model: nn.Module, config: Config, size: int, place: int) -> None:
     """Make AutoTP cut a model on the meta device for the rank at index `place` of a tensor group of `size` ranks.
 
-    Needs no peers and no particular world. Any thread may call this, but only one at a time. The group that the new
-    layers hold no longer exists afterwards; give the layers the world's group before they are used.
+    Needs no peers and no particular world. Any thread may call this, but only one at a time. The new layers refer to a
+    group that ends with this call; give them the world's group before they are used.
     """
     engine = SimpleNamespace(
         autotp_size=lambda: size,
@@ -74,13 +74,13 @@ def partition(model: nn.Module, config: Config, size: int, place: int) -> None:
     )
     real = dict(model.named_buffers())
     block = TPTrainingConfig(**settings(config, size))
-    # AutoTP searches the text of every module for one model's name, sixteen times each: half of its whole time
+    # AutoTP spends half of its time printing every module sixteen times, to search the text for one model's name
     said_once = replaced(nn.Module, __repr__=cache(nn.Module.__repr__))
     with _for_training(), _tensor_group(size, place) as block.tensor_parallel.tp_group, said_once:
         DeepSpeedEngine._apply_autotp_partitioning(engine, model, block)
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:  # AutoTP moved it to the meta device with its weight
+            if buffer is not None and buffer.is_meta:  # AutoTP moved the buffer together with a weight
                 module._buffers[key] = real[f"{prefix}.{key}"]
 
 
@@ -184,7 +184,7 @@ _LOSS_BEFORE = "_deepspeed_original_loss_function"
 _PARTIAL = "_ds_grad_allreduce_registered"
 """Attribute that marks parameters whose gradients AutoTP adds up over the ranks."""
 _METHODS = {"gather_params", "_tp_partition"}
-"""Methods of a layer that AutoTP also sets on the layer's parameters."""
+"""Methods of a layer to which AutoTP also sets references on the layer's parameters."""
 
 _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, UnsupportedError, LayoutError)
 """Errors that AutoTP, or our checks of its records, raise to refuse a model or a size."""
@@ -237,7 +237,7 @@ class TensorShaper(Shaper):
         return found
 
     def make(self, layout: Layout, rank: int) -> Made:
-        """Return the template's children, cut by AutoTP for a rank."""
+        """Return the template's children, cut by AutoTP for a rank of a layout."""
         return self.cut(copied(self._known), layout, rank)
 
     def cut(self, module: nn.Module, layout: Layout, rank: int) -> Made:
@@ -268,10 +268,10 @@ class TensorShaper(Shaper):
             _speak_over(root, groups.get_tensor_model_parallel_group())
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Do what DeepSpeed's constructor does for this axis.
+        """Do in the engine what DeepSpeed's constructor does for the tensor axis.
 
-        Sets the modes of DeepSpeed's layers and their group, and adds a check of the first batch. The check is a hook
-        in which DeepSpeed compares that batch between tensor ranks. DeepSpeed then removes the hook.
+        This sets the modes of DeepSpeed's layers and their group, and adds a hook in which DeepSpeed compares the first
+        batch between tensor ranks. DeepSpeed removes the hook after that batch.
         """
         self.leave(engine)
         block = engine.tensor_parallel_config()
@@ -285,7 +285,7 @@ class TensorShaper(Shaper):
             _speak_over(engine.module, groups.get_tensor_model_parallel_group())
 
     def leave(self, engine: Any) -> None:
-        """Remove the check of the first batch, and the group of the layers."""
+        """Remove the hook that checks the first batch, and the layers' group."""
         check = engine.__dict__.pop("first_dataloader_check", None)
         if check is not None:
             check.remove()
@@ -309,7 +309,7 @@ class TensorShaper(Shaper):
         return self._cuts[size]
 
     def _nearest(self, layout: Layout) -> int:
-        """Return the largest tensor size below that of `layout` that works with its stage; 1 if there is none."""
+        """Return the largest smaller tensor size that works with the ZeRO stage of `layout`; 1 if there is none."""
         for size in range(layout.tensor - 1, 1, -1):
             try:
                 refuse_empty(self._described(size), self._config, layout.replace(tensor=size))
@@ -329,7 +329,7 @@ class AutoEPShaper(Conversion, TensorShaper):
         listed: bool = False,
         factory: ModelFactory | None = None,
     ) -> None:
-        """Take over a user's model: give it DeepSpeed's layers with all experts. They keep the model's values.
+        """Take over a user's model: give it DeepSpeed's layers with all experts, which keep the model's values.
 
         listed: whether the caller has lists of the model's parameters, such as an optimizer's, that must be updated.
         """
@@ -387,7 +387,7 @@ class AutoEPShaper(Conversion, TensorShaper):
 
 
 def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with only a weak reference to its layer.
+    """Return a function that calls a layer's method but keeps only a weak reference to the layer.
 
     A strong reference would keep the layer's memory until the garbage collector runs.
     """
@@ -401,10 +401,10 @@ def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
-    """Sum, over tensor ranks, the gradient of a whole parameter of which each rank uses a part (norms of heads).
+    """Sum a gradient over tensor ranks. A hook for whole parameters of which each rank uses only a part, such as norms
+    of heads.
 
-    A hook like DeepSpeed's own, except that it looks up the current group, while DeepSpeed's keeps its first group
-    forever.
+    DeepSpeed's own hook always uses the group with which it was made; this one looks up the current group.
     """
     whole = gradient.contiguous()
     dist.all_reduce(whole, group=groups.get_tensor_model_parallel_group())

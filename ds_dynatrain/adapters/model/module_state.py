@@ -3,11 +3,11 @@
 Buffers are transferred with their values at the time of the switch, even if their shape or type has changed since the
 constructor made them, or if they were registered later.
 
-Plain attributes (a counter, the longest length seen, a small tensor) are unknown to torch and are in no state dict.
-Attributes that have changed since the first forward pass are transferred to members that have a module of the same name
-and class. Three kinds are not transferred: attributes of DeepSpeed's modules, and attributes that DeepSpeed sets on
-other modules, because they belong to a layout; attributes of torchmetrics, because each rank counts for itself; and
-Lightning's private attributes, which record the progress of a loop.
+torch does not know plain attributes (a counter, the longest length seen, a small tensor), and they are in no state
+dict. Attributes that have changed since the first forward pass are transferred to members that have a module of the
+same name and class. Three kinds are not transferred: attributes of DeepSpeed's modules and attributes that DeepSpeed
+sets on other modules, because they belong to a layout; attributes of torchmetrics, because each rank counts for itself;
+and Lightning's private attributes, which record the progress of a loop.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OTHERS = frozenset(
 
 
 class _Same:
-    """A value that is equal only to itself, compared by identity."""
+    """Wrapper of a value that compares values by identity."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -77,7 +77,7 @@ class _Built:
 
 
 class _Noted(dict[str, _Built]):
-    """Recorded attributes of a module.
+    """The attributes of a module when training began, keyed by name.
 
     The record is stored on the module, and is left out when the module is copied or pickled.
     """
@@ -89,7 +89,7 @@ class _Noted(dict[str, _Built]):
 def note(module: nn.Module) -> None:
     """Record the attributes of a module and of all its submodules, unless they are already recorded.
 
-    Called before each forward pass. Does nothing once the root is recorded.
+    Called before each forward pass. If the root is recorded, the call returns at once.
     """
     if module.__dict__.get(_NOTED) is None:
         for part in module.modules():
@@ -202,13 +202,13 @@ def _changed(part: nn.Module) -> dict[str, Any]:
 
 
 def _is_tracked(part: nn.Module, name: str, value: Any) -> bool:
-    """Return whether an attribute is the module's own state, and not a function, module or parameter."""
+    """Return whether an attribute is state of the module itself, rather than a function, a module or a parameter."""
     is_own = not _is_foreign(type(part)) and _is_own(part, name)
     return is_own and not callable(value) and not isinstance(value, nn.Parameter)
 
 
 def _is_own(part: nn.Module, name: str) -> bool:
-    """Return whether an attribute of that name may be state of the module."""
+    """Return whether an attribute of this name may be state of the module."""
     if name in _OTHERS or name.startswith("ds_") or callable(getattr(type(part), name, None)):
         return False
     return not (name.startswith("_") and _packages(type(part)) & {"lightning", "pytorch_lightning"})
@@ -252,9 +252,10 @@ def _travels(value: Any) -> bool:
 
 
 def _leaves(value: Any, depth: int = 0) -> list[Any]:
-    """Return a list with the value, or with what lists, tuples and dictionaries in it hold, after the sizes of these.
+    """Return a value as a flat list: containers (lists, tuples and dictionaries) are replaced by their size and their
+    content.
 
-    A container with too many entries, or too far inside of others, counts as one value.
+    A container with too many entries, or nested too deeply, counts as one value.
     """
     if type(value) not in (list, tuple, dict) or depth >= _MOST_DEPTH or len(value) > MOST_PARTS:
         return [value]
@@ -318,7 +319,7 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
             parent, _, key = name.rpartition(".")
             part = _part(module, parent)
             held = None if part is None else part._buffers.get(key)
-            if part is not None and held is not None and id(held) in written:  # shared here, separate in the state
+            if part is not None and held is not None and id(held) in written:  # shared here, but separate in the state
                 held = part._buffers[key] = held.clone()
             is_cast = casts and held is not None and held.is_floating_point() and value.is_floating_point()
             if held is not None and held.shape == value.shape and (held.dtype == value.dtype or is_cast):
@@ -331,12 +332,13 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
         if part is not None and has_extra_state(part):
             part.set_extra_state(value)
     modes, found = state.get("modes", {}), dict[str, bool]()
-    for name, part in module.named_modules() if modes else ():  # parents first; a class may have its own `train`
+    for name, part in module.named_modules() if modes else ():  # parents first, as a class may have its own `train`
         found[name] = part.training = modes[name] if name in modes else found[name.rpartition(".")[0]]
 
 
 def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
-    """Merge states. For each module and buffer, the first state that has an entry for it wins."""
+    """Merge the states of several modules of the same model. For each module and buffer, the first state with an entry
+    for it counts."""
     found = copy.deepcopy(dict(EMPTY))
     for state in reversed([*states]):
         found["transient"] = sorted({*found["transient"], *state.get("transient", ())})
@@ -373,8 +375,8 @@ def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Context manager in which a forward pass writes into copies of the buffers, which are dropped at the end.
 
-    Autograd may have saved a copy for the backward pass, so the copies are not written to afterwards. If the pass
-    itself replaces a buffer, the new buffer stays.
+    The original buffers are put back, and the copies are not written to afterwards, because autograd may have saved one
+    for the backward pass. If the pass itself replaces a buffer, the new buffer stays.
     """
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     places = [(part, key, held) for part in module.modules() for key, held in part._buffers.items() if held is not None]

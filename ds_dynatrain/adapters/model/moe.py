@@ -118,9 +118,9 @@ def _nearest(whole: int, size: int) -> str:
 
 
 def ask_for_present_groups(model: nn.Module) -> None:
-    """Make layers that still have all experts use the installed world's expert size, whose groups exist.
+    """Make layers that still have all experts use the expert size of the installed world, whose groups exist.
 
-    DeepSpeed's constructor would make missing groups, and that requires all ranks of the world.
+    DeepSpeed's constructor would make groups that do not exist, and all ranks of the world would have to take part.
     """
     (name,) = groups._get_expert_parallel_group_dict()
     for layer in layers_with_experts(model):
@@ -130,14 +130,15 @@ def ask_for_present_groups(model: nn.Module) -> None:
 
 
 def enter_layers(engine: Any, size: int) -> None:
-    """Set what DeepSpeed's constructor sets in an engine for layers with experts: its lists of them, and their groups.
+    """Set in the engine what DeepSpeed's constructor sets for layers with experts: its lists of these layers, and their
+    groups.
 
     Called once the world is installed and the engine's module has this rank's layers.
     """
     parts = list(engine.module.modules())
     layers = layers_with_experts(engine.module)
     marked = [group for group in engine.basic_optimizer.param_groups if group.get("moe")]
-    engine.has_moe_layers = bool(layers or marked)  # a rank without experts takes part in the experts' collectives
+    engine.has_moe_layers = bool(layers or marked)  # even a rank without experts takes part in their collectives
     engine.num_experts = [layer.num_experts for layer in layers]
     engine.gate_modules = [part for part in parts if isinstance(part, TopKGate)]
     engine.moe_layers = [part for part in parts if isinstance(part, MOELayer)]
@@ -155,8 +156,8 @@ def enter_layers(engine: Any, size: int) -> None:
 def clip(model: nn.Module, limit: float, layout: Layout) -> None:
     """Clip the gradients of ZeRO stage 0 in fp32 by their norm over the whole model.
 
-    The norm counts all experts, all parts of cut tensors, and each replicated tensor once. Tensors shared by several
-    pipeline stages count on the stage that owns them. The world of the layout must be installed.
+    The norm counts all experts, all parts of cut tensors, and each replicated tensor once. A tensor that several
+    pipeline stages share counts on the stage that owns it. The world of the layout must be installed.
     """
     given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
     squares = torch.zeros(3, device=compute_device())  # one sum each for whole tensors, parts of tensors, and experts
@@ -178,8 +179,8 @@ def clip(model: nn.Module, limit: float, layout: Layout) -> None:
 def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
     """Context manager in which the gradient norm of ZeRO stages 1 and 2 counts all experts, even with tensor ranks.
 
-    DeepSpeed sums over all ranks, and counts tensors that are not cut only on tensor index 0. Experts are not cut, but
-    no other rank holds the same part of them.
+    DeepSpeed sums over all ranks, and counts uncut tensors only on tensor index 0, where they stand for copies on the
+    other indices. Experts are uncut, too, but no other rank holds the same part of them.
     """
     marked: list[Any] = [held for held in model.parameters() if is_moe_param(held)] if layout.tensor > 1 else []
     for held in marked:
@@ -207,7 +208,7 @@ def layers_with_experts(model: nn.Module) -> list[Any]:
 
 
 def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UnsupportedError for an optimizer group that holds experts but is not marked as a group of experts alone.
+    """Raise UnsupportedError for an optimizer group with experts that is not marked as a group of experts alone.
 
     The error contains the group's number. DeepSpeed accepts such a group in stages 0 and 3 only.
     """
@@ -239,10 +240,10 @@ def start_size(model: nn.Module) -> int:
 
 
 def dropping(module: nn.Module) -> str | None:
-    """Return the name of the first layer that drops tokens beyond a capacity, or None.
+    """Return the name of the first layer that drops tokens beyond its capacity; None if no layer does.
 
-    The ranks of such a layer need equal numbers of tokens. The capacity follows from the number of tokens, and
-    DeepSpeed exchanges buffers of that capacity; ranks with different capacities crash in the exchange.
+    The capacity follows from the number of tokens on a rank, and DeepSpeed exchanges buffers of that size between
+    ranks. Ranks with different numbers of tokens would therefore crash in the exchange.
     """
     return next((name for name, layer in layers(module) if layer.deepspeed_moe.gate.drop_tokens), None)
 
@@ -269,7 +270,7 @@ class NativeShaper(Shaper):
     def cuts(self, layout: Layout) -> Cuts:
         """Return a map from tensor name to cuts that state which expert index holds each expert's tensors.
 
-        Raises LayoutError as `check_size` does.
+        Raises LayoutError under the same conditions as `check_size`.
         """
         refuse_other_axes(layout)
         if layout.expert not in self._cuts:
@@ -292,7 +293,8 @@ class NativeShaper(Shaper):
 
 
 def complete(model: nn.Module, member: int, lists: Lists = ()) -> dict[int, int]:
-    """Give a user's model all experts of its layers. Experts of other ranks have no storage.
+    """Give a user's model all experts of its layers. Experts that the user has built on other ranks have no storage
+    here.
 
     member: the number of this process in the launch.
     lists: the caller's lists of parameters, such as an optimizer's. The parameters of all experts are added to them.
@@ -319,7 +321,8 @@ def complete(model: nn.Module, member: int, lists: Lists = ()) -> dict[int, int]
 
 
 def resize(module: nn.Module, size: int) -> None:
-    """Give layers on the meta device the number of experts that a rank has at a size, which must divide their number.
+    """Give layers on the meta device the number of experts that a rank has at an expert size, which must divide the
+    number of all experts.
 
     A module without experts, such as some pipeline stages, is left unchanged.
     """
@@ -354,7 +357,7 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
 
 
 def _complete_lists(model: nn.Module, lists: Lists) -> None:
-    """If a list contains parameters of some experts of a layer, add the same parameters of all that layer's experts."""
+    """Add the parameters of all experts of a layer to each list that contains those of some of them."""
     alike: dict[str, list[nn.Parameter]] = {}
     for path, layer in layers(model):
         for _, prefix, held in _experts(path, layer):
@@ -376,7 +379,8 @@ def _complete_lists(model: nn.Module, lists: Lists) -> None:
 
 
 def cuts_of(whole: nn.Module, size: int) -> Cuts:
-    """Return a map from tensor name to cuts, for a module with all experts. Raises LayoutError as `check_size` does."""
+    """Return a map from tensor name to cuts, for a module that has all experts. Raises LayoutError under the same
+    conditions as `check_size`."""
     found = dict(layers(whole))
     check_size({name: layer.num_experts for name, layer in found.items()}, size)
     cuts = {name: AxisCuts() for name, _ in whole.named_parameters()}
@@ -388,7 +392,7 @@ def cuts_of(whole: nn.Module, size: int) -> Cuts:
 
 
 def _experts(path: str, layer: Any) -> Iterator[tuple[int, str, nn.Module]]:
-    """Yield (local number, name of its list, module) for each expert of a layer."""
+    """Yield (local number, name of the list that contains it, module) for each expert of a layer."""
     prefix = f"{path}.deepspeed_moe.experts.deepspeed_experts".removeprefix(".")
     return ((number, prefix, held) for number, held in enumerate(layer.deepspeed_moe.experts.deepspeed_experts))
 

@@ -43,7 +43,7 @@ def is_pipeline(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PipelineTemplate:
-    """The layers of a `PipelineModule` before it was cut into stages, without storage.
+    """The layers of a `PipelineModule` before it is cut into stages, without storage.
 
     layers: the template of each layer; None for a function.
     keys: the key of each tied layer; None for other layers.
@@ -67,7 +67,8 @@ class PipelineTemplate:
 
     @staticmethod
     def of(model: PipelineModule, method: str = PARAMETERS, cut: Cut | None = None) -> PipelineTemplate:
-        """Read a module that has all layers, and make it build its layers from the template from now on.
+        """Return the template of a module that has all layers, and make the module build its layers from the template
+        from now on.
 
         Raises UnsupportedError, naming the part, if the module cannot be cut into stages in more than one way.
         """
@@ -92,7 +93,8 @@ class PipelineTemplate:
         return template
 
     def boundaries(self, layout: Layout) -> Stages:
-        """Return the first layer of each stage, followed by the number of layers, in DeepSpeed's partition.
+        """Return the number of the first layer of each stage, followed by the number of all layers, in DeepSpeed's
+        partition.
 
         Raises LayoutError if a stage would have no layer.
         """
@@ -119,9 +121,8 @@ class PipelineTemplate:
         return tuple(map(int, parts))
 
     def stages(self, layout: Layout) -> dict[str, Stages]:
-        """Return a map from each logical tensor's name to the stages that hold it, in ascending order.
-
-        A tied tensor has several stages.
+        """Return a map from each logical tensor's name to the stages that hold it, in ascending order. A tied tensor
+        has several stages.
 
         Raises UnsupportedError, naming the tensor, if a tensor that is not tied would be on several stages.
         """
@@ -144,18 +145,14 @@ class PipelineTemplate:
         return tuple(str(at) if key is None else f"tied_modules.{key}" for at, key in enumerate(self.keys))
 
     def ties(self, layout: Layout) -> dict[str, Stages]:
-        """Return a map from the key of each tied layer to the stages that share it.
-
-        The stages are in DeepSpeed's order: the owner comes first.
-        """
+        """Return a map from the key of each tied layer to the stages that share it, in DeepSpeed's order: the owner
+        comes first."""
         holders = self._holders(layout)
         return {key: holders[f"tied_modules.{key}"] for key in sorted(self.tied)}
 
     def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the modules on each stage. Functions are left out.
-
-        A tied module is listed once on each of its stages.
-        """
+        """Return the names of the modules on each stage, without functions. A tied module is listed on each of its
+        stages."""
         names = [None if layer is None else name for layer, name in zip(self.layers, self.prefixes(), strict=True)]
         pairs = itertools.pairwise(self.boundaries(layout))
         return tuple(tuple(dict.fromkeys(filter(None, names[start:stop]))) for start, stop in pairs)
@@ -217,27 +214,33 @@ class PipelineTemplate:
 
 
 def giving(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
-    """Return a copy of a layer's specification that makes the layer by calling `build`."""
+    """Return a copy of a layer's specification from which the layer is made by calling `build`."""
     kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
     kept.build = build
     return kept
 
 
 def layer_of(name: str) -> str:
-    """Return the first part of a parameter's name: the number of its layer, or the key of its tied layer."""
+    """Return the part of a parameter's name that identifies its layer: the layer's number, or the key of a tied
+    layer."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
 
 
 def _trained(layer: nn.Module | None, expert: int = 1) -> int:
-    """Return the number of a layer's elements that a rank trains, at an expert size that divides its experts."""
+    """Return the number of a layer's elements that a rank trains.
+
+    layer: the layer; None for a function, which has no elements.
+    expert: the number of ranks over which the layer's experts are divided.
+    """
     held = [] if layer is None else [each for each in layer.parameters() if each.requires_grad]
     routed = sum(each.numel() for each in held if is_moe_param(each))
     return sum(each.numel() for each in held) - routed + routed // expert
 
 
 def _name(spec: Any) -> str | None:
-    """Return the name of a layer that DeepSpeed's "type:" method compares with its pattern."""
+    """Return the name that DeepSpeed's "type:" method compares with its pattern for a layer; None if the layer has
+    none."""
     if isinstance(spec, LayerSpec):
         return str(spec.typename.__name__)
     return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", None)
@@ -272,7 +275,8 @@ def refuse_uncuttable(model: PipelineModule) -> None:
 
 
 def refuse_stage_of_another(model: nn.Module, member: int) -> None:
-    """Raise UnsupportedError if another engine's world, with other ranks, was installed when the module was built."""
+    """Raise UnsupportedError if the module was built while the world of another engine, with other ranks, was
+    installed."""
     if is_pipeline(model) and model.global_rank != member:
         raise UnsupportedError(
             f"PipelineModule: it was built as rank {model.global_rank} of another engine's world, and this is process "

@@ -1,8 +1,8 @@
 """Building blocks with which a model follows a layout: templates without storage, new children for a root, the shaper.
 
 A template's parameters are on the meta device. Its buffers are real copies, because a buffer such as a rotary table is
-made by a constructor, is in no checkpoint, and could not be made again. A rebuild gives the root module other children.
-The root itself, and with it every reference to the root, stays.
+made by a constructor, is in no checkpoint, and could not be made again. A change of layout gives the root module other
+children. The root itself stays, and with it every reference to the root.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
-"""Hooks that a module calls in a step. Templates leave them out, because they may hold any object, even an engine."""
+"""Names of the hooks that a module calls in a step. Templates leave these hooks out, because a hook may hold any
+object, even an engine."""
 
 
 def template_of(module: nn.Module, factory: ModelFactory | None = None) -> nn.Module:
@@ -102,7 +103,8 @@ def _culprit(module: nn.Module, memo: dict[int, Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Children for a root module, inside another module on the meta device, and attributes to set on the root."""
+    """Children for a root module, as the children of another module on the meta device, and attributes to set on the
+    root."""
 
     module: nn.Module
     on_root: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +125,7 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """Give every parameter its shape over a single element, because its values are held elsewhere.
+    """Give every parameter its shape over a single element of memory, because its values are held elsewhere.
 
     Tied parameters stay tied.
     """
@@ -147,8 +149,8 @@ def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> 
 def pass_hooks_on(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
     """Give new modules the hooks that users put on the old modules of the same names.
 
-    Both modules share one table, so the handle that removes a hook works for both. A hook that is a method of an old
-    module becomes the same method of its successor.
+    Both modules share one table of hooks, so the handle that removes a hook works for both. A hook that is a method of
+    an old module becomes the same method of the new module.
     """
     heirs = {id(part): new[name] for name, part in old.items() if name in new}
     for name, part in old.items():
@@ -167,7 +169,7 @@ def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
 
 
 class Shaper:
-    """A strategy for distributing a model over ranks. No call is a collective, and none needs a full-size tensor.
+    """A strategy for distributing a model over ranks. No method is a collective, and none needs a full-size tensor.
 
     This base class serves models that are distributed only by data and sequence.
 
@@ -187,11 +189,11 @@ class Shaper:
         raise LayoutError(f"{layout}: this model has no axis but data and sequence; set the other axes to 1")
 
     def whole(self, root: nn.Module) -> nn.Module:
-        """Return a module with all layers of the model, without storage. The root may have only some of the layers."""
+        """Return a module with all layers of the model, without storage. The root may have some of the layers only."""
         return root
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """Raise SwitchRefused, naming the tensor, if a tensor cannot be trained in every layout."""
+        """Raise SwitchRefused if one of these tensors cannot be trained in every layout. The error names the tensor."""
 
     def make(self, layout: Layout, rank: int) -> Made | None:
         """Build the children of a rank under `layout`, ahead of `reshape`; None if `reshape` builds them itself.
@@ -221,7 +223,7 @@ class Shaper:
         """Set what DeepSpeed's constructor would have set in the engine for these axes. Called after `reshape`."""
 
     def leave(self, engine: Any) -> None:
-        """Remove from the engine what `enter` has set, and release the process groups of that world."""
+        """Remove from the engine what `enter` has set, and release the process groups of its world."""
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Write the sizes of a layout into DeepSpeed's configuration, in place."""

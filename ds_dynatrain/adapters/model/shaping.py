@@ -1,9 +1,9 @@
 """Shape of a model under the sizes of the pipe, expert and tensor axes: the cuts of its tensors, and its local module.
 
 There is one shaper for each of DeepSpeed's methods of distributing a model. A change of these sizes, or of a member's
-index on these axes, gives the root module other children. The root itself, and with it every reference to the root,
-stays. ZeRO's cuts follow from numbers in DeepSpeed's configuration, which `rules_of` returns in the form that `space`
-needs.
+index on these axes, gives the root module other children. The root itself stays, and with it every reference to the
+root. ZeRO's own cuts follow from numbers in DeepSpeed's configuration, which `rules_of` returns in the form that
+`space` needs.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ def shaper_of(
 
 
 def start_size(axis: str, model: Any, config: Config, asked: int | None) -> int:
-    """Return the initial pipe, tensor or expert size: that of the model or of DeepSpeed's settings, else `asked`, or 1.
+    """Return the initial pipe, tensor or expert size: that of the model or of DeepSpeed's settings if they have one,
+    else `asked`, else 1.
 
     asked: the size in `dynatrain.layout`; None if it is not given.
 
-    Raises ConfigError if `asked` differs from the other size.
+    Raises ConfigError if `asked` differs from the size of the model or of DeepSpeed's settings.
     """
     own, where = None, ""
     if axis == "pipe" and is_pipeline(model) and model.num_stages > 1:
@@ -152,7 +153,7 @@ class Children:
         pass_hooks_on(old, new)
 
     def put_back(self, root: nn.Module) -> None:
-        """Give the root these children and tensors again."""
+        """Give the root these children and tensors again, in place of its current ones."""
         root.__dict__.clear()
         root.__dict__.update(_copied(self.attributes))
 
@@ -168,8 +169,8 @@ ALIGNED_BYTES = 16
 def rules_of(host: Any) -> ZeroRules:
     """Return the rules that hold for all layouts, from DeepSpeed's own reading of the configuration.
 
-    ZeRO-3's persistent parameters are treated like any others: they are gathered again at their first use. Without
-    ZeRO, DeepSpeed uses its BF16_Optimizer for a pipeline in bf16, as at stage 1.
+    ZeRO-3's persistent parameters are treated like any others: they are gathered again at their first use. For a
+    pipeline in bf16 without ZeRO, DeepSpeed uses its BF16_Optimizer, as it does at stage 1.
     """
     itemsize = int(host.model_map.dtype.itemsize)
     types, is_apart = host.engine.get_data_types(), host.in_leaves or host.engine.zero_cpu_offload()
@@ -187,10 +188,8 @@ def rules_of(host: Any) -> ZeroRules:
 
 
 def features_of(model: nn.Module, config: Config, mpu: Any) -> Features:
-    """Return the features of a model, not yet altered by DeepSpeed, that determine which layouts the model can have.
-
-    See `support/axes`.
-    """
+    """Return the features of a model that determine which layouts it can have (see `support/axes`). DeepSpeed must not
+    have altered the model yet."""
     found = {
         PIPELINE: is_pipeline(model),
         EXPERTS: experts.is_on(config),

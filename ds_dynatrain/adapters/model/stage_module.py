@@ -99,7 +99,7 @@ class PipelineShaper(Shaper):
         first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
         index = {} if experts.is_on(config) else moe.complete(model, member, lists)
         named = [(layer_of(name), held) for name, held in model.named_parameters() if id(held) in index]
-        # a process may have built one stage only; its experts' peers are then the processes of that stage
+        # if a process has built one stage only, that stage's processes have the other experts
         self.owners = {id(held): first.get(layer, 0) + index[id(held)] for layer, held in named}
         self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method, cut)
         self._dtype = torch.float32
@@ -136,16 +136,14 @@ class PipelineShaper(Shaper):
                 )
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """Build AutoEP's layers.
-
-        Return None without AutoEP, because DeepSpeed's module then builds its layers itself.
-        """
+        """Build AutoEP's layers. Returns None without AutoEP, because DeepSpeed's module then builds its layers
+        itself."""
         return Made(self.autoep.dealt(layout.expert, layout.expert_place(rank)[0])) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """Give the root the layers of this rank's stage, without drawing random numbers."""
         held = (each.dtype for each in root.parameters() if each.is_floating_point())
-        self._dtype = next(held, self._dtype)  # a stage of functions has none
+        self._dtype = next(held, self._dtype)  # a stage of functions has no parameters
         rank = td.get_rank()
         specs: Any = root._layer_specs
         if self.autoep:
@@ -209,8 +207,9 @@ def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None
 def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:
     """Set the module's grid, and the stages with which the module shares each tied layer.
 
-    Only the trained attributes of a tied layer count, because DeepSpeed sums their gradients. `model_parallel` corrects
-    the norm used for clipping gradients without ZeRO: DeepSpeed counts unmarked parameters on the first stage only.
+    Only the trained attributes of a tied layer count, because DeepSpeed sums their gradients. `model_parallel` is set
+    to correct the norm used for clipping gradients without ZeRO: DeepSpeed counts unmarked parameters on the first
+    stage only.
     """
     take_stage(root, grid)
     root.tied_comms = {}
@@ -235,7 +234,7 @@ def take_stage(root: PipelineModule, grid: StageGrid) -> None:
     before = root._grid
     if before is not None and not isinstance(before, StageGrid):
         own = [before.ds_model_proc_group, before.dp_proc_group, before.pp_proc_group, before.slice_proc_group]
-        for group in filter(is_known, {root.world_group, *own}):  # an elastic job's first world is gone already
+        for group in filter(is_known, {root.world_group, *own}):  # in an elastic job the first world may be gone
             td.destroy_process_group(group)
     root._topo, root._grid, root.world_group = grid.topology(), grid, None
     root.global_rank, root.world_size = grid.global_rank, grid.world_size
@@ -288,7 +287,7 @@ class StageExperts(Conversion):
         for name, number in model.fwd_map.items():
             model.forward_funcs[number] = model._modules[name]  # the layer itself may have been replaced
         for held in model.parameters():
-            held.ds_pipe_replicated = False  # as DeepSpeed marks parameters that it builds; ties are not known yet
+            held.ds_pipe_replicated = False  # DeepSpeed's mark; ties are not known yet
         self.owners = {
             id(held): first[layer_of(name)] for name, held in model.named_parameters() if layer_of(name) in first
         }
@@ -310,13 +309,14 @@ Exchange = Callable[[Any], Mapping[int, Any]]
 
 
 def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:
-    """Give a module that was built in stages all its layers.
+    """Give a module that was built in stages all its layers, and return a map from each parameter's id to the process
+    that holds its initial value.
 
     lists: the caller's lists of parameters, such as those of an optimizer's groups. Each process has listed only its
         own stage's parameters; those of all stages are added in place.
 
-    Returns a map from each parameter's id to the process that holds its initial value. The map is empty for any other
-    module, which is left unchanged. The module's `parts` stay as the user built them.
+    For any other module the map is empty, and the module is left unchanged. The module's `parts` stay as the user built
+    them.
 
     Raises ConfigError if processes have different numbers of lists, and UnsupportedError if the module cannot be
     merged.
@@ -373,7 +373,8 @@ def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module
 
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
-    """Extend each list with the parameters that the list of that number has on any process, in the module's order."""
+    """Extend each list with the parameters that any process has in its list of the same number, in the module's
+    order."""
     place: dict[str, int] = {}
     for member, record in sorted(records.items()):
         if len(record["lists"]) != len(records[0]["lists"]):
@@ -396,9 +397,10 @@ def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> Non
 
 
 def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
-    """Copy the owner's value into each buffer, because a constructor may draw a buffer at random.
+    """Set each buffer to the value that the layer's owner has, because a constructor may have drawn the value at
+    random.
 
-    Afterwards all buffers are on the device, where DeepSpeed has put the buffers of the process's own stage.
+    Afterwards all buffers are on the device, like those of the process's own stage.
     """
     for name, held in model.named_buffers():
         if len({record["buffers"][name] for record in records.values()}) > 1:

@@ -1,8 +1,9 @@
-"""Ulysses sequence parallelism: layers that exchange heads for sequence, and the related state of DeepSpeed's engine.
+"""Ulysses sequence parallelism: layers that exchange heads for sequence parts, and the related state of DeepSpeed's
+engine.
 
 Each sequence rank has its part of the same samples. ZeRO cuts and reduces over data x sequence, so sequence ranks hold
-the same sort of shards as data ranks. An attention layer exchanges with the group in its `spg`; in a group of one rank
-the exchange is a copy.
+shards in the same way as data ranks. An attention layer exchanges over the group in its attribute `spg`; in a group of
+one rank the exchange is a copy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ GETTERS = ("get_sequence_parallel_group", "get_sequence_parallel_rank", "get_seq
 
 
 def spread_layers(module: nn.Module) -> Iterator[tuple[str, DistributedAttention]]:
-    """Yield (name, layer) of each layer that exchanges heads for sequence, even if it is not a registered submodule."""
+    """Yield (name, layer) for each layer that exchanges heads for sequence parts, even if it is not a registered
+    submodule."""
     for name, part in module.named_modules():
         if isinstance(part, DistributedAttention):
             yield name, part
@@ -70,7 +72,7 @@ def enter(engine: Any, world: World, layout: Layout) -> None:
 
 
 def leave(engine: Any) -> None:
-    """Release the sequence group, on a member that holds no rank."""
+    """Release the sequence group, on a member that no longer holds a rank."""
     for _, layer in spread_layers(engine.module):
         layer.spg = None
     engine.__dict__.pop("seq_parallel_group", None)

@@ -1,8 +1,9 @@
 """torch.compile around a switch: find compiled modules, time their compilation, and drop compiled code.
 
-Compiled code has guards on hooks, containers and buffers that a switch replaces. Dynamo would compile again for each
-new layout and, after `recompile_limit` (8) versions of one function, run it eagerly for the rest of the job without an
-error. All compiled code is therefore dropped after a switch, and the next call compiles only for the current layout.
+Compiled code is valid only as long as certain hooks, containers and buffers are unchanged, and a switch replaces them.
+Dynamo would compile again for each new layout and, after `recompile_limit` (8) versions of one function, run it eagerly
+for the rest of the job without an error. All compiled code is therefore dropped after a switch, and the next call
+compiles only for the current layout.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class CompileWatch:
     def begin(self, is_anew: bool) -> None:
         """Reset `seconds` to 0.
 
-        is_anew: whether to drop compiled code because its optimizer is replaced; the time to compile again is counted.
+        is_anew: whether to drop compiled code first, because its optimizer is replaced. The time to compile again is
+            then counted.
         """
         self.seconds = 0.0
         if is_anew and self.count:
@@ -49,7 +51,7 @@ class CompileWatch:
         others = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
         torch._dynamo.reset()
         graphs = sys.modules.get("torch._inductor.cudagraph_trees")
-        if graphs is not None:  # graphs of mode="reduce-overhead" would read memory that a switch has replaced
+        if graphs is not None:  # graphs of mode="reduce-overhead" read replaced memory
             graphs.reset_cudagraph_trees()
         callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = others
         self.seconds += time.perf_counter() - begin

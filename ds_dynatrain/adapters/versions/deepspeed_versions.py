@@ -1,9 +1,9 @@
-"""Differences between the DeepSpeed series with which this package is tested. No other file looks at the version.
+"""Differences between the DeepSpeed series with which this package is tested. No other file checks DeepSpeed's version.
 
 A series is a range of patch versions of one minor version, from its oldest tested version up to the next series. All
-are accepted: the private names on which the adapters rely are checked before any other adapter is imported, and the
-census of every switch checks where DeepSpeed's buffers lie. A missing name is an error that names both versions, not an
-AttributeError during training.
+versions of a series are accepted. The private names on which the adapters rely are checked before any other adapter is
+imported, and the census of every switch checks where DeepSpeed's buffers lie. A missing name thus causes an error that
+names both versions, not an AttributeError during training.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Series:
     gathers_by_address: whether ZeRO-3 begins the gathers of several groups in the order of memory addresses.
     is_newest: whether everything was tested: DeepSpeed's own optimizers, axes other than data, and gradients added leaf
         by leaf (a leaf is a micro-batch of fixed size). The other series step (and decay) frozen parameters in groups
-        of 16-bit optimizers at stage 0, wait in ZeRO-3 only for the last of many gathers, although gloo ends them in
-        any order, and do not record how AutoTP has cut a parameter.
+        of 16-bit optimizers at stage 0. In ZeRO-3 they wait only for the last of many gathers, although gloo ends
+        gathers in any order. They do not record how AutoTP has cut a parameter.
     """
 
     tested: tuple[str, ...]
@@ -207,14 +207,16 @@ def refuse_for_series(config: Mapping[str, Any]) -> None:
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedError for one of DeepSpeed's own optimizers if the series' optimizers were not tested."""
+    """Raise UnsupportedError for one of DeepSpeed's own optimizers if these were not tested with the installed
+    series."""
     kind = type(optimizer)
     if not present().is_newest and kind.__module__.startswith("deepspeed."):
         raise UnsupportedError(f"optimizer {kind.__name__}: {UNTRIED}, or take torch's (`torch_adam`: true)")
 
 
 def refuse_axes(layout: Layout) -> None:
-    """Raise SwitchRefused for a layout with an axis other than data if such axes were not tested with the series."""
+    """Raise SwitchRefused for a layout that uses an axis other than data, if other axes were not tested with the
+    installed series."""
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
     if wide and not present().is_newest:
         raise SwitchRefused(
@@ -236,10 +238,8 @@ def refuse_groups(groups: Sequence[Sequence[torch.Tensor]]) -> None:
 
 
 def mend() -> None:
-    """Repair defects of the installed series that affect every engine.
-
-    Called once in a process, before an engine is built.
-    """
+    """Repair defects of the installed series that affect every engine. Called once in a process, before an engine is
+    built."""
     if not present().is_newest:
         gather_one_by_one(importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init)
     if present().gathers_by_address:
@@ -251,7 +251,7 @@ def gather_one_by_one(kind: Any) -> None:
     """Make `kind` (ZeRO-3's `Init`) gather one parameter after the other.
 
     0.18.9 starts one gather per parameter and waits only for the last one. Persistent parameters, which are gathered
-    together at the end of a step, could then be read half-written.
+    together at the end of a step, could therefore be read before they are complete.
     """
     together = kind._allgather_params_coalesced
     if hasattr(together, "__wrapped__"):

@@ -48,7 +48,8 @@ NAMES: Mapping[str, str] = {
 """A map from each module of torch to the names in it, most of them private, on which the adapters rely."""
 
 REGISTERING = ("_register_pg_in_world", "_update_process_group_global_state")
-"""Names of the function that makes a group known to `torch.distributed`: since torch 2.13, and before."""
+"""Names of the function that makes a group known to `torch.distributed`: first the name since torch 2.13, then the
+earlier one."""
 
 NO_COLLECTIVES = frozenset(
     {
@@ -58,7 +59,8 @@ NO_COLLECTIVES = frozenset(
         *("unregister_abort_hook", "unregister_pre_hook", "unregister_post_hook"),
     }
 )
-"""Methods of torch's process groups that send nothing to peers, or that make, change or end a group."""
+"""Methods of torch's process groups that are no collectives: they send nothing to peers, or they make, change or end a
+group."""
 HIDDEN_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
 COLLECTIVES = tuple(
     name
@@ -66,7 +68,7 @@ COLLECTIVES = tuple(
     if callable(getattr(td.ProcessGroup, name))
     and (name in HIDDEN_COLLECTIVES if name.startswith("_") else name not in NO_COLLECTIVES)
 )
-"""All other methods of process groups in the installed torch, which renames them from time to time."""
+"""All other methods of process groups in the installed version of torch. The names change from time to time."""
 
 
 def tested_torches() -> str:
@@ -104,16 +106,14 @@ def has(module: str, name: str) -> bool:
 
 
 def register_in_world() -> Callable[..., None]:
-    """Return the function that makes a group known to `torch.distributed`.
-
-    Its arguments are the same in all versions.
-    """
+    """Return the function that makes a group known to `torch.distributed`. It takes the same arguments in all
+    versions."""
     found: Any = next(getattr(c10d, name) for name in REGISTERING if hasattr(c10d, name))
     return found  # type: ignore[no-any-return]
 
 
 def attends_without_heads() -> bool:
-    """Return whether attention works on a rank without heads. Before torch 2.12 it crashes on a CPU (SIGFPE)."""
+    """Return whether attention works on a rank without heads. On a CPU it crashes before torch 2.12 (SIGFPE)."""
     return Version(torch.__version__).release >= Version("2.12").release
 
 

@@ -34,7 +34,8 @@ class BatchSizes:
 
     @staticmethod
     def of(config: dict[str, Any], data: int, in_leaves: bool = False) -> BatchSizes:
-        """Complete the sizes by DeepSpeed's own rules, except that data ranks need not divide the batch evenly.
+        """Return the three sizes, completed by DeepSpeed's own rules, except that data ranks need not divide the batch
+        evenly.
 
         data: the number of data ranks.
 
@@ -66,8 +67,9 @@ def layout_config(config: dict[str, Any], layout: Layout, batch: BatchArithmetic
     """Return DeepSpeed's configuration for `layout`, as a dictionary and parsed.
 
     The parsed configuration has the user's `train_batch_size`. At stage 3 DeepSpeed reads the dictionary again and
-    checks that its first size is the product of the other two. In lower stages the dictionary has only the sizes that
-    the user wrote, because code that reads `engine.config` may count ranks other than those of the data axis.
+    checks that its first batch size is the product of the other two. In lower stages the dictionary has only the batch
+    sizes that the user wrote, because code that reads `engine.config` may count ranks other than those of the data
+    axis.
     """
     micro_batch_size = batch.largest_slot
     adapted = copy.deepcopy(config)

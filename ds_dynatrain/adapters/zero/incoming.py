@@ -88,7 +88,8 @@ def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None
 
 
 def swap_in(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter data on another device, keeping the parameter object to which optimizers and modules refer."""
+    """Give a parameter data on another device. Optimizers and modules refer to the parameter object, which stays the
+    same."""
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)
@@ -107,7 +108,7 @@ def draw(
     types: a map from a parameter's id to the element type of its value.
     init: function to call in place of the module's `reset_parameters`.
 
-    The memory is released at the end. Raises UnsupportedError if the module leaves one of the parameters unset.
+    The memory is released at the end. Raises UnsupportedError if the module does not set one of the parameters.
     """
     stand_ins = [(held, held.data) for held in module.parameters(recurse=False)]
     try:
@@ -152,9 +153,12 @@ def seeded(what: str) -> Iterator[None]:
 
 WHOLE, PART, META = "whole", "zero.Init", "meta"
 Row = tuple[str, list[int], str, str, bool]
-"""(name, shape, element type, how the parameter arrives: `WHOLE`, `PART` or `META`, whether it requires a gradient)."""
+"""Description of a parameter: (name, shape, element type, how the parameter arrives, whether it requires a gradient).
+
+A parameter arrives in one of three ways: `WHOLE`, `PART` or `META`.
+"""
 Place = tuple[int, int, BufferId, int]
-"""A piece: (first row-major index, number of elements, buffer, offset in the buffer)."""
+"""Where a piece of a tensor lies: (first row-major index, number of elements, buffer, offset in the buffer)."""
 
 
 class Incoming:
@@ -213,7 +217,7 @@ class Incoming:
 
     @property
     def draws(self) -> bool:
-        """Whether members initialize some parameters themselves."""
+        """Whether members themselves initialize some of the parameters."""
         return META in self.forms.values()
 
     @property
@@ -222,7 +226,7 @@ class Incoming:
         return set(self.forms.values()) <= {WHOLE}
 
     def take_apart(self, config: DeepSpeedConfig) -> None:
-        """Detach the parameters' data from the module, whether `zero.Init` or the model holds the data.
+        """Detach the parameters' data from the module, whether `zero.Init` or the model holds it.
 
         Afterwards each parameter has its shape, its configured element type, and no memory. Raises ConfigError, naming
         the parameter, if a parameter was partitioned in a type other than the configured one.
@@ -263,7 +267,7 @@ class Incoming:
             if form == PART:
                 mine = _gathered(mine, launch, places)[: math.prod(shape)]
             elif launch.size > 1:
-                mine = mine.reshape(-1).to(HOST, copy=True)  # the memory may belong to the user, on any device
+                mine = mine.reshape(-1).to(HOST, copy=True)  # the user may own the memory, on any device
                 td.broadcast(mine.view(torch.uint8), self.owners.get(id(each), 0), group=launch.group)
             yield each, mine.reshape(-1)
         if works:
@@ -272,9 +276,9 @@ class Incoming:
                 yield from draw(f"{job_seed} {name}", module, own, self.types, self.param_init_fn)
 
     def _places(self) -> list[int]:
-        """Return which process has each part, or [] if no parameter is partitioned.
+        """Return the number of the process that has each part; [] if no parameter is partitioned.
 
-        An engine's ranks are not always those of the launch.
+        The parts of an engine's model are numbered by the engine's ranks, which need not be the ranks of the launch.
         """
         if PART not in self.forms.values():
             return []
@@ -325,9 +329,9 @@ def pieces_by_tensor(
 
 
 def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> torch.Tensor:
-    """Return the parts of all processes concatenated, with the padding of the last one.
+    """Return the parts of all processes as one tensor, including the padding at the end of the last part.
 
-    places: the process of each part.
+    places: the number of the process that has each part.
     """
     part = part.to("cpu").contiguous()
     whole = torch.empty(launch.size, part.numel(), dtype=part.dtype)
@@ -358,7 +362,7 @@ def refuse_cut(model: nn.Module, beside: bool) -> None:
 
 
 def _is_left(each: Any) -> bool:
-    """Return whether a parameter was partitioned by an earlier engine of this package, whose groups no longer exist."""
+    """Return whether an earlier engine of this package has partitioned a parameter over groups that no longer exist."""
     return not is_known(each.ds_process_group)
 
 
@@ -393,7 +397,7 @@ def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
 
 
 class ElasticInit(Init):  # type: ignore[misc]
-    """Variant of `deepspeed.zero.Init` that first brings this process into the job. It takes the same arguments.
+    """Replacement for `deepspeed.zero.Init` that first brings this process into the job. It takes the same arguments.
 
     `install_zero_init` derives the class that is actually used, which adds `join` and `read`.
     """
@@ -427,7 +431,7 @@ class ElasticInit(Init):  # type: ignore[misc]
             super()._post_init_method(module)
             return
         _drop(module.parameters(recurse=False))
-        with replaced(module, _parameters={}):  # so that DeepSpeed handles only the buffers
+        with replaced(module, _parameters={}):  # DeepSpeed then handles only the buffers
             super()._post_init_method(module)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
@@ -449,7 +453,7 @@ def install_zero_init(join: Callable[[], bool], read: Callable[[Any], dict[str, 
 
 
 def _drop(parameters: Iterable[nn.Parameter]) -> None:
-    """Move parameters to the meta device. The parameter objects stay the same."""
+    """Move parameters to the meta device, which discards their values. The parameter objects stay the same."""
     for each in parameters:
         if not each.is_meta:
             swap_in(each, each.data.to("meta"))
@@ -457,9 +461,9 @@ def _drop(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def _undrawn() -> Iterator[None]:
-    """Context manager in which functions of `torch.nn.init` leave parameters unchanged.
+    """Context manager in which functions of `torch.nn.init` do not change parameters.
 
-    A reference to such a function that was taken inside the block works normally afterwards.
+    If code keeps a reference to such a function inside the block, the function works normally after the block.
     """
     is_open = True
 

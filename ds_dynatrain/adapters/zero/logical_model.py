@@ -92,7 +92,7 @@ class ModelMap:
             if parameter is None:
                 nothing = torch.empty(0, dtype=self.dtype, device=before.device)
                 parameter = nn.Parameter(nothing, requires_grad=before.requires_grad)
-                marks = {"allreduce", "group_name"} & before.__dict__.keys()  # read in a group of experts
+                marks = {"allreduce", "group_name"} & before.__dict__.keys()  # for groups of experts
                 parameter.__dict__.update({name: before.__dict__[name] for name in marks})
             parameter.requires_grad_(before.requires_grad)
             held.append(parameter)
@@ -122,7 +122,7 @@ class ModelMap:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """A map from each parameter's id to the number of its tensor."""
+        """Map from each parameter's id to the number of its tensor."""
         return {id(held): number for number, held in enumerate(self.parameters)}
 
     @property
@@ -136,7 +136,7 @@ class ModelMap:
         return sum(tensor.group != FROZEN for tensor in self.tensors)
 
     def drop_data(self) -> None:
-        """Leave the parameters without data and without gradients."""
+        """Remove the data and the gradients of all parameters."""
         for parameter in self.parameters:
             parameter.grad = None
             parameter.data = torch.empty(0, dtype=self.dtype, device=parameter.device)

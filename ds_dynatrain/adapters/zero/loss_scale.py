@@ -1,7 +1,8 @@
-"""The loss scale of fp16. The fields of DeepSpeed's three scalers have common names here, so that a switch keeps them.
+"""The loss scale of fp16. The fields of DeepSpeed's three loss scalers get common names here, so that a switch can
+transfer them.
 
-If the current optimizer does not have a field (stage 0 has no hysteresis, a plain torch optimizer no scaler), the field
-is kept on the engine, and restored when a later layout has it.
+A field that the current optimizer does not have (stage 0 has no hysteresis, a plain torch optimizer no scaler) is kept
+on the engine, and restored when a later layout has it.
 
 Gradients weighted by token counts are divided at the point where DeepSpeed divides by its loss scale, before clipping.
 If token counts differ, the mean of the micro-batches' means is not the mean over all tokens. So each micro-batch's mean
@@ -40,9 +41,10 @@ DYNAMIC = {
     "hysteresis_of_start": "delayed_shift",
     "hysteresis_refills": "consecutive_hysteresis",
 }
-"""Fields of ZeRO's DynamicLossScaler (stages 1 to 3). A LossScaleConfig (stage 0) has some, one by another name."""
+"""Fields of ZeRO's DynamicLossScaler (stages 1 to 3). LossScaleConfig (stage 0) has some of them, one under another
+name."""
 STATIC = {SCALE: "cur_scale"}
-"""Fields of a scaler, of any class, whose scale is fixed."""
+"""Fields of any scaler whose scale is fixed."""
 OF_OPTIMIZER = {
     "overflow": "overflow",
     "custom": "custom_loss_scaler",
@@ -54,7 +56,8 @@ OF_BF16_OPTIMIZER = {"overflow": "overflow"}
 
 
 def places(optimizer: Any) -> dict[str, tuple[Any, str]]:
-    """Return a map from each loss-scale field that an optimizer has to (object, name of the attribute)."""
+    """Return where an optimizer keeps each loss-scale field that it has: a map from field to (object, name of the
+    attribute)."""
     if isinstance(optimizer, BF16_Optimizer):
         names: Mapping[str, str] = OF_BF16_OPTIMIZER
     else:
@@ -104,7 +107,8 @@ def plain(value: Any) -> Any:
 
 
 def forgotten_scale(engine: Any) -> float:
-    """Return the factor by which DeepSpeed forgets to multiply the loss: the loss scale, or 1 if it forgets none.
+    """Return the factor by which DeepSpeed should have multiplied the loss but does not: the loss scale, or 1 if
+    nothing is missing.
 
     In DeepSpeed 0.19.8, `engine.backward` scales the loss only for ZeRO optimizers, but at stage 0 in fp16
     FP16_UnfusedOptimizer and FP16_Optimizer still divide gradients by the scale. In a DeepSpeed without `engine.scale`,
@@ -118,10 +122,11 @@ def forgotten_scale(engine: Any) -> float:
 
 @contextmanager
 def true_norm(engine: Any) -> Iterator[None]:
-    """Context manager in which FP16_UnfusedOptimizer's step reports the norm of the unscaled gradients.
+    """Context manager in which FP16_UnfusedOptimizer's step reports the norm of the unscaled gradients, as all other
+    optimizers do.
 
-    All other optimizers report that norm. FP16_UnfusedOptimizer takes the norm before it divides the gradients by the
-    loss scale (and by the number of tokens).
+    By itself that optimizer takes the norm before it divides the gradients by the loss scale (and by the number of
+    tokens).
     """
     optimizer = engine.optimizer
     divisor = float(optimizer.loss_scale_config.cur_scale) if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
@@ -135,10 +140,11 @@ def true_norm(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def norm_before_growth(engine: Any) -> Iterator[None]:
-    """Context manager in which stage 3's step divides the norm that it reports by the scale of that step's gradients.
+    """Context manager in which stage 3's step reports the norm divided by the loss scale of that same step, as stages 1
+    and 2 do.
 
-    Stages 1 and 2 do so. At stage 3, DeepSpeed 0.19.8 divides the norm by the loss scale of the next step, which
-    differs if the scale has just grown.
+    At stage 3, DeepSpeed 0.19.8 divides the norm by the loss scale of the next step, which differs if the scale has
+    just grown.
     """
     optimizer = engine.optimizer
     before = float(optimizer.loss_scale)
@@ -168,7 +174,7 @@ def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None
     total = torch.tensor([float(own)], dtype=torch.float64)
     if engine.seq_dp_world_size > 1:
         dist.all_reduce(total, group=engine.seq_data_parallel_group)
-    divisor = float(total) / slots or 1.0  # no token at all: every gradient is zero already
+    divisor = float(total) / slots or 1.0  # without any token all gradients are zero already
     optimizer = engine.optimizer
     if optimizer is engine.basic_optimizer:
         for parameter in engine.module.parameters():
@@ -176,7 +182,7 @@ def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None
                 parameter.grad.div_(divisor)
         yield
         return
-    if isinstance(optimizer, BF16_Optimizer):  # it has no loss scale; its gradients are reduced already
+    if isinstance(optimizer, BF16_Optimizer):  # no loss scale, and gradients already reduced
         for gradients in optimizer.fp32_groups_gradients_flat:
             gradients.div_(divisor)
         yield
@@ -215,7 +221,7 @@ def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
 def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
     """Context manager in which the optimizer also divides its gradients by `factor`, without changing the loss scale.
 
-    The scaler still judges each step by the true scale, to which growth, minimum and overflow apply.
+    The scaler still uses the true scale to judge each step, because growth, minimum and overflow refer to it.
     """
     holder, name = getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler, "cur_scale"
     if not hasattr(optimizer, "loss_scale_config") and optimizer.custom_loss_scaler:

@@ -1,9 +1,9 @@
-"""Build a DeepSpeed optimizer without its memory and without its messages.
+"""Building a DeepSpeed optimizer without allocating its memory and without sending its messages.
 
 DeepSpeed's constructors allocate, fill and broadcast whole models. In a switch the memory already exists (it was
 allocated and touched during training), and the plan moves every byte, so the constructors run *without storage*: large
-tensors are reserved but never written, collectives do nothing, and the basic optimizer takes no step. The adapter puts
-the real buffers in afterwards, and the census checks that none was missed.
+tensors are reserved but never written, collectives do nothing, and the basic optimizer takes no step. Afterwards the
+adapter puts the real buffers in, and the census checks that none was missed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NoAllocMode(TorchDispatchMode):
         if func in _IN_PLACE:
             is_skipped = args[0].numel() >= LARGE or is_stand_in(args[0])
             return args[0] if is_skipped else func(*args, **kwargs)
-        if func is _aten.view.dtype and is_stand_in(args[0]):  # torch cannot view its one element as another type
+        if func is _aten.view.dtype and is_stand_in(args[0]):  # torch cannot view one element as another type
             *rows, last = args[0].shape
             return stand_in((*rows, last * args[0].element_size() // args[1].itemsize), args[1], args[0].device)
         is_part = func is _EMPTY and self.cuts
@@ -71,7 +71,7 @@ class NoAllocMode(TorchDispatchMode):
         is_zero = func in _ZEROS or func is _aten.full.default
         if device.type != "cpu":
             return func(*args, **kwargs) if is_zero and self.keeps_zeros else stand_in(shape, dtype, device)
-        if is_zero:  # torch's allocator may reuse memory, which it would have to overwrite
+        if is_zero:  # reused memory would have to be overwritten
             return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
         return func(*args, **kwargs) if is_part else torch.empty(shape, dtype=dtype)
 
@@ -100,12 +100,12 @@ def _outline(
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of one element with the full shape, which can be cut and described but must not be read."""
+    """Return a tensor of one element that has the full shape. It can be cut and described but must not be read."""
     return torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a stand-in: whether its memory is too small for its elements."""
+    """Return whether a tensor is a stand-in, which has too little memory for its elements."""
     return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 

@@ -35,7 +35,7 @@ Scalars = Values | Callable[[Group], Values]
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """The entries of `state[parameter]` that an optimizer keeps, for each parameter group.
+    """Description of the entries of `state[parameter]` that an optimizer class keeps, for each parameter group.
 
     moments: names of the per-element states, which have the parameter's element type and shape.
     scalars: a map from the names of the other states, which are numbers, to their values before the first step.
@@ -97,7 +97,7 @@ KNOWN: Mapping[str, OptimizerRule] = {
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
 }
-"""Rules, keyed by full class name so that no class needs to be imported (some compile on import)."""
+"""Rules keyed by full class name, so that no class needs to be imported (some compile when imported)."""
 
 
 def _muon_rule(optimizer: Any) -> OptimizerRule:
@@ -226,7 +226,7 @@ def moment_types(optimizer: torch.optim.Optimizer, weight: torch.dtype) -> dict[
 
 
 def holds_flat_groups(optimizer: torch.optim.Optimizer, types: ElementTypes) -> bool:
-    """Return whether DeepSpeed keeps this optimizer's groups flat even at ZeRO stage 0 (`FP16_Optimizer`)."""
+    """Return whether DeepSpeed keeps the groups of this optimizer flat even at ZeRO stage 0 (in `FP16_Optimizer`)."""
     return isinstance(optimizer, FusedAdam) and types.weight != torch.float32
 
 
@@ -258,7 +258,8 @@ def refuse_optimizer_layout(
 
 
 def _refuse_muon(config: Config, layout: Layout, present: Layout | None) -> None:
-    """Raise SwitchRefused if Muon, or the type or partition of its momentum, would differ in a layout."""
+    """Raise SwitchRefused if Muon cannot work in a layout, or would work differently: another algorithm, or another
+    type or partition of its momentum."""
     stage, apart, axes = layout.zero_stage, gradients_apart(config), layout.axes()
     wide = [f"{axis}={axes[axis]}" for axis in ("pipe", "expert") if axes[axis] > 1]
     reasons = (
@@ -330,7 +331,8 @@ REFUSED: Mapping[str, str] = {
 
 
 def _refuse_by_name(cls: type) -> None:
-    """Raise UnsupportedError for a class that no rule could describe correctly."""
+    """Raise UnsupportedError for an optimizer class that no rule could describe correctly, judging by its name and
+    package."""
     if any(base.__module__.partition(".")[0] in ("bitsandbytes", "torchao") for base in cls.__mro__):
         raise UnsupportedError(f"optimizer {full_name(cls)}: {_NOT_PER_ELEMENT} (quantized in blocks); use AdamW")
     reason = REFUSED.get(cls.__name__.lower())
@@ -367,11 +369,10 @@ _NO_BETA = -1.0
 def forget_running_products(optimizer: Any) -> None:
     """Make a compiled optimizer recompute its powers of the betas at the next step. Call this on every member.
 
-    `Adam_Optimizer` (csrc/includes/cpu_adam.h) updates these powers by a multiplication in each step, in float. A
-    member that has trained all along and one that has just become active would correct their averages by numbers that
-    differ in the last bit, and replicas would drift apart. A call with other betas makes the optimizer compute the
-    powers anew. FusedAdam has one such object per process and mode, each DeepSpeedCPUAdam has its own, and Lion has
-    none.
+    `Adam_Optimizer` (csrc/includes/cpu_adam.h) updates these powers by a float multiplication in each step. A member
+    that has trained all along and one that has just become active would correct their averages by numbers that differ
+    in the last bit, and replicas would drift apart. A call with other betas makes the optimizer compute the powers from
+    scratch. FusedAdam has one such object per process and mode, each DeepSpeedCPUAdam has its own, and Lion has none.
     """
     if full_name(type(optimizer)) == MUON and optimizer.aux_optimizer is not None:
         optimizer = optimizer.aux_optimizer

@@ -44,7 +44,7 @@ class ProcessWide:
         return ProcessWide(torch.nn.functional.linear, *given)
 
     def put(self) -> None:
-        """Set the globals to these values."""
+        """Set the globals to the values of this object."""
         torch.nn.functional.linear = self.linear
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = self.is_autocast
         torch_autocast.TORCH_AUTOCAST_DTYPE = self.autocast
@@ -85,7 +85,7 @@ def restore(streams: Streams) -> None:
 
 
 def further_streams() -> dict[str, str]:
-    """Return a map from the name of each random stream in use that is no default generator to its state."""
+    """Return the states of all random streams in use that are no default generators, keyed by the stream's name."""
     found = {f"{_TRACKED}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if is_accelerated():
         found[_ACCELERATOR] = get_accelerator().get_rng_state()
@@ -111,7 +111,8 @@ def seed_accelerator(seed: int) -> None:
 
 
 def is_of_tensor_index(name: str) -> bool:
-    """Return whether a random stream belongs to the tracker, whose streams are meant to differ between tensor ranks."""
+    """Return whether a random stream belongs to the tracker of activation checkpointing, whose streams are meant to
+    differ between tensor ranks."""
     return name.startswith(_TRACKED)
 
 

@@ -1,4 +1,4 @@
-"""Changes to the registered trainable parameters and optimizer groups, and to the schedulers that follow them.
+"""Changes of the registered trainable parameters and optimizer groups, and of the schedulers that depend on the groups.
 
 Schedulers keep lists with one entry per optimizer group. These lists are adjusted when groups are added or dropped.
 """
@@ -102,10 +102,10 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
 
 
 def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: RegroupRequest) -> Regrouping | None:
-    """Return the optimizer groups that result from a request, or None if the groups do not change.
+    """Return the optimizer groups that result from a request; None if the groups do not change.
 
-    A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group in which it was
-    listed, because ZeRO counts steps once per group. Before the first step, the parameter stays in its group. Raises
+    A newly trainable parameter goes into a new group, with the hyper-parameters of the group in which it was listed,
+    because ZeRO counts steps once per group. Before the first step, the parameter stays in its group. Raises
     SwitchRefused, naming the parameter, if the request is invalid.
     """
     names = [tensor.name for tensor in model.tensors]
@@ -136,7 +136,7 @@ def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: RegroupRe
             "engine.update_param_groups: no parameter requires a gradient any more",
             "leave one trainable: parameter.requires_grad_(True)",
         )
-    for group in fresh if wanted.begun else ():  # a new state must be all zeros
+    for group in fresh if wanted.begun else ():  # new states must be all zeros
         if {**optimizer.param_groups[group.origin], **group.values}.get("dampening"):
             raise SwitchRefused(
                 f"{group.names[0]!r}: with dampening a momentum does not begin as zeros", "set dampening to 0"
@@ -159,7 +159,7 @@ def refuse_changes(host: Any) -> None:
     if len(optimizer.param_groups) != len(model.groups):
         have = f"the optimizer has {len(optimizer.param_groups)} groups and had {len(model.groups)}"
         raise usage("optimizer groups").refused(have)
-    is_plain = host.optimizer is optimizer  # it steps the parameters themselves (ZeRO stage 0 in fp32)
+    is_plain = host.optimizer is optimizer  # steps the parameters (ZeRO stage 0 in fp32)
     for number, (group, listed) in enumerate(zip(optimizer.param_groups, model.groups, strict=True)):
         found = {*map(id, group["params"])} & model.numbers.keys()
         other = found ^ {*map(id, listed if is_plain else ())}
@@ -169,7 +169,7 @@ def refuse_changes(host: Any) -> None:
 
 
 def _strange(model: ModelMap, module: nn.Module) -> str | None:
-    """Return a description of a parameter that is not the registered object; None if all are."""
+    """Return a description of a parameter that is not the object that was registered; None if all are."""
     present = set()
     for name, parameter in module.named_parameters():
         if id(parameter) not in model.numbers:
@@ -255,7 +255,7 @@ def lists_per_group(scheduler: Any, groups: int) -> Lists:
 
 
 def follow(lists: Lists, origins: Sequence[int]) -> None:
-    """Give each list one entry per new group, copied from the entry of the group's origin."""
+    """Adjust schedulers' lists: give each list one entry per new group, copied from the entry of the group's origin."""
     for scheduler, name, held in lists:
         setattr(scheduler, name, [held[origin] for origin in origins])
 

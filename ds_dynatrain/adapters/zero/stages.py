@@ -83,8 +83,8 @@ _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 class ReplicatedStage(ZeroStage):
     """ZeRO stage 0: every rank holds every tensor whole.
 
-    If a pipeline stage has no tensor of an optimizer group, a placeholder element (see `fill_empty_groups`) counts the
-    group's steps on that stage.
+    On a pipeline stage without a tensor of an optimizer group, a placeholder element (see `fill_empty_groups`) counts
+    the steps of that group.
     """
 
     def _masters(self) -> list[torch.Tensor]:
@@ -116,7 +116,7 @@ class ReplicatedStage(ZeroStage):
         return buffers, scalars
 
     def census(self) -> list[Found]:
-        """Return the whole tensors, at the addresses of the parameters and of the masters."""
+        """Return the whole tensors, where the parameters and the masters lie."""
         rows = super().census()
         for number, master in enumerate(self._masters()):
             rows += rows_of(MASTER, master, [(number, 0, master.numel())])
@@ -144,10 +144,11 @@ class FlatGroups(ZeroStage):
     flats: ClassVar[str]
     masters: ClassVar[str]
     tensors: ClassVar[str]
-    """Names of the attributes in which DeepSpeed's optimizer lists flat weights, masters, and tensors of each group."""
+    """Names of the attributes in which DeepSpeed's optimizer lists the flat weights, the masters, and the tensors of
+    each group."""
 
     def slots(self, group: int) -> Slots:
-        """Return the slots of a group's tensors by DeepSpeed's own bookkeeping."""
+        """Return the slots of a group's tensors, read from DeepSpeed's own bookkeeping."""
         return end_to_end(self.model, getattr(self.zero, self.tensors)[group])
 
     def stepped(self) -> Iterator[Stepped]:
@@ -189,10 +190,10 @@ class FlatGroups(ZeroStage):
         return rows
 
     def refill(self, buffers: Buffers, scalars: Scalars) -> None:
-        """Put buffers in as all stages do. Also link parameters to their parts of the masters, and masters to moments.
+        """Put buffers in as in every stage. Also link parameters to their parts of the masters, and masters to moments.
 
-        DeepSpeed would link moments only in the next step, and `safe_get_full_optimizer_state` would not find them
-        before that step. FP16_Optimizer has no such links.
+        DeepSpeed would link moments only in the next step, and until then `safe_get_full_optimizer_state` would not
+        find them. FP16_Optimizer has no such links.
         """
         super().refill(buffers, scalars)
         held = self.zero
@@ -215,7 +216,7 @@ class FlatStages(FlatGroups):
     flats, masters, tensors = "bit16_groups_flat", "single_partition_of_fp32_groups", "round_robin_bit16_groups"
 
     def slots(self, group: int) -> Slots:
-        """Return the slots in the flat order kept for DeepSpeed's reduction."""
+        """Return the slots of a group's tensors in the flat order that DeepSpeed's reduction uses."""
         ordered = zip(self.zero.round_robin_bit16_groups[group], flat_offsets(self.zero, group), strict=True)
         return [(self.model.numbers[id(each)], offset, each.numel()) for each, offset in ordered]
 
@@ -292,18 +293,18 @@ class PartitionedStage(ZeroStage):
     def release(self) -> None:
         """Remove patched containers and attributes from the module. Parameters keep no data.
 
-        Under torch autocast, DeepSpeed leaves a gathered parameter in the low-precision type. The parameter is given
-        the model's type again.
+        Under torch autocast, DeepSpeed leaves a gathered parameter in the low-precision type, so its type is set back
+        to that of the model.
         """
         reset_counters()
         offload = getattr(self.zero, "parameter_offload", None)
-        if offload is not None:  # classes made for the hooks keep it in cycles, and it refers to groups
+        if offload is not None:  # hook classes keep it, and with it groups, in cycles
             offload.get_param_coordinator().__dict__.clear()
             offload.__dict__.clear()
         for parameter in self.model.parameters:
             for cell in getattr(getattr(parameter, "partition", None), "__closure__", None) or ():
                 held = cell.cell_contents
-                if isinstance(held, Init):  # it is in reference cycles with its methods, and refers to groups
+                if isinstance(held, Init):  # it refers to groups, and is in cycles with its methods
                     held.__dict__.clear()
             forget_parameter(parameter)
         self.model.drop_data()
@@ -355,9 +356,9 @@ def stage_of(engine: Any, model: ModelMap) -> ZeroStage:
 
 
 def link_fragments(zero: Any) -> None:
-    """Link parameters of stages 1 and 2, or of BF16_Optimizer, to their masters by their true offsets.
+    """Link the parameters of stages 1 and 2, or of BF16_Optimizer, to their masters by the true offsets.
 
-    DeepSpeed looks at true offsets only if it believes that there is padding.
+    DeepSpeed itself uses true offsets only if it believes that there is padding.
     """
     is_reordered = getattr(zero, "round_robin_gradients", False)
     padded = {"round_robin_bit16_padding": [[1]] * len(zero.bit16_groups)} if is_reordered else {}
@@ -400,8 +401,8 @@ def in_order(engine: Any, model: ModelMap, order: tuple[int, ...] | None) -> Ite
 def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
     """Make a pipeline stage without experts add 0 to the norm of the experts' gradients. Called before a step.
 
-    DeepSpeed sums this norm over pipeline stages in a collective. A stage on which no expert has a gradient would skip
-    the collective.
+    DeepSpeed sums this norm over pipeline stages in a collective. A stage on which no expert has a gradient would not
+    take part in the collective.
     """
     for group, has_gradient in enumerate(optimizer.fp32_groups_has_gradients):
         if is_empty_group(model, group) and optimizer.param_groups[group].get("moe"):
@@ -410,7 +411,7 @@ def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
 
 @contextmanager
 def stage_without_gradients(optimizer: Any) -> Iterator[None]:
-    """Context manager in which a pipeline stage without gradients adds 0 to the norm, where DeepSpeed would fail."""
+    """Context manager in which a pipeline stage without gradients adds 0 to the norm. DeepSpeed would fail there."""
     own = optimizer.get_grads_for_norm
 
     def at_least_one(for_clipping: bool = False) -> Any:

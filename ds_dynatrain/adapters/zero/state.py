@@ -22,11 +22,12 @@ from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, LocalSpace, Pie
 from ds_dynatrain.space.zero import group_size
 
 Buffers = dict[tuple[str, BufferId], torch.Tensor]
-"""A map from (state kind, buffer) to the flat local tensor that holds the buffer."""
+"""A map from (state kind, buffer) to the flat local tensor of the buffer."""
 
 
 class Found(NamedTuple):
-    """One row of a census: `numel` elements of tensor number `tensor`, from row-major index `start`, at `address`."""
+    """One row of a census, which records where elements lie: `numel` elements of tensor number `tensor`, from row-major
+    index `start`, at `address`."""
 
     kind: str
     tensor: int
@@ -104,9 +105,9 @@ def place_of(config: Any, kind: str, zero_stage: int) -> MemoryPlace:
 
     config: DeepSpeed's parsed configuration.
 
-    State is on the device unless `offload_optimizer` or `offload_param` moves it to the host, where it is pinned if
-    they say so. Moments, which the CPU optimizer allocates itself, and stage 3's masters are never pinned. Stage 3's
-    offloaded weights are always pinned.
+    State is on the device unless `offload_optimizer` or `offload_param` moves it to the host. It is pinned there if
+    these settings say so, with three exceptions: moments, which the CPU optimizer allocates itself, and stage 3's
+    masters are never pinned; stage 3's offloaded weights are always pinned.
     """
     device, is_weight = compute_device(), kind == WEIGHT
     block = config.zero_config.offload_param if is_weight else config.zero_config.offload_optimizer
@@ -125,7 +126,7 @@ SLACK = 2048
 """Spare elements of a flat weight buffer, so that the padding of another world size fits into the same memory."""
 
 Allocate = Callable[[int, Memory], torch.Tensor]
-"""Function (number of elements, their element type and memory) -> a flat tensor."""
+"""Function (number of elements, their element type and memory) that returns a flat tensor."""
 
 
 def reusable(
@@ -158,9 +159,9 @@ def reusable(
                     kept.add((kind, name))
             if name.place == "subgroup" and (kind, name) not in kept:
                 apart.add(kind)
-    if apart:  # slices of one tensor: all of them or none
+    if apart:  # slices of one tensor are kept all or none
         kept = {(kind, name) for kind, name in kept if kind not in apart or name.place != "subgroup"}
-    if is_one_memory(memory, target):  # DeepSpeed's own constructor of stage 3 puts weights and masters apart
+    if is_one_memory(memory, target):  # stage 3's own constructor separates weights and masters
         names = {name for _, name in kept if {(WEIGHT, name), (MASTER, name)} <= live.keys()}
         if any(live[WEIGHT, name].data_ptr() != live[MASTER, name].data_ptr() for name in names):
             kept = {(kind, name) for kind, name in kept if (MASTER, name) not in live or kind not in (WEIGHT, MASTER)}
@@ -188,7 +189,7 @@ def provide(
     memory: a map from each state kind to its element type and memory.
     keep: buffers to keep. The sub-group buffers of a kind, which are slices of one tensor, are either all kept or none.
     live: the current buffers.
-    allocate: function (number of elements, memory) -> a flat tensor.
+    allocate: function (number of elements, memory) that returns a flat tensor.
 
     Weight and master share memory at ZeRO stages 0 and 3 if they have the same element type (fp32) and device, as in
     DeepSpeed.

@@ -63,7 +63,7 @@ class ZeroStage(ABC):
         self.engine, self.model, self.zero, self.basic = engine, model, engine.optimizer, engine.basic_optimizer
 
     alone: ClassVar[str] = "tensor"
-    """Kind of place (`BufferId.place`) in which the buffers of frozen tensors lie."""
+    """Kind of place (`BufferId.place`) of the buffers of frozen tensors."""
 
     @abstractmethod
     def stepped(self) -> Iterator[Stepped]:
@@ -91,7 +91,7 @@ class ZeroStage(ABC):
         return buffers, scalars
 
     def census(self) -> list[Found]:
-        """Return where each parameter's elements lie by DeepSpeed's own bookkeeping, which omits most moments."""
+        """Return where the elements of each parameter lie, by DeepSpeed's own bookkeeping, which omits most moments."""
         rows: list[Found] = []
         for number, parameter in enumerate(self.model.parameters):
             rows += rows_of(WEIGHT, parameter, [(number, 0, parameter.numel())])
@@ -116,13 +116,13 @@ class ZeroStage(ABC):
         for each in self.stepped():
             master, moments = each.master, dict[str, torch.Tensor]()
             for name in rule_of(basic).moments_of(basic.param_groups[each.group]):
-                held = buffers.get((name, each.name))  # before the first step there is none
+                held = buffers.get((name, each.name))  # None before the first step
                 if held is not None:
                     moments[name] = torch.zeros_like(master, dtype=held.dtype) if each.is_empty else held
             if not each.is_empty:
                 self.put_weight(each, buffers)
                 master.data = buffers[MASTER, each.name].view(master.shape)
-            if master.numel():  # else the optimizer would not count its steps
+            if master.numel():  # otherwise the optimizer would not count its steps
                 # ranks that have tensors of an empty group compare theirs
                 counted = each.tensors[:1] if each.is_empty else each.tensors
                 counts = common_scalars(scalars, counted, f"optimizer group {each.group}")
@@ -170,12 +170,13 @@ def is_empty_group(model: ModelMap, group: int) -> bool:
 
 
 def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
-    """Give each empty group one element that belongs to no tensor, because DeepSpeed refuses groups without elements.
+    """Give each empty optimizer group one element that belongs to no tensor, because DeepSpeed refuses groups without
+    elements.
 
     The element is stepped like any other (without ZeRO see `stages.count_empty_groups`), so a group's step counts are
     the same on all pipeline stages.
 
-    Returns the names of the elements, because DeepSpeed requires a name for every parameter.
+    Returns the elements with their names, because DeepSpeed requires a name for every parameter.
     """
     names: dict[nn.Parameter, str] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -185,7 +186,7 @@ def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict
             if group.get("moe"):
                 element.allreduce, element.group_name = False, group["name"]
             else:
-                element.ds_pipe_replicated = True  # not counted in the norm of gradients
+                element.ds_pipe_replicated = True  # left out of the norm of gradients
             group["params"] = [*group["params"], element]
             names[element] = f"{IN_EMPTY_GROUP}{number}"
     return names
@@ -266,7 +267,8 @@ def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str
 
 
 def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
-    """Give each tensor its group's highest step count, if the optimizer counts on one tensor for the whole group.
+    """Set each tensor's step count to the highest one in its group, if the optimizer counts on one tensor for the whole
+    group.
 
     groups: the optimizer group of each tensor number.
     """
