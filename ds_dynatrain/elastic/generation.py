@@ -1,7 +1,7 @@
-"""Record of one generation: the members that train together, in the order of their ranks, and the reason. Also the
-change from one generation to the next.
+"""Record of one generation, and of the change from one generation to the next.
 
-A member's id is `NODE/LOCAL_RANK`. A node gets a new id whenever its agent starts its workers, so no id is used twice.
+The record lists the members that train together, in the order of their ranks, and says why the generation was formed. A
+member's id is `NODE/LOCAL_RANK`. A node gets a new id whenever its agent starts its workers, so no id is used twice.
 """
 
 from __future__ import annotations

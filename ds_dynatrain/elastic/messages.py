@@ -8,11 +8,11 @@ it.
 A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`.
 All messages from `Hello` on are authenticated. A worker goes on with one `Announce`. It sends `Report` as its heartbeat
 and whenever something has changed, `Probed` in answer to each `Probe`, and `Bye` at its end. An agent sends `Agent`,
-once and as its heartbeat. A peer that only asks a question sends `Query` or `Dismiss`. The coordinator sends
-`Changed`, `Amended`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`.
+once and as its heartbeat. A peer that only asks a question sends `Query` or `Dismiss`. The coordinator sends `Changed`,
+`Amended`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`.
 
-A worker hears of its first generation over a connection in full, and of later ones as a change. It checks the result
-against a digest, and connects anew if they differ; it never acts on anything unchecked.
+On each connection the coordinator sends a worker the first generation in full, and later generations as changes. The
+worker checks each result against a digest, and opens a new connection if they differ. It never acts on unchecked data.
 
 A report has the whole state of its worker, so a lost or repeated report does no harm. `Switched` is for people only:
 the worker of rank 0 sends one for each switch, and repeats the last ones to a new coordinator, which recognizes them by

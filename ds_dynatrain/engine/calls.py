@@ -139,8 +139,8 @@ class SavingEngine(LoadingEngine):
             raise CheckpointError(f"{call}: {self.in_the_way()}; call it after that")
 
     def _refuse_map(self, call: str, way_out: str) -> None:
-        """Raise CheckpointError if the layout has a map of experts. DeepSpeed numbers the files of experts by their
-        place, not by expert."""
+        """Raise CheckpointError if the layout has a map of experts, because DeepSpeed names the files of experts by
+        their position on the ranks rather than by expert."""
         if self.layout.experts is not None:
             raise CheckpointError(
                 f"{call}: the layout has a map of experts, and DeepSpeed's files would mix up experts that are not at "

@@ -549,8 +549,8 @@ class DynatrainEngine(HostEngine):
         The result is fp32 on the device of `value` (on the CPU for a plain number). With sequence parallelism the mean
         also covers the sequence ranks, each of which has the mean over its part of the same samples. This is a
         collective of the working members. The result is this rank's value alone if the world is aborted during the
-        call, if the global batch is discarded, or if this member joined late and the others are at other places of
-        their scripts. Raises DataError if no rank has a sample.
+        call, if the global batch is discarded, or if this member joined late and the others are elsewhere in their
+        scripts. Raises DataError if no rank has a sample.
         """
         number, parts = float(value.detach() if isinstance(value, torch.Tensor) else value), self._parts
         pair = torch.tensor([number * samples if samples else 0.0, float(samples)], dtype=torch.float64)
@@ -838,7 +838,7 @@ class DynatrainEngine(HostEngine):
         """Save a checkpoint the way DeepSpeed does.
 
         Returns False, with a warning, if the world is aborted during the call, or was aborted in this global batch. A
-        member that joined late saves with the folder and tag of the others. If the others are at another place of their
+        member that joined late saves with the folder and tag of the others. If the others are elsewhere in their
         scripts, that member saves nothing and returns False.
 
         Raises CheckpointError if the layout has a map of experts, which DeepSpeed's files cannot express.

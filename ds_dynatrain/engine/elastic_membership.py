@@ -149,8 +149,11 @@ class ElasticMembership(Elastic):
         return Watch(board, by_heartbeats=False)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """Make `torch.distributed` refer to the world of this engine, the first one of the process, between the calls
-        of engines."""
+        """Make `torch.distributed` refer to the first engine's world, for the script's own use between the calls of
+        engines.
+
+        engine: the first engine of the process.
+        """
         engine.activate()
 
     # ---- a loss, in any thread ---------------------------------------------------------------------------------------

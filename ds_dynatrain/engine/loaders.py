@@ -159,7 +159,7 @@ class LoadingEngine(SwitchingEngine):
         members take part.
 
         Not all members take part if the world is aborted during the collective, if the global batch is discarded, or if
-        this member joined late and the others are at other places of their scripts.
+        this member joined late and the others are elsewhere in their scripts.
 
         name: a name for the log, the same on all members.
         """

@@ -524,8 +524,10 @@ class BoundaryMachine:
         return [*said, GiveUpPreparation(newest.reason)]
 
     def _connect(self, place: int, here: HeldState, asked: Proposal) -> list[Action]:
-        """Connect the next world's members ahead of a requested switch, at the step that rank 0 has named; on rank 0,
-        name that step first: its next one, if it is earlier than the switch."""
+        """Connect the next world's members some steps before a requested switch.
+
+        Rank 0 names the step at which all connect: its next step, if this is earlier than the switch.
+        """
         if here.lacks is None or asked.at is None:
             return []
         key = f"{asked.ahead_key}/step"
@@ -744,8 +746,8 @@ class BoundaryMachine:
         return [Prepare(proposals)]
 
     def _lead(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Post, as the leader, what newcomers have to build, and post proposals once newcomers have built it and no
-        switch is being prepared.
+        """Lead the change of members: post what newcomers have to build, and post proposals once newcomers have built
+        it and no switch is being prepared.
 
         A switch that was requested in the meantime comes first: members find a proposal at different times, and one of
         them may already be in that switch.

@@ -15,8 +15,7 @@ CONNECTING = "connecting"
 
 
 class Board(Protocol):
-    """Key-value store in which members read each other's records: `engine.control.Control`, or a dictionary in
-    simulations."""
+    """Key-value store in which members read each other's records: a `Control`, or a dictionary in simulations."""
 
     def read(self, key: str) -> Any | None: ...
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool: ...

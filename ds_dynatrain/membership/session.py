@@ -48,11 +48,11 @@ WIDTH = 64
 
 
 def heard_by(member: int, members: tuple[int, ...], width: int = WIDTH) -> list[tuple[int, ...]]:
-    """Return the members whose values `member` reads, for each level of the tree from the bottom up; empty if the
-    member leads none.
+    """Return the members whose values `member` reads, for each level of a tree from the bottom up; empty if the member
+    leads none.
 
-    The first of every `width` members leads these members, the first of every `width` such leads those leaders, and so
-    on.
+    On the lowest level the first of every `width` members leads the others. On each higher level the first of every
+    `width` leaders leads the other leaders.
 
     members: the members in any order that is the same on all of them; the first one is the root.
     """

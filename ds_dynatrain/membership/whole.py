@@ -125,8 +125,8 @@ def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | 
 def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dict[int, bool]]]]:
     """Return (mark, holders) for each mark, newest first.
 
-    The holders map each rank to a map from each member with that rank's copy to whether the copy is of the member's own
-    state.
+    The holders are a map from each rank to {member that has the rank's copy: whether the copy is of the member's own
+    state}.
     """
     found: dict[Mark, dict[int, dict[int, bool]]] = {}
     for member, copies in sorted(had.items()):

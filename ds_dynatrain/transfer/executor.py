@@ -164,8 +164,8 @@ def _casts(read: MoveRegions, written: MoveRegions) -> list[tuple[Matrix, Matrix
 
 
 TAG = 1
-"""Tag of all messages. One tag suffices: two members have one exchange in a plan, and messages with the same tag keep
-their order."""
+"""Tag of all messages. One tag suffices: two members share only one exchange in a plan, and messages with the same tag
+keep their order."""
 
 
 @dataclass(frozen=True)

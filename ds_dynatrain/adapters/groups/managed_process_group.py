@@ -203,7 +203,8 @@ class GroupStatus:
         return self.failure is not None or self.is_lost or self.gate.is_torn
 
     def call(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of `call`. Raises WorldChanged if a peer is gone or the world is closed."""
+        """Return the result of `call`, which runs a collective. Raises WorldChanged if a peer is gone, or if the world
+        currently accepts no collective."""
         if self.is_closed:
             raise WorldChanged(
                 "the world was formed anew: this global batch is discarded; go on with the loader's next one"

@@ -196,16 +196,22 @@ class World:
         return self._held[kind]
 
     def group(self, kind: str) -> td.ProcessGroup:
-        """Return the group of a kind. Raises RuntimeError as in `held`."""
+        """Return the group of a kind. Raises RuntimeError on a member without a rank, and after `drop`."""
         return self.held(kind).group
 
     def ranks(self, kind: str) -> Ranks:
-        """Return this world's ranks in the group of a kind, in the group's order. Raises RuntimeError as in `held`."""
+        """Return this world's ranks in the group of a kind, in the group's order.
+
+        Raises RuntimeError on a member without a rank, and after `drop`.
+        """
         self.held(kind)
         return self._ranks[kind]
 
     def tie(self, stages: Ranks) -> td.ProcessGroup:
-        """Return the group that connects these stages in this rank's pipeline. Raises RuntimeError as in `held`."""
+        """Return the group that connects these stages in this rank's pipeline.
+
+        Raises RuntimeError on a member without a rank, and after `drop`.
+        """
         return self.group("pipe") if len(stages) == self.layout.pipe else self.group(tie(stages))
 
     @property

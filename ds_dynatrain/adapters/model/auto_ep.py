@@ -265,10 +265,11 @@ class ToPlaces:
 
 
 def take_place(layer: Any, rows: tuple[tuple[int, ...], ...], index: int) -> None:
-    """Give a layer of AutoEP the experts of an expert index: set DeepSpeed's records of them, and the order in which
-    tokens are dispatched.
+    """Assign a layer of AutoEP the experts that one expert index has: set DeepSpeed's records of them, and the order in
+    which the layer sends tokens to experts.
 
-    rows: the experts of each index.
+    rows: the experts of each expert index.
+    index: the expert index.
     """
     from deepspeed.checkpoint import constants as keys
     from deepspeed.checkpoint.autoep_affine import autoep_placement_to_affine_map, make_autoep_placement_descriptor

@@ -52,7 +52,7 @@ _OTHERS = frozenset(
 
 
 class _Same:
-    """Wrapper of a value that compares values by identity."""
+    """Wrapper of a value. Two wrappers are equal only if they hold the same object."""
 
     def __init__(self, held: Any) -> None:
         self.held = held

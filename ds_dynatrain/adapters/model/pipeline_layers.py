@@ -191,7 +191,7 @@ class PipelineTemplate:
         return found
 
     def _weights(self, expert: int) -> list[int]:
-        """Return the weight of each layer in the partition method.
+        """Return the weight that the partition method gives each layer when it balances the stages.
 
         expert: the number of ranks over which the experts of a layer are divided.
         """

@@ -117,8 +117,8 @@ def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
-    """Return the random streams with which a rank of a layout continues, the same as after a switch from the saved
-    layout."""
+    """Return the random streams that a rank of a layout takes over from a checkpoint, the same as after a switch from
+    the saved layout."""
 
     def found(origin: int) -> streams.Streams:
         held = saved.of_rank(origin).get("streams")
@@ -131,7 +131,7 @@ def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
 
 
 def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-    """Return the extra state with which a rank of a layout continues."""
+    """Return the extra state that a rank of a layout takes over from a checkpoint."""
     rests, world = saved.record.rests, saved.record.world
     return merged_rest(
         [_unpacked(saved, reader, rests[each]) for each in rest_ranks(world, layout, rank)], world, layout
@@ -139,7 +139,7 @@ def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[st
 
 
 def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
-    """Return the saved ranks with whose extra state a rank of a layout continues.
+    """Return the ranks of the saved layout from whose extra state a rank of another layout takes its own.
 
     These are the rank at the same position, or rank 0, followed by one rank of each pipeline stage.
     """
@@ -152,7 +152,7 @@ def merged_rest(rests: Sequence[dict[str, Any]], source: Layout, layout: Layout)
     have.
 
     source: the layout from which all of these states come.
-    layout: the layout in which a rank continues with the result.
+    layout: the layout of the rank that takes over the result.
     """
     resized = (source.expert, source.tensor) != (layout.expert, layout.tensor)
     return {**rests[0], **merged(rests), "resized": resized}

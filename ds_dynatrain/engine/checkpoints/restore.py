@@ -237,7 +237,7 @@ def _newest_backup(engine: EngineCore, backups: Backups, load: Load) -> Restored
 
 
 def _tag(path: Path, wanted: str | None) -> str:
-    """Return the tag to load from a folder of checkpoints; "" if the folder has no checkpoint."""
+    """Return the tag of the checkpoint to load: `wanted`, or the latest one in the folder; "" if there is none."""
     if wanted is not None or not (path / folder.LATEST).exists():
         return wanted or ""
     try:
