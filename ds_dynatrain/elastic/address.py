@@ -61,7 +61,7 @@ class Address:
         return cls(host, port)
 
     def locate(self, is_guarded: bool) -> Address:
-        """Return this address itself, as `Announced.locate` returns the address in a file."""
+        """Return this address. Called in the same way as `Announced.locate`, which reads the address from a file."""
         return self
 
     def __str__(self) -> str:

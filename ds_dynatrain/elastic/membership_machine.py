@@ -361,8 +361,8 @@ class MembershipStateMachine:
         return now - entry.heard > QUIET_BEATS * self.settings.beat_seconds
 
     def _is_cut_off(self, now: float) -> bool:
-        """Return whether more than half of the world is quiet, which means that the coordinator's own link is at
-        fault."""
+        """Return whether more than half of the world has missed several heartbeats, which means that the coordinator's
+        own link is at fault."""
         there = [one for one in self.roster.values() if self._takes_part(one.member)] or list(self.roster.values())
         return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
 
@@ -613,7 +613,7 @@ class MembershipStateMachine:
 
     @property
     def _is_lacking(self) -> bool:
-        """Whether the current generation has too few members to be entered."""
+        """Whether the current generation has too few members for any layout, as a member has reported."""
         there = self._present(self._world.everyone).values()
         return any(said.lacking == self._world.generation for said in there)
 

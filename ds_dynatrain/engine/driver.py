@@ -521,7 +521,7 @@ def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) 
 
 
 def _since(engine: EngineParts, elastic: Elastic | None) -> tuple[int, ...] | None:
-    """Return the `Mark.stretch` of the newest load of a state, from which on copies count; None if it is unknown.
+    """Return the `Mark.stretch` of the newest load of a state, before which no copies count; None if it is unknown.
 
     An idle member may not know it. A working member has taken part in every load, unless the others have continued
     without it.

@@ -500,7 +500,8 @@ class DynatrainEngine(HostEngine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> TrainLoader | EvaluationLoader:
-        """Return another loader that follows the world, through DeepSpeed's call. Raises DataError for a sampler."""
+        """Return another loader that follows the world; DeepSpeed's counterpart of `loader`. Raises DataError for a
+        sampler."""
         if data_sampler is not None:
             raise DataError(
                 "deepspeed_io: a sampler of your own cannot follow the world; leave data_sampler out, or give "

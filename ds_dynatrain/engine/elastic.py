@@ -159,7 +159,8 @@ class Elastic(Membership):
             self._see_newest(generation)
 
     def _see_newest(self, generation: int) -> None:
-        """Abort the world if a newer generation than this one is not harmless to it; see `is_harmless`."""
+        """Abort the world if a newer generation than the given one was published and is not harmless; see
+        `is_harmless`."""
         newest = self.member.newest
         if newest is not None and newest.generation > generation and not self.is_harmless(newest):
             self._lose_present(newest)
@@ -174,7 +175,7 @@ class Elastic(Membership):
     def _lose_present(self, newest: Generation | None) -> None:
         """Give up the current world: shut down its groups.
 
-        newest: the generation that reports the loss; None if nothing can be trusted.
+        newest: the generation that reports the loss; None if no generation reports it.
         """
         self.is_aborted = True
         if newest is not None:

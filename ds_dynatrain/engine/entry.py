@@ -323,7 +323,8 @@ class Early:
             self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
-        """Continue this entry with an engine, and return the same as `with_members`."""
+        """Complete this early entry with the settings of an engine, and return it in the form in which `with_members`
+        returns one."""
         entry, launch = self.entry, self.launch
         self.is_taken = True
         self.entry, self.launch = None, self.alone  # this object must not keep the group alive

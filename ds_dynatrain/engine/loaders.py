@@ -29,8 +29,8 @@ class LoadingEngine(SwitchingEngine):
     evaluation_loaders: int = 0
     """How many evaluation loaders were made."""
     _opened: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Map from the name of each train loader to (segment, number of micro-batches trained before) of its last global
-    batch."""
+    """Map from the name of each train loader to when its last global batch began: (segment, number of micro-batches
+    trained before)."""
 
     @property
     def data_rank(self) -> int:

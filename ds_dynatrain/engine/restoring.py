@@ -87,7 +87,8 @@ class StateRecovery:
     def _are_restored(self, worlds: Mapping[int, World]) -> bool:
         """Restore all engines from copies, and return whether this succeeded.
 
-        Returns False if it fails although no member has died, and if there is a backup to try instead.
+        Returns False if it fails although no member has died, provided that there is a backup to try instead. Otherwise
+        a failure raises CheckpointError.
         """
         parts = list(zip(self.engines, self.proposals, self.copies, strict=True))
         try:

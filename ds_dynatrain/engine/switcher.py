@@ -463,7 +463,7 @@ class SwitchingEngine(DiscardableEngine):
 
     @property
     def entered_at(self) -> str:
-        """Name of the boundary at which a late switch was entered that is still incomplete; "" if there is none."""
+        """Name of the boundary at which the current late switch was entered; "" if no late switch is under way."""
         return "" if self._entered is None else self._entered.place
 
     def give_up_late(self, reason: str) -> None:

@@ -40,7 +40,8 @@ LONGEST_SECONDS = 1800.0
 """Longest wait for work of unknown duration, such as work on a disk: as long as DeepSpeed waits for a collective."""
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 5
-"""Number of missing heartbeats up to which a slow store or busy machine may be the cause, whatever the time-out is."""
+"""Number of missing heartbeats that are tolerated even if the time-out is shorter, because a slow store or a busy
+machine may be the cause."""
 AGAIN_SECONDS = 0.1
 """Time between two attempts to ask the store for a decision."""
 

@@ -69,7 +69,8 @@ class Clock:
             self._step = step
 
     def skip(self) -> None:
-        """Count the time since the last call of any method for nothing, because the member was waiting for work."""
+        """Leave the time since the last call of any method out of all figures, because the member was waiting for
+        work."""
         self._lap()
 
     @contextmanager
@@ -82,8 +83,8 @@ class Clock:
             self._saving += self._now() - begin
 
     def _has_made_one(self, step: int) -> bool:
-        """Return whether exactly one step was taken since the last boundary. After a checkpoint was loaded, the
-        difference is another one."""
+        """Return whether exactly one step was taken since the last boundary. After a load the step number may differ by
+        any amount."""
         return step == self._step + 1
 
     def _lap(self) -> float:

@@ -188,7 +188,7 @@ class Host:
     in_leaves: bool = False
     micro_step: MicroStep | None = None
     model_map: ModelMap = field(init=False)
-    """The tensors in their local shapes, and this rank's parameters."""
+    """Assignment of this rank's parameters to the logical tensors, which have their local shapes."""
     present_config: Settings = field(init=False)
     """DeepSpeed's current configuration: the dictionary and its parsed form."""
     compilations: CompileWatch = field(init=False)

@@ -234,7 +234,8 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self._host.compiled_with = {**compile_kwargs, "backend": backend}
 
     def _enter_columns(self, layout: Layout) -> None:
-        """Set the lengths of the columns in a layout, of which the configuration and the grid are already set."""
+        """Set how many micro-batches each column runs in a layout. The configuration and the grid must already be those
+        of the layout."""
         sizes = int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
         self._columns = Columns.of(*sizes, layout.data, layout.shares)
         self._divisor = self._columns.mean

@@ -44,7 +44,8 @@ def plain_engines() -> list[PlainEngine]:
 
 
 def _found() -> list[Any]:
-    """Return the engines of several ranks that have an optimizer, or a model that is divided over ranks.
+    """Return the script's engines that work over several ranks and have an optimizer, or a model that is divided over
+    ranks.
 
     At stage 3 DeepSpeed gives even an untrained engine an optimizer.
     """

@@ -245,8 +245,8 @@ class ToPlaces:
     """Router hook that replaces the number of each chosen expert with the expert's place: its position in the order in
     which experts lie on the ranks.
 
-    A layer counts tokens by what its router returns. The hook corrects the count, so that it is still one count per
-    expert number.
+    A layer counts tokens by the numbers that its router returns. The hook corrects the count, so that it is again a
+    count per expert.
     """
 
     def __init__(self, layer: Any, experts: Sequence[int]) -> None:

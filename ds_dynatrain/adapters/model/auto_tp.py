@@ -184,7 +184,7 @@ _LOSS_BEFORE = "_deepspeed_original_loss_function"
 _PARTIAL = "_ds_grad_allreduce_registered"
 """Attribute that marks parameters whose gradients AutoTP adds up over the ranks."""
 _METHODS = {"gather_params", "_tp_partition"}
-"""Methods of a layer to which AutoTP also sets references on the layer's parameters."""
+"""Names of methods of AutoTP's layers that AutoTP also stores as attributes of the layers' parameters."""
 
 _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, UnsupportedError, LayoutError)
 """Errors that AutoTP, or our checks of its records, raise to refuse a model or a size."""

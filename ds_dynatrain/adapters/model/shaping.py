@@ -114,7 +114,7 @@ class Shape:
 
     @staticmethod
     def of(layout: Layout, rank: int) -> Shape:
-        """Return the shape of a rank of a layout."""
+        """Return the sizes of the axes in a layout, and a rank's index on each of them."""
         at = layout.coordinate(rank)
         place = (at["pipe"], layout.expert_place(rank)[0], at["tensor"])
         return Shape(layout.pipe, layout.boundaries, layout.expert, layout.tensor, place)

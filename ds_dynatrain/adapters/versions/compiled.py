@@ -35,8 +35,8 @@ class CompileWatch:
     def begin(self, is_anew: bool) -> None:
         """Reset `seconds` to 0.
 
-        is_anew: whether to drop compiled code first, because its optimizer is replaced. The time to compile again is
-            then counted.
+        is_anew: whether the optimizer was replaced, so that compiled code is dropped first. The time to compile again
+            is then counted.
         """
         self.seconds = 0.0
         if is_anew and self.count:

@@ -93,7 +93,8 @@ def further_streams() -> dict[str, str]:
 
 
 def restore_further_streams(streams: Mapping[str, str]) -> None:
-    """Restore random streams from `further_streams`. The tracker's other streams are removed."""
+    """Restore random streams from `further_streams`. Other streams in the tracker of activation checkpointing are
+    removed."""
     tracked: dict[str, torch.Tensor] = {}
     for name, held in streams.items():
         state = torch.from_numpy(_array(held, np.uint8))

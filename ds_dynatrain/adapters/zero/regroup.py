@@ -47,7 +47,7 @@ class Regrouping:
 
     @property
     def origins(self) -> list[int]:
-        """Origin of each new group."""
+        """For each new group, the number of the existing group that it continues or copies."""
         return [group.origin for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
