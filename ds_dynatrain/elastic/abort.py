@@ -107,8 +107,8 @@ def gloo_sockets() -> dict[int, int]:
 
 
 def _watched(name: str) -> dict[int, str]:
-    """Return a map from each descriptor that an epoll descriptor watches to its target; empty if the epoll descriptor
-    was closed during the call."""
+    """Return a map from each descriptor that an epoll descriptor watches to what it refers to (see `_target`); empty if
+    the epoll descriptor was closed during the call."""
     try:
         lines = Path(f"/proc/self/fdinfo/{name}").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -87,7 +87,7 @@ class HostLinks:
         return probes
 
     def hear(self, host: str, said: Probed, now: float) -> bool:
-        """Record the probe results of a member of `host`, and return whether other pairs of hosts than before count as
+        """Record the probe results of a member of `host`, and return whether they change which pairs of hosts count as
         disconnected.
 
         A connection needs packets in both directions, so a success clears the failures of both directions.

@@ -76,14 +76,14 @@ class Member:
     may be called from any thread.
 
     on_world: called on the member's own thread with every new generation, before threads that wait for the generation
-    wake up. It returns True if the member's current world can no longer be used; it has aborted the collectives in
-    flight in this case. It should be short, because heartbeats wait for it.
+        wake up. It returns True if the member's current world can no longer be used; in this case it has already
+        aborted the collectives in flight. It should be short, because heartbeats wait for it.
     on_end: called on that thread when the process has to end; by default it ends the process.
     orphan_seconds: how long the member continues without a coordinator before its process has to end.
     waits_in: modules in which the main thread waits for other members. If the wait never ends, those members are at
-    fault.
+        fault.
     hangs_in: called at each heartbeat with the number of seconds for which the main thread has run no Python code. It
-    returns the collective in which that thread has waited for too long, or "".
+        returns the collective in which that thread has waited for too long, or "".
     """
 
     def __init__(

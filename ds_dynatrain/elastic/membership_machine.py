@@ -586,8 +586,8 @@ class MembershipStateMachine:
 
     @property
     def _may_rejoin(self) -> bool:
-        """Whether members of earlier generations may join again: enough time has passed since the last change that
-        members that had to end have ended. The members that are still connected were idle."""
+        """Whether members of earlier generations may join again: those that had to end have had enough time since the
+        last change, so those that are still connected were idle."""
         return bool(self.changes) and self._advanced - self.changes[-1][1] > LEAVER_SECONDS
 
     def _was_left_behind(self, member: str) -> bool:
@@ -619,7 +619,7 @@ class MembershipStateMachine:
 
     @property
     def _can_go_alone(self) -> bool:
-        """Whether the other members can train without the late ones."""
+        """Whether the other members can train without the late ones, whose nodes are still building their engines."""
         world, late = self._world, frozenset(self._late)
         if not self._present(world.members if self._is_entered else self._survivors):
             return False
@@ -743,5 +743,6 @@ class MembershipStateMachine:
 
 
 def _answered(report: Report) -> int:
-    """Return the last generation of which a member has reported that it entered it or that it failed."""
+    """Return the last generation for which a member has reported an outcome: that it entered the generation, or that it
+    could not."""
     return max(report.entered, report.broken)

@@ -49,7 +49,7 @@ class Finish:
 
 
 Effect = Publish | GiveUpMember | ProbeMembers | Finish
-"""Any request of the membership to the coordinator, which holds the connections."""
+"""Any effect of the membership's decisions, for the coordinator to carry out, because it holds the connections."""
 
 
 @dataclass

@@ -76,7 +76,7 @@ class ElasticMembership(Elastic):
         self._is_in_call = False
         """Whether one of DeepSpeed's calls is under way. A pipeline reads its samples within such a call."""
         self._failed: tuple[tuple[tuple[int, ...], tuple[str, ...]], int] = (((), ()), 0)
-        """The last attempt that failed, as the steps of all engines and the members, and how often it has failed."""
+        """The last failed attempt (the step of each engine, and the members), and how often it has failed."""
 
     @property
     def node(self) -> str:

@@ -210,7 +210,7 @@ def into(
 
 
 def _stay_outside(elastic: Elastic, world: Generation, engine: int) -> None:
-    """Record that this process cannot enter a generation, which does not include it.
+    """Handle a generation that does not include this process, which may join a later one.
 
     After a failure the members ask all leaving members what they hold; this member answers that it holds nothing.
     Raises JobFinished if this member was asked to leave. Raises ElasticError if this member was making a further

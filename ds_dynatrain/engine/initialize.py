@@ -472,8 +472,8 @@ def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
 def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
     """Return the descriptions of the parameters, which must be equal on all processes.
 
-    A process that joins a job takes over how each parameter arrives from the job's own descriptions, because it
-    receives all values from the job.
+    A process that joins a job gets all values from the job. How its parameters arrive is therefore copied from the
+    job's own descriptions.
     """
     rows = incoming.rows
     if entry.record is None:

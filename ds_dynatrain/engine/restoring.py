@@ -51,9 +51,8 @@ class StateRecovery:
         """Restore all engines from copies or, if that is not possible, from the newest backup. All members of the
         layout call it.
 
-        Returns whether the state is restored. It is not if a failure or a death came in between: the engines then hold
-        no state, and a later generation tries again. Raises CheckpointError if there are neither copies nor a whole
-        checkpoint.
+        Returns whether the state is restored. If a failure or a death has prevented this, the engines hold no state,
+        and a later generation tries again. Raises CheckpointError if there are neither copies nor a whole checkpoint.
         """
         worlds, newest = dict[int, World](), self.boards.world
         try:

@@ -512,8 +512,8 @@ class BoundaryMachine:
         return connecting or self._meet_for_switch(own.at, here, here.pending, ahead=int(own.makes_steps))
 
     def _give_up_hopeless(self, own: OwnFacts, newest: Generation) -> list[Action]:
-        """Give up, on all members, every requested switch that needs an idle member if the newest generation does not
-        list that member."""
+        """Give up, on all members, every requested switch that needs an idle member which is not in the newest
+        generation."""
         there = {own.registry.numbers.get(member) for member in newest.members}
         asked = [(place, one.pending) for place, one in enumerate(own.engines) if one.pending is not None]
         hopeless = [(place, one) for place, one in asked if not there >= {*one.members} - {*one.source_members}]

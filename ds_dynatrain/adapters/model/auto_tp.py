@@ -354,7 +354,7 @@ class AutoEPShaper(Conversion, TensorShaper):
         tensors.
 
         Raises LayoutError if the size does not divide the experts of a layer, if the map of experts does not fit the
-        layers, or if DeepSpeed refuses the layout. Otherwise raises as `TensorShaper.cuts` does.
+        layers, or if DeepSpeed refuses the layout. Also raises the errors of `TensorShaper.cuts`.
         """
         refuse_other_axes(layout, "tensor")
         if layout.tensor > 1:

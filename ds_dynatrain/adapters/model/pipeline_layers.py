@@ -33,7 +33,7 @@ PARAMETERS, UNIFORM, TYPE, PROFILE = "parameters", "uniform", "type:", "profile"
 Stages = tuple[int, ...]
 """Numbers of stages, or the boundaries between stages."""
 Cut = Callable[[int, int], Stages]
-"""Function (number of layers, number of stages) -> boundaries of the stages."""
+"""Function (number of layers, number of stages) that returns the boundaries of the stages."""
 
 
 def is_pipeline(model: nn.Module) -> bool:

@@ -135,7 +135,7 @@ class Children:
         return Children(_copied(root.__dict__))
 
     def pass_on(self, root: nn.Module, is_resized: bool) -> None:
-        """Give the root's new children the state of their predecessors, except parameters, and the user's hooks.
+        """Give the root's new children the user's hooks, and the state of their predecessors except for parameters.
 
         A child without a predecessor gets the mode of its parent.
 

@@ -88,7 +88,7 @@ class PipelineShaper(Shaper):
         owners: Mapping[int, int] | None = None,
         cut: Cut | None = None,
     ) -> None:
-        """Take over a user's model, as `moe.complete` or AutoEP does, and keep a template of it.
+        """Take over a user's model, give it all experts (by `moe.complete` or AutoEP), and keep a template of it.
 
         config: DeepSpeed's configuration. Its `pipeline.partition` determines how layers are assigned to stages,
             because DeepSpeed does not keep the method with which the module was built.
@@ -108,7 +108,7 @@ class PipelineShaper(Shaper):
             self.template, self.owners = self.autoep.template, self.autoep.owners
 
     def cuts(self, layout: Layout) -> Cuts:
-        """Return which stages, and which expert index on them, hold each tensor.
+        """Return a map from each tensor's name to the stages that hold it, and to the expert index that holds it there.
 
         Raises LayoutError for a tensor axis.
         """

@@ -68,7 +68,8 @@ COLLECTIVES = tuple(
     if callable(getattr(td.ProcessGroup, name))
     and (name in HIDDEN_COLLECTIVES if name.startswith("_") else name not in NO_COLLECTIVES)
 )
-"""All other methods of process groups in the installed version of torch. The names change from time to time."""
+"""Names of the collectives of process groups in the installed version of torch: all methods that are not in
+`NO_COLLECTIVES`. The names change from time to time."""
 
 
 def tested_torches() -> str:

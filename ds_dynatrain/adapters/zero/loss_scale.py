@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from ds_dynatrain.adapters.zero.zero_stage import keeps_gradients
 
 State = dict[str, Any]
-"""A map from each field to its value: a number, a boolean or None."""
+"""A map from each field of the loss scale to its value: a number, a boolean or None."""
 
 SCALE = "scale"
 DYNAMIC = {
@@ -73,7 +73,7 @@ def places(optimizer: Any) -> dict[str, tuple[Any, str]]:
 
 
 def first_state(engine: Any) -> State:
-    """Return the value of every field at the start of a job, according to the engine's configuration."""
+    """Return the value of every loss-scale field at the start of a job, according to the engine's configuration."""
     weight = engine.get_data_types()[0]
     scaler = CreateLossScaler(
         weight, engine.loss_scale(), engine.dynamic_loss_scale(), dict(engine.dynamic_loss_scale_args())

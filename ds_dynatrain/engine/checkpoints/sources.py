@@ -212,8 +212,8 @@ class FromCheckpoint(StateSource):
         raise NotImplementedError
 
     def _damaged(self, keys: list[Key], rank: int) -> list[str]:
-        """Return descriptions of the damaged places in the checkpoint's files, among this member's share of the stored
-        extents of these tensors."""
+        """Return descriptions of damaged parts of these tensors in the checkpoint's files. Each member checks its share
+        of the parts."""
         return []
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
