@@ -27,7 +27,7 @@ from workload import SIZES
 
 ROOT = Path(__file__).parents[1]
 PROCESSES, LIMIT_SECONDS = 4, 1500
-WAYS = ("loop", "loop without requests", "group", "vllm", "group, deltas")
+WAYS = ("loop", "loop without requests", "group", "vllm", "group, deltas", "vllm, deltas")
 HEAD = ("way", "collectives", "requests", "seconds", "first, s", "loop ÷ it", "MB sent ÷ receiver's", "extra MB")
 ROOM_BYTES = 64 << 20
 
@@ -52,13 +52,15 @@ def measure(size: str, dtype: str, stage: int, laps: int) -> dict[str, dict[str,
 
     with ExitStack() as stack:
         plain, changed = (stack.enter_context(rollouts(1, {}, LIMIT_SECONDS, keeps=False)) for _ in range(2))
-        vllm, loop = (stack.enter_context(stub.serving()) for stub in (VLLMStub(), LoopStub()))
-        where = {"group": plain.address, "deltas": changed.address, "vllm": vllm.url, "loop": loop.url}
+        vllm, sparse, loop = (stack.enter_context(stub.serving()) for stub in (VLLMStub(), VLLMStub(), LoopStub()))
+        sparse.is_sparse = True
+        where = {"group": plain.address, "deltas": changed.address}
+        where |= {"vllm": vllm.url, "sparse": sparse.url, "loop": loop.url}
         wanted = {"size": size, "dtype": dtype, "stage": stage, "laps": laps, **where}
         notes = launch("weights_ranks.py", PROCESSES, LIMIT_SECONDS, **wanted)
         held = plain.receivers[0].weights
         own = sum(each.nbytes for each in held.values())
-        for other in (vllm.weights, changed.receivers[0].weights):
+        for other in (vllm.weights, sparse.weights, changed.receivers[0].weights):
             if held.keys() != other.keys() or not all(torch.equal(held[name], other[name]) for name in held):
                 raise SystemExit("receivers hold other weights than each other")
     largest = max(each.nbytes for each in held.values())
@@ -90,6 +92,7 @@ def bars(found: dict[str, dict[str, float]], layers: int) -> list[list[object]]:
         ("requests in one sync, group", group["rpcs"], 4),
         ("bytes ÷ receiver's own, group", round(group["bytes"], 4), 1.0),
         ("bytes ÷ receiver's own, deltas at 3e-6", round(found["group, deltas"]["bytes"], 4), 0.05),
+        ("bytes ÷ receiver's own, vLLM's patches at 3e-6", round(found["vllm, deltas"]["bytes"], 4), 0.05),
         ("extra memory, group, MB", round(group["extra"] / 1e6), round(room / 1e6)),
         ("extra memory, vLLM, MB", round(vllm["extra"] / 1e6), round(room / 1e6)),
     ]

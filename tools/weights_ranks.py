@@ -94,7 +94,7 @@ def main() -> None:
     engine, *_ = ds_dynatrain.initialize(model=model_of(None, shape), config=settings)
     batches = iter(engine.loader(Samples(10**6, 32, shape["vocabulary"]), num_workers=0))
     group, deltas, server = Group(wanted["group"]), Group(wanted["deltas"]), VLLM(wanted["vllm"], workers=1, pause=None)
-    today = Requests(wanted["loop"])
+    sparse, today = VLLM(wanted["sparse"], workers=1, pause=None, sparse=True), Requests(wanted["loop"])
     endpoint = connected(today)
     loops = {"loop": Loop(today, endpoint, True), "loop without requests": Loop(today, endpoint, False)}
 
@@ -107,6 +107,7 @@ def main() -> None:
         "group": lambda: ours(group),
         "vllm": lambda: ours(server),
         "group, deltas": lambda: ours(deltas, delta=True),
+        "vllm, deltas": lambda: ours(sparse, delta=True),
     }
     for lap in range(wanted["laps"] + 1):
         gpt_step(engine, batches)

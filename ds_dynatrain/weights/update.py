@@ -63,7 +63,7 @@ class Receiver:
     """
 
     full_on: ClassVar[Literal["first", "all", "none"]] = "first"
-    has_deltas: ClassVar[bool] = False
+    has_deltas: bool = False
     always_claims: ClassVar[bool] = True
     world: tuple[Any, ...] | None = None
     """Group and layout of the world in which the last update succeeded; the same on all ranks of it."""

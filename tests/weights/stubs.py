@@ -100,16 +100,36 @@ class VLLMStub(Stub):
 
     phase = "new"
     paused = False
+    is_sparse = False
+    """Whether its backend is `sparse_nccl`."""
+    answers_version: list[str] = []  # noqa: RUF012 - set on the object
+    """What it says of its version in turn, in place of the truth."""
+    patched = 0
+    """Elements that patches have set."""
+
+    def patch(self, name: str, dtype: str, shape: list[int], count: int) -> None:
+        """Receive one sparse patch, check it as vLLM's `load_checkpoint_weight_patches` does, and apply it."""
+        indices, values = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=getattr(torch, dtype))
+        for each in (indices, values):
+            self._group.broadcast([each.view(torch.uint8)], td.BroadcastOptions()).wait(timedelta(seconds=SECONDS))
+        numel = math.prod(shape)
+        self._need(not values.isnan().any() and len(indices.unique()) == count)
+        self._need(count == 0 or (int(indices.min()) >= 0 and int(indices.max()) < numel))
+        held = self.weights.setdefault(name, torch.full(shape, torch.nan, dtype=getattr(torch, dtype)))
+        held.view(-1)[indices.long()] = values
+        self.patched += count
 
     def answer(self, route: str, body: Mapping[str, Any], query: Mapping[str, str]) -> Any:
         if route == "/get_world_size":
             return {"world_size": 1}
+        if route == "/weight_info":
+            return {"weight_version": self.answers_version.pop(0) if self.answers_version else self.version}
         if route in ("/pause", "/resume"):
             self.paused = route == "/pause"
             self._need(not self.paused or query["mode"] in ("keep", "wait", "abort"))
         elif route == "/init_weight_transfer_engine":
             self.info = body["init_info"]
-            self._need(self.info["packed"] and self.info["packed_num_buffers"] > 0)
+            self._need(self.info["packed"] is not self.is_sparse and self.info["packed_num_buffers"] > 0)
             self._group, self.phase = self.join(self.info), "ready"
         elif route == "/shutdown_weight_transfer_engine":
             self._group, self.phase = None, "new"
@@ -120,6 +140,10 @@ class VLLMStub(Stub):
             self._need(self.phase == "updating")
             info = body["update_info"]
             rows = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
+            if self.is_sparse:
+                for row, count in zip(rows, info["num_updates_list"], strict=True):
+                    self.patch(*row, count)
+                rows = []
             while rows:
                 taken, filled = 0, 0
                 while taken < len(rows) and filled <= self.info["packed_buffer_size_bytes"]:

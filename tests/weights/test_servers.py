@@ -28,7 +28,7 @@ from ds_dynatrain.weights.receivers import servers, trl, verl
 from ds_dynatrain.weights.receivers import version_folders as folder
 from ds_dynatrain.weights.update import Receiver, Update, send
 from tests.engine import subjects
-from tests.engine.pool import RankPool
+from tests.engine.pool import CaseFailed, RankPool
 from tests.engine.transitions import layout
 from tests.weights import cases, fakes, stubs
 from tests.weights.test_group import equal
@@ -46,6 +46,10 @@ def to_vllm_paused(url: str) -> Receiver:
     return servers.VLLM(url, bucket_bytes=600, timeout_seconds=20)
 
 
+def to_vllm_sparse(url: str) -> Receiver:
+    return servers.VLLM(url, sparse=True, pause=None, bucket_bytes=600, timeout_seconds=20)
+
+
 def to_sglang(url: str) -> Receiver:
     return servers.SGLang(url, 1, bucket_bytes=600, timeout_seconds=20)
 
@@ -54,15 +58,24 @@ def to_folder(path: str) -> Receiver:
     return folder.Folder(path, max_shard_bytes=600)
 
 
-def updates(make: Make, at: str, steps: list[int], version: str | None = None) -> list[Any]:
+def updates(make: Make, at: str, steps: list[int], version: str | None = None, delta: bool = False) -> list[Any]:
     """An update of each step by one object; what was raised in place of those that failed."""
     receiver, found = make(at), list[Any]()
     for step in steps:
         try:
-            found.append(send(fakes.fake_source(step), receiver, version=version))
+            found.append(send(fakes.fake_source(step), receiver, version=version, delta=delta))
         except (TransferError, CertificateError) as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def with_nan(at: str) -> tuple[str, Update]:
+    """What was raised for weights with NaN, and the update of other weights after it."""
+    receiver, source = to_vllm_sparse(at), fakes.fake_source(1)
+    source.weights["words"][0, 0] = torch.nan
+    with pytest.raises(TransferError) as failed:
+        send(source, receiver, delta=True)
+    return str(failed.value), send(fakes.fake_source(2), receiver, delta=True)
 
 
 def on_a_walk(make: Make, at: str, find: cases.Find, path: list[Any]) -> list[tuple[Update, cases.Named]]:
@@ -93,6 +106,53 @@ def test_vllm_that_fails_is_not_told_to_finish(pool: RankPool) -> None:
         assert stub.versions == ["2"] and stub.requests.count("/init_weight_transfer_engine") == 2
         assert "/shutdown_weight_transfer_engine" in stub.requests
         assert equal(stub.weights, fakes.values(2))
+
+
+def of_two_types(at: str, bucket_bytes: int) -> Any:
+    """An update of weights in which eight-byte elements follow an odd number of four-byte ones."""
+    weights = {"odd": torch.ones(3), "wide": torch.ones(2, dtype=torch.float64)}
+    receiver = servers.VLLM(at, pause=None, bucket_bytes=bucket_bytes, timeout_seconds=20)
+    return send(fakes.FakeSource(weights, 1, td.get_rank(), td.get_world_size()), receiver)
+
+
+def test_vllm_cannot_unpack_several_types_from_one_bucket(pool: RankPool) -> None:
+    with stubs.VLLMStub().serving() as stub:
+        with pytest.raises(CaseFailed, match=r"pass VLLM\(\.\.\., bucket_bytes=1\)"):
+            pool.run(of_two_types, at=stub.url, bucket_bytes=600)
+        assert stub.requests == []
+        pool.run(of_two_types, at=stub.url, bucket_bytes=1)
+        assert stub.weights["wide"].tolist() == [1, 1]
+
+
+def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> int:
+    return sum(int((one[name] != other[name]).sum()) for name in one)
+
+
+def test_vllm_takes_changed_elements(pool: RankPool) -> None:
+    with stubs.VLLMStub().serving() as stub:
+        stub.is_sparse, all_elements = True, sum(each.numel() for each in fakes.values(1).values())
+        found = pool.run(updates, make=to_vllm_sparse, at=stub.url, steps=[1, 2, 2], delta=True)[0]
+        assert [each.is_delta for each in found] == [False, True, True] and stub.versions == ["1", "2", "3"]
+        assert stub.patched == all_elements + changed(fakes.values(1), fakes.values(2)) and found[2].nbytes == 0
+        assert stub.requests[-3:] == ["/start_weight_update", "/weight_info", "/finish_weight_update"]
+        assert equal(stub.weights, {name: each for name, each in fakes.values(2).items() if each.numel()})
+
+
+def test_vllm_gets_all_elements_after_a_failure_and_for_another_version(pool: RankPool) -> None:
+    with stubs.VLLMStub().serving() as stub:
+        stub.is_sparse, stub.fails_at, stub.answers_version = True, "/finish_weight_update", ["1", "2", "another"]
+        found = pool.run(updates, make=to_vllm_sparse, at=stub.url, steps=[1, 2, 3, 4], delta=True)[0]
+        assert "out of memory" in found[0]
+        assert [each.is_delta for each in found[1:]] == [False, True, False]
+        assert equal(stub.weights, {name: each for name, each in fakes.values(4).items() if each.numel()})
+
+
+def test_a_sparse_patch_cannot_carry_nan(pool: RankPool) -> None:
+    with stubs.VLLMStub().serving() as stub:
+        stub.is_sparse = True
+        for rank, (failed, record) in enumerate(pool.run(with_nan, at=stub.url)):
+            assert ("words has NaN" if rank == 0 else "1 of 4 ranks") in failed and not record.is_delta
+        assert equal(stub.weights, {name: each for name, each in fakes.values(2).items() if each.numel()})
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -69,7 +69,7 @@ class Group(Receiver):
     """
 
     full_on: ClassVar[Literal["first", "all", "none"]] = "none"
-    has_deltas: ClassVar[bool] = True
+    has_deltas = True
 
     def __init__(
         self, address: str, *, timeout_seconds: float = 60.0, bucket_bytes: int = BUCKET_BYTES, token: str | None = None

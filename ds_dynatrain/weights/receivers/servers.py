@@ -4,8 +4,9 @@ The first rank of the trainer is rank 0 of a group with the servers' workers. It
 buffer and broadcasts the buffer, while a request to the server lets the workers receive it.
 
 The routes and fields are those of vLLM 0.33, whose server runs with `VLLM_SERVER_DEV_MODE=1` and
-`--weight-transfer-config '{"backend": "nccl"}'`, and of SGLang 0.5.23. SGLang's `weights_checker` hashes tensors in the
-server's own form, which cannot be computed here. Only the replicas of one tensor rank are therefore compared.
+`--weight-transfer-config '{"backend": "nccl"}'` (or `"sparse_nccl"`), and of SGLang 0.5.23. SGLang's `weights_checker`
+hashes tensors in the server's own form, which cannot be computed here. Only the replicas of one tensor rank are
+therefore compared.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.errors import CertificateError, ConfigError, TransferError
+from ds_dynatrain.errors import CertificateError, ConfigError, TransferError, UnsupportedError
+from ds_dynatrain.weights.outputs import batches
+from ds_dynatrain.weights.receivers.patches import patches
 from ds_dynatrain.weights.update import Outgoing, Receiver
 
 
@@ -156,6 +159,23 @@ def grouped(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
         found[-1].append(meta)
         filled += meta.nbytes
     return [bucket for bucket in found if bucket]
+
+
+def aligned(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
+    """Return `grouped` buckets, cut before tensors that would not begin at a multiple of their element size.
+
+    SGLang refuses such a bucket, which only tensors of several types can fill.
+    """
+    found: list[list[Any]] = []
+    for bucket in grouped(metadata, bucket_bytes):
+        at = 0
+        for number, meta in enumerate(bucket):
+            if number == 0 or at % meta.dtype.itemsize:
+                found.append([])
+                at = 0
+            found[-1].append(meta)
+            at += meta.nbytes
+    return found
 
 
 def meeting_place(master: str | None, own_address: Callable[[], str]) -> dict[str, Any]:
@@ -294,6 +314,11 @@ class VLLMClient(Requests):
         """Make the server's workers leave the process group that they share with the trainer."""
         self.ask("POST", "/shutdown_weight_transfer_engine")
 
+    def get_weight_version(self) -> str | None:
+        """Return the version of the server's weights; None if no update has set one."""
+        found: str | None = self.ask("GET", "/weight_info")["weight_version"]
+        return found
+
     def pause(self, mode: str) -> None:
         """Pause generation, in one of vLLM's modes."""
         self.ask("POST", "/pause", mode=mode)
@@ -324,6 +349,7 @@ class VLLM(Server):
         workers: int | None = None,
         master: str | None = None,
         endpoint: Endpoint | None = None,
+        sparse: bool = False,
         pause: str | None = "keep",
         bucket_bytes: int = BUCKET_BYTES_OF_VLLM,
         timeout_seconds: float = 300.0,
@@ -332,10 +358,17 @@ class VLLM(Server):
         self.client = VLLMClient(client, timeout_seconds) if isinstance(client, str) else client
         super().__init__(device, bucket_bytes, master, timeout_seconds)
         self._pause, self._workers = pause, workers
+        self.has_deltas, self._held, self._label = sparse, dict[str, torch.Tensor](), ""
         self._endpoint = endpoint or (None if self.device.type == "cpu" else nccl_of_vllm)
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
-        before = getattr(self.client, "count", 0)
+        before, metadata = getattr(self.client, "count", 0), out.source.metadata
+        buckets = grouped(metadata, self.bucket_bytes)
+        if not self.has_deltas and len(buckets) < len(aligned(metadata, self.bucket_bytes)):
+            raise UnsupportedError(
+                "the weights have several element types, and vLLM cannot unpack a tensor that does not begin at a "
+                f"multiple of its element size in a bucket of {self.bucket_bytes} bytes: pass VLLM(..., bucket_bytes=1)"
+            )
         try:
             if self._pause is not None:
                 self.client.pause(self._pause)
@@ -347,21 +380,51 @@ class VLLM(Server):
                     self.client.resume()
             raise
         self.client.start_weight_update()
-        metadata = out.source.metadata
-        info = {
-            "names": [meta.name for meta in metadata],
-            "dtype_names": [name_of(meta.dtype) for meta in metadata],
-            "shapes": [list(meta.shape) for meta in metadata],
-        }
-        request = beside.submit(self.client.update_weights, info)
-        for _, data in packed(out, tensors, grouped(metadata, self.bucket_bytes), self.device):
-            broadcast(self._group, data, request)
-        request.result()
+        if self.has_deltas:
+            self._send_patches(self._group, out, tensors, beside)
+        else:
+            info = {
+                "names": [meta.name for meta in metadata],
+                "dtype_names": [name_of(meta.dtype) for meta in metadata],
+                "shapes": [list(meta.shape) for meta in metadata],
+            }
+            request = beside.submit(self.client.update_weights, info)
+            for _, data in packed(out, tensors, buckets, self.device):
+                broadcast(self._group, data, request)
+            request.result()
         out.check_whole()
         self.client.finish_weight_update(out.label)
+        self._label = out.label
         if self._pause is not None:
             self.client.resume()
         out.rpcs = getattr(self.client, "count", 0) - before
+
+    def _send_patches(
+        self, group: Broadcast, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor
+    ) -> None:
+        """Send the elements that changed since the last update, in one request per `bucket_bytes`.
+
+        All elements are sent if the caller wants no delta, or if the server does not have the last update's version.
+        """
+        held, label = self._held, self._label
+        self._held, self._label = {}, ""  # what a failed update leaves behind is not known
+        out.is_delta = out.wants_delta and bool(held) and self.client.get_weight_version() == label
+        if not out.is_delta:
+            held = {}
+        for chunk in batches(patches(tensors, held, self.device), lambda patch: patch.nbytes, self.bucket_bytes):
+            info = {
+                "names": [patch.name for patch in chunk],
+                "dtype_names": [name_of(patch.values.dtype) for patch in chunk],
+                "shapes": [list(patch.full_shape) for patch in chunk],
+                "num_updates_list": [len(patch.indices) for patch in chunk],
+            }
+            request = beside.submit(self.client.update_weights, info)
+            for patch in chunk:
+                broadcast(group, patch.indices, request)
+                broadcast(group, patch.values, request)
+                out.nbytes += patch.nbytes
+            request.result()
+        self._held = held
 
     def _connected(self, beside: ThreadPoolExecutor) -> Broadcast:
         """Return the trainer's end of a new group."""
@@ -373,7 +436,7 @@ class VLLM(Server):
             self.client.init_weight_transfer_engine,
             lambda: str(self.client.own_address()),
             self._workers or self.client.get_world_size(),
-            packed=True,
+            packed=not self.has_deltas,
             packed_buffer_size_bytes=self.bucket_bytes,
             packed_num_buffers=BUFFERS,
         )
@@ -424,7 +487,7 @@ class SGLang(Server):
         if self._group is None:
             self._group = self._connected(beside)
         self._post("/begin_weight_update", {"selector": "all"})
-        buckets = grouped(out.source.metadata, self.bucket_bytes)
+        buckets = aligned(out.source.metadata, self.bucket_bytes)
         for bucket, data in packed(out, tensors, buckets, self.device):
             body = {
                 "names": [meta.name for meta in bucket],
