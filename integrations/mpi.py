@@ -120,5 +120,5 @@ def _hosted(nodes: int, least: int, most: int | None, token: str | None) -> dict
     job = f"mpi-{secrets.token_hex(4)}"
     host = CoordinatorHost(address, Settings(least, max(least, nodes) if most is None else most), token or made, job)
     host.start()
-    atexit.register(host.outlive)
+    atexit.register(host.stop_when_finished)
     return {"endpoint": str(host.address), "job": job, "token": made if token is None else None}

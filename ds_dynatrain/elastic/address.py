@@ -93,8 +93,8 @@ class Announced:
                 raise ConnectionError(f"{said.address} in {self.file} can be reached on {said.host} alone")
         elif not is_guarded:
             raise CoordinatorUnproved(
-                f"{self.file} names {said.address}, and this process has no token that what answers there could "
-                "prove; name the job's token file in DYNATRAIN_TOKEN_FILE"
+                f"{self.file} names {said.address}, which has to prove that it knows the job's token, and this "
+                "process has no token; name the job's token file in DYNATRAIN_TOKEN_FILE"
             )
         return said.address
 
@@ -250,7 +250,7 @@ def listen(address: Address, *, is_guarded: bool) -> socket.socket:
     return listener
 
 
-def tune(connection: socket.socket) -> None:
+def set_tcp_options(connection: socket.socket) -> None:
     """Set TCP options: send without delay, and detect a host that disappears without closing the connection."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return

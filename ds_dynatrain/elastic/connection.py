@@ -22,7 +22,7 @@ from collections import deque
 from multiprocessing.connection import wait
 from typing import Literal, TypeVar
 
-from ds_dynatrain.elastic.address import Address, Endpoint, tune
+from ds_dynatrain.elastic.address import Address, Endpoint, set_tcp_options
 from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.messages import (
     HEADER,
@@ -105,7 +105,7 @@ class Channel:
         """
         if not self.is_next(wire, tag):
             raise MessageError(
-                "a message was changed on its way, or is not of who has proved the token: its tag is wrong"
+                "a message was changed on its way, or its sender has not proved the token: its tag is wrong"
             )
 
     def _next_tag(self, sender: Role, wire: bytes) -> bytes:
@@ -125,7 +125,7 @@ class Connection:
     def __init__(self, address: Address, seconds: float) -> None:
         self.address = address
         self._socket = socket.create_connection((address.host, address.port), timeout=seconds)
-        tune(self._socket)
+        set_tcp_options(self._socket)
         self._socket.settimeout(SEND_SECONDS)
         self._sending = threading.Lock()
         self._buffer = bytearray()
@@ -158,7 +158,7 @@ class Connection:
         if isinstance(challenge, Refused):
             raise CoordinatorUnproved(f"{address}: {challenge.reason}")
         if not isinstance(challenge, Challenge):
-            raise MessageError(f"{address}: {challenge.kind} came where a coordinator says challenge")
+            raise MessageError(f"{address}: got {challenge.kind} in place of a coordinator's challenge")
         if challenge.version != PROTOCOL:
             raise CoordinatorUnproved(
                 f"{address}: the coordinator speaks protocol {challenge.version}, this is {PROTOCOL}; install the "
@@ -179,7 +179,7 @@ class Connection:
             )
         _raise_refusal(answer)
         if not isinstance(answer, Welcome):
-            raise MessageError(f"{address}: {answer.kind} came where a coordinator says welcome")
+            raise MessageError(f"{address}: got {answer.kind} in place of a coordinator's welcome")
         return answer
 
     def fileno(self) -> int:
@@ -317,5 +317,5 @@ def _ask(endpoint: Endpoint, token: str | None, question: Message, kind: type[An
     finally:
         connection.close()
     if not isinstance(answer, kind):
-        raise MessageError(f"{endpoint}: {answer.kind} came where an answer to {question.kind} was awaited")
+        raise MessageError(f"{endpoint}: got {answer.kind} in place of an answer to {question.kind}")
     return answer

@@ -200,7 +200,7 @@ class Coordinator:
         if before is not None:
             before.abort()
         self.history.goodput.begin(time.monotonic())
-        self._stir()
+        self._wake_if_due()
         try:
             while True:
                 message = await peer.receive()
@@ -218,7 +218,7 @@ class Coordinator:
                     case Report():
                         self.membership.report(member, message, now)
                         self.history.reported(member, message, self.membership.world, now)
-                        self._stir()
+                        self._wake_if_due()
                     case _:
                         raise MessageError(f"{message.kind}: a worker sends report, switched, probed or bye")
         except (PeerRefused, MessageError) as error:
@@ -230,7 +230,7 @@ class Coordinator:
                 del self._workers[member]
                 self.membership.disconnected(member, "its connection ended", time.monotonic())
                 self.history.gone(member)
-            self._stir()
+            self._wake_if_due()
 
     async def _attend_agent(self, peer: Peer, node: str) -> None:
         if self.membership.is_finished:
@@ -257,7 +257,7 @@ class Coordinator:
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def _stir(self) -> None:
+    def _wake_if_due(self) -> None:
         """Wake `_keep_time` if something is due earlier than the time at which it would wake by itself."""
         is_over = self.membership.is_finished and not self.connected
         if is_over or self.membership.deadline < self._wakes_at:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from ds_dynatrain.elastic.address import tune
+from ds_dynatrain.elastic.address import set_tcp_options
 from ds_dynatrain.elastic.connection import NO_TAG, RETRY_SECONDS, TAG_BYTES, Channel, new_nonce
 from ds_dynatrain.elastic.generation import LONGEST_TEXT, Generation
 from ds_dynatrain.elastic.messages import (
@@ -177,7 +177,7 @@ class Door:
     async def _take(self, link: socket.socket, name: str) -> None:
         """Handle one connection from start to end."""
         try:
-            tune(link)
+            set_tcp_options(link)
             reader, writer = await asyncio.open_connection(sock=link)
         except OSError:  # the peer is already gone
             link.close()

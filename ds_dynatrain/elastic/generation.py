@@ -86,7 +86,7 @@ class Generation(GenerationHead):
     def _consistent(self) -> Generation:
         everyone = [*self.members, *self.leaving, *self.lost]
         if len(set(everyone)) < len(everyone):
-            raise ValueError("a member stands twice in a world")
+            raise ValueError("a member is listed twice in a world")
         if self.survivors > len(self.members):
             raise ValueError(f"{self.survivors} survivors among {len(self.members)} members")
         if self.broken >= self.generation:
@@ -158,7 +158,10 @@ class Amendment(WireRecord):
         """
         if base is None or base.digest != self.base:
             known = "none" if base is None else f"generation {base.generation}"
-            raise MessageError(f"generation {self.head.generation} changes a generation that is not here, but {known}")
+            raise MessageError(
+                f"generation {self.head.generation} is a change of a generation that this process does not have; "
+                f"it has {known}"
+            )
         dropped = frozenset(self.dropped)
         members = (*(member for member in base.members if member not in dropped), *self.added)
         try:

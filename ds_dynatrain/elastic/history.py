@@ -90,12 +90,12 @@ class Goodput:
         if self._end is None:
             self._end = now
             self._lost.update(self.lost(now))
-            self.over()
+            self.end_losses()
 
     def blame(self, cause: Cause, now: float, is_standstill: bool) -> None:
-        """Attribute lost time to this cause from now on, until `over` is called.
+        """Attribute lost time to this cause from now on, until `end_losses` is called.
 
-        is_standstill: whether no step is taken until `over` is called.
+        is_standstill: whether no step is taken until `end_losses` is called.
         """
         if self._blames and not self._blames[-1].is_standstill:
             self._blames.pop()
@@ -133,7 +133,7 @@ class Goodput:
         self._lost["WASTED_PROGRESS_FROM_DISRUPTION"] += wasted
         return still
 
-    def over(self) -> None:
+    def end_losses(self) -> None:
         """End all causes of lost time, because training continues."""
         self._blames.clear()
         self._pause = self._attributed = 0.0
@@ -193,7 +193,7 @@ class Point:
     stepping: float
     seconds: float
 
-    def then(self, later: Point) -> Point:
+    def merged_with(self, later: Point) -> Point:
         """Return this point merged with a later one."""
         sums = {
             name: getattr(self, name) + getattr(later, name) for name in ("steps", "samples", "stepping", "seconds")
@@ -292,7 +292,7 @@ class JobHistory:
         self.counts.changes[kind] += 1
         cause = _cause(kind, world)
         if cause is None:
-            self.goodput.over()
+            self.goodput.end_losses()
         else:
             self.goodput.blame(cause[0], now, is_standstill=cause[1])
 
@@ -354,21 +354,21 @@ class JobHistory:
         self.samples = new.samples
         self._note(Point(now, said.step, len(world.members), steps, samples, stepping, stepping + still))
         if new.generation >= world.generation:
-            self.goodput.over()
+            self.goodput.end_losses()
         for place, one in enumerate(self.changes):  # the next generation may already have been published
             if one.generation == new.generation and one.still_seconds is None:
                 cost = {"still_seconds": still, "lost_steps": lost_steps}
                 self.changes[place] = one.model_copy(update=cost)
 
     def _note(self, point: Point) -> None:
-        self._open = point if self._open is None else self._open.then(point)
+        self._open = point if self._open is None else self._open.merged_with(point)
         if self._open.seconds < self._spacing or not self._open.steps:
             return
         self.points.append(self._open)
         self._open = None
         if len(self.points) > MOST_POINTS:
             later = iter(self.points)
-            self.points = deque(one.then(other) for one, other in zip(later, later, strict=False))
+            self.points = deque(one.merged_with(other) for one, other in zip(later, later, strict=False))
             self._spacing *= 2
 
 

@@ -101,7 +101,7 @@ class CoordinatorHost:
         self._thread.start()
         self._is_up.wait()
 
-    def outlive(self) -> None:
+    def stop_when_finished(self) -> None:
         """Wait until the job has finished or all peers have disconnected, and `stop` then. Called after `start`, by an
         agent whose own workers have ended."""
         while self._thread.is_alive() and self.coordinator.connected:

@@ -73,7 +73,7 @@ class HostLinks:
             return []
         speakers = {entry.host: entry for entry in reversed(roster.values()) if entry.host}
         standing = {roster[one].host for one in there} if self.stands_still(now) else set[str]()
-        doubted = self._doubted()
+        doubted = self._failed_links()
         slower = min(2 * self._pause, RAREST * self._seconds)
         self._pause = slower if standing and doubted.keys().isdisjoint(speakers) else self._seconds
         self._probe_at = now + self._pause
@@ -138,7 +138,7 @@ class HostLinks:
     def _are_parted(self, one: str, other: str) -> bool:
         return min(self._failures[one, other], self._failures[other, one]) >= FAILURES
 
-    def _doubted(self) -> dict[str, set[str]]:
+    def _failed_links(self) -> dict[str, set[str]]:
         """Return a map from each host with a recorded failure to the hosts at the other end of these failures."""
         found = defaultdict[str, set[str]](set)
         for one, other in self._failures:

@@ -131,7 +131,7 @@ class MembershipStateMachine:
         member = member_id(said.node, said.local_rank)
         if self.is_finished:
             raise JobFinished("the job has finished; a new one needs a new coordinator")
-        if self._knows(member, said):
+        if self._is_known(member, said):
             self._hear_again(member, now)
             newest = self._published
             is_behind = said.world is None or said.world.generation < self._newest
@@ -157,7 +157,7 @@ class MembershipStateMachine:
             self._recovery.expect(self._orphaned_at)
         return member
 
-    def _knows(self, member: str, said: Announce) -> bool:
+    def _is_known(self, member: str, said: Announce) -> bool:
         """Return whether an announcement comes from a known process: one in the roster, or one that was given up only
         for silence."""
         missed = self._missed.get(member)
@@ -224,10 +224,10 @@ class MembershipStateMachine:
             if self._recovery is None or member not in self._recovery.told:  # else this generation may be another job's
                 self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
-                self._break(member, said)
+                self._note_failed_collective(member, said)
             self._note(now)
 
-    def _break(self, member: str, said: Report) -> None:
+    def _note_failed_collective(self, member: str, said: Report) -> None:
         """Record that a member's collective in the current generation has failed or hung."""
         if said.hung and not self._is_hang:
             step = max(entry.report.step for entry in self.roster.values())
@@ -261,7 +261,7 @@ class MembershipStateMachine:
         elif works:
             self._done.add(member)
         elif member in world.leavers and world.members and not world.survivors and not self._is_entered:
-            self._breach = f"{member} went, and nobody has said that it has the state"
+            self._breach = f"{member} left before another member had said that it has the state"
         self._note(now)
 
     def failed(self, node: str, now: float) -> None:
@@ -322,7 +322,7 @@ class MembershipStateMachine:
         if self._recovery is not None:
             if now < self._recovery.until and not self._recovery.is_complete:
                 return effects
-            effects += self._recall(self._recovery, now)
+            effects += self._end_recovery(self._recovery, now)
         effects += self._give_up_unreached(now)
         if not self.is_finished:
             effects += self.links.probes(self.roster, self._present(self._world.everyone), now)
@@ -453,7 +453,7 @@ class MembershipStateMachine:
             return True
         return self._is_starter and world.term != self.term and now < self._orphaned_at
 
-    def _recall(self, recovery: Recovery, now: float) -> list[Effect]:
+    def _end_recovery(self, recovery: Recovery, now: float) -> list[Effect]:
         """End the recovery: take over the newest world known to returned members. Give up members that this world does
         not list, and members that have not returned."""
         self._recovery, world, told = None, recovery.choose(), recovery.told
@@ -475,13 +475,13 @@ class MembershipStateMachine:
         self._note(now)
         for member, report in said:
             if report.broken == world.generation:
-                self._break(member, report)
+                self._note_failed_collective(member, report)
         stay = [entry.member for entry in back if entry.member not in started and self._may_stay(entry, recovery)]
         present = self._present(dict.fromkeys((*world.everyone, *stay)))
         over = [one for one in self.roster if one in started or (one in told and one not in present)]
         effects: list[Effect] = [*self._give_up(dict.fromkeys(over, self._goes_on), now)]
         effects += [GiveUpMember(one, self._missed.pop(one).entry.pid, self._gone[one]) for one in begun_here]
-        effects += self._miss(now)
+        effects += self._give_up_missing(now)
         self.changes.append((world, now))
         self._published = Publish(world, tuple(self._present(present)))
         return [*effects, self._published]
@@ -500,7 +500,7 @@ class MembershipStateMachine:
         holds_none = entry.member in recovery.reported and not entry.report.entered
         return holds_none and not self._works(entry.member) and (is_older or told.term == world.term)
 
-    def _miss(self, now: float) -> list[GiveUpMember]:
+    def _give_up_missing(self, now: float) -> list[GiveUpMember]:
         """Give up the members of the world just taken over that have not come back."""
         effects = list[GiveUpMember]()
         for member in self._world.members:

@@ -160,7 +160,7 @@ class NodeRendezvous(RendezvousHandler):
         """
         self._end_line(failed=sys.exc_info()[0] is not None)
         if self._host is not None:
-            self._host.outlive()
+            self._host.stop_when_finished()
         return True
 
     # -- the connection to the coordinator ---------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Roster(dict[str, RosterEntry]):
         """
         entry = self[member]
         old = entry.report
-        before, after = _standing(old), _standing(report)
+        before, after = _lasting_values(old), _lasting_values(report)
         if any(one > other for one, other in zip(before, after, strict=True)):
             raise PeerRefused(
                 f"{member} takes back what it said: {old!r}, then {report!r}; start it again to join as a new process"
@@ -170,7 +170,7 @@ class Roster(dict[str, RosterEntry]):
             entry.heard += seconds
 
 
-def _standing(report: Report) -> tuple[int, ...]:
+def _lasting_values(report: Report) -> tuple[int, ...]:
     """Return the values of a report that matter for membership. From one report to the next, none of them may
     decrease."""
     engines = get_args(Engines).index(report.engines)

@@ -106,7 +106,7 @@ class DiscardableEngine(EngineCore):
             raise WorldChanged(
                 "the world was formed anew, and this global batch is discarded: go on with the loader's next"
             )
-        return pytree.tree_map(_leaf if self.host.module.training else _unknown, self._output)
+        return pytree.tree_map(_leaf if self.host.module.training else _nan_like, self._output)
 
 
 def needs_peers(layout: Layout) -> bool:
@@ -120,7 +120,7 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
-def _unknown(value: Any) -> Any:
+def _nan_like(value: Any) -> Any:
     """Return a tensor filled with NaN for a floating-point tensor, and any other value unchanged."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return torch.full_like(value, float("nan"), requires_grad=value.requires_grad) if is_float else value

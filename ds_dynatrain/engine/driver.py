@@ -121,7 +121,7 @@ class Driver:
 
     def waits_for(self) -> str:
         """Return a description of the members for which the next action waits."""
-        boards = () if self._boards is None else self._boards.fronts
+        boards = () if self._boards is None else self._boards.main_boards
         return self.on_board(lambda: self.machine.waits_for(boards)) or "the board"
 
     def forget(self) -> None:
@@ -160,11 +160,11 @@ class Driver:
     # ---- facts for the machine ---------------------------------------------------------------------------------------
 
     def _decided(self) -> list[Action]:
-        boards = () if self._boards is None else self._boards.fronts
+        boards = () if self._boards is None else self._boards.main_boards
         newest = None if self._elastic is None else self._elastic.member.newest
-        return self.machine.advance(self._own(), newest, boards)
+        return self.machine.advance(self._own_facts(), newest, boards)
 
-    def _own(self) -> OwnFacts:
+    def _own_facts(self) -> OwnFacts:
         elastic = self._elastic
         held = tuple(held_by(engine, self.say_once, elastic) for engine in self.engines)
         if elastic is None:
@@ -402,13 +402,13 @@ class Driver:
                 engine.context = self._before
         self._before = None
         if self.machine.is_of_change(proposal):
-            self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
+            self._carry_out(self.machine.transacted(self._own_facts(), outcome.committed, outcome.reason))
         elif outcome.committed:
             self.elastic.retrain(proposal.members)
 
     @_do.register
     def _restore(self, action: Restore) -> None:
-        self._carry_out(self.machine.restored(self._own(), self._recovery(action).restore()))
+        self._carry_out(self.machine.restored(self._own_facts(), self._recovery(action).restore()))
 
     @_do.register
     def _serve(self, action: Serve) -> None:
@@ -500,7 +500,7 @@ def held_by(engine: EngineParts, say: Callable[[str], None], elastic: Elastic | 
         lacks=lacks,
         can_restore=backups_of(engine.extensions) is not None,
         registered=len(engine.registered),
-        since=partial(_since, engine, elastic),
+        since=partial(_newest_load, engine, elastic),
         copies=partial(_copies, engine),
         damaged=partial(_damaged, engine),
         frozen=engine.kept.frozen_of if engine.kept.frozen else None,
@@ -520,7 +520,7 @@ def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) 
     return True
 
 
-def _since(engine: EngineParts, elastic: Elastic | None) -> tuple[int, ...] | None:
+def _newest_load(engine: EngineParts, elastic: Elastic | None) -> tuple[int, ...] | None:
     """Return the `Mark.stretch` of the newest load of a state, before which no copies count; None if it is unknown.
 
     An idle member may not know it. A working member has taken part in every load, unless the others have continued

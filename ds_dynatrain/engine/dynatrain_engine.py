@@ -103,7 +103,7 @@ class DynatrainEngine(HostEngine):
         """
         return PROCESS.turn(self._parts)
 
-    # ---- its place in the job ----------------------------------------------------------------------------------------
+    # ---- place in the job ----------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:

@@ -356,7 +356,7 @@ class GenerationBoards:
         self._is_over.set()
 
     @property
-    def fronts(self) -> tuple[Control, ...]:
+    def main_boards(self) -> tuple[Control, ...]:
         """Boards for the main thread, one for each engine; () until they are open."""
         return tuple(front for front, _ in self._opened)
 

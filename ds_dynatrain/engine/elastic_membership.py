@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.groups.device import complaint
+from ds_dynatrain.adapters.groups.device import device_error
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, abort, is_lost_peer
 from ds_dynatrain.adapters.zero.incoming import refuse_cut
 from ds_dynatrain.config import DynatrainConfig
@@ -485,17 +485,17 @@ class ElasticMembership(Elastic):
         name = self.member.id
         if not must_save:
             self.member.has_left = True
-            logger.info("%s: its state is with others; it leaves", name)
+            logger.info("%s: other members have its state; it leaves", name)
             raise SystemExit(0)
         self._save()
         if self.first.rank == 0 and backups_of(self.first.extensions) is None:
             logger.error(
-                "all members were told to leave, and nobody is there to take the state over: nothing of step %d was "
+                "all members were told to leave, and no member can take over the state: nothing of step %d was "
                 "saved; to have it saved, configure %s",
                 *(self.first.global_steps, BACKUP_KEY),
             )
         self.member.has_left = True
-        logger.info("%s: nobody goes on; it leaves", name)
+        logger.info("%s: all members leave", name)
         raise SystemExit(0)
 
     def waiting_change(self, engine: EngineCore) -> str:
@@ -536,7 +536,7 @@ class ElasticMembership(Elastic):
             return call()
         except RuntimeError as error:
             if not self.explains(error):
-                if found := complaint():  # every later call would fail, too, including those that end the script
+                if found := device_error():  # every later call would fail, too, including those that end the script
                     self._give_up(found)
                 raise
         finally:

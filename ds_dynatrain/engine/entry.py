@@ -123,7 +123,7 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
             return _entered(elastic, alone, settings.timeout_seconds)
 
 
-def beside(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
+def enter_again(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
     """Enter an elastic job with a further engine of a process that already has some.
 
     number: the number of the new engine, counted from 1.
@@ -153,7 +153,7 @@ def _entered(elastic: ElasticMembership, alone: LaunchWorld, seconds: float, eng
     while True:
         world = elastic.world or elastic.member.wait_for_world(generation)
         generation = world.generation
-        if entry := into(elastic, world, alone, seconds, engine):
+        if entry := enter_generation(elastic, world, alone, seconds, engine):
             return entry
         if elastic.world is not None:
             raise ElasticError(f"engine {engine}: a member was lost while it was made; start the job again")
@@ -170,7 +170,7 @@ def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
         raise SystemExit(0) from end
 
 
-def into(
+def enter_generation(
     elastic: ElasticMembership, world: Generation, alone: LaunchWorld, seconds: float, engine: int = 1
 ) -> Entry | None:
     """Enter one generation. Returns None if this process has to wait for a later one.
@@ -383,7 +383,7 @@ def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> En
         generation = world.generation
         if world.survivors:
             return None
-        entry = into(elastic, world, alone, seconds)
+        entry = enter_generation(elastic, world, alone, seconds)
         if entry is not None:
             return None if entry.joins else entry
 

@@ -101,7 +101,7 @@ def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, proc
             "a tensor axis": layout.tensor > 1,
             "DeepSpeed before 0.19.8": "zero_optimization.round_robin_gradients" in present().refused,
         }
-        for name in others if job.settings.owners == "nearest" else ():  # DeepSpeed's order changes
+        for name in others if job.settings.owners == "nearest" else ():  # this setting changes DeepSpeed's order
             if others[name]:
                 raise usage("an order of tensors by owners").refused(f'"owners": "nearest" with {name}')
     except SwitchRefused as refusal:

@@ -47,7 +47,7 @@ from ds_dynatrain.elastic.environment import WorkerPlace, local_rank, settle_wat
 from ds_dynatrain.elastic.worker_process import at_exit
 from ds_dynatrain.engine.checkpoints.restore import first_state
 from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
-from ds_dynatrain.engine.entry import Early, Entry, begin, beside, start_alone, with_launch, with_members
+from ds_dynatrain.engine.entry import Early, Entry, begin, enter_again, start_alone, with_launch, with_members
 from ds_dynatrain.engine.first import check_axes, check_start, first_layout, take_in
 from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
 from ds_dynatrain.errors import ConfigError, ElasticError
@@ -140,7 +140,7 @@ def initialize(
             raise ConfigError(
                 f"train_batch_size is {own.get('train_batch_size')!r}, train_micro_batch_size_per_gpu {micro!r} and "
                 f"gradient_accumulation_steps {steps!r}: in a launch whose nodes come and go the global batch would "
-                'change with their number; give "train_batch_size", which the ranks that are there share'
+                'change with their number; give "train_batch_size", which is divided among the present ranks'
             )
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     added = [*made(settings), *extensions]
@@ -333,7 +333,7 @@ def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | 
     known = PROCESS.membership if PROCESS.engines else None
     if place is None:
         return with_launch(settings.timeout_seconds, known)
-    return with_members(place, settings) if known is None else beside(known, settings, 1 + len(PROCESS.engines))
+    return with_members(place, settings) if known is None else enter_again(known, settings, 1 + len(PROCESS.engines))
 
 
 def _split(

@@ -59,7 +59,7 @@ class LoadingEngine(SwitchingEngine):
         PROCESS.membership.before_micro_batch(self)
 
     def before_batch(self, loader: TrainLoader) -> None:
-        """Reach a boundary. Called by a train loader before it begins a global batch.
+        """Do what is due at a boundary. Called by a train loader before it begins a global batch.
 
         Raises DataError if the loader's last global batch was trained only partly.
         """

@@ -181,7 +181,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
             feed, step = self._read
             if self.global_steps > step:
                 return self._loss_of_step()
-            if feed is self._feed and feed.places is not None:  # our own loader would have gone back
+            if feed is self._feed and feed.places is not None:  # an iterator of the user cannot go back
                 raise WorldChanged(
                     "train_batch: the world was aborted in this global batch and formed anew, and what was read of the "
                     f"{type(feed.given).__name__} cannot be read again; {WAY_OUT}"

@@ -480,7 +480,7 @@ class BoundaryMachine:
         if not boards:
             return f"the board of generation {world.generation}"
         if self.stage is ChangeStage.PROVE:
-            return f"generation {world.generation}: those who are to give copies, to read them"
+            return f"generation {world.generation}: the members that give copies, to check them"
         asked = {
             ChangeStage.AGREE: ("survivor", (*who_is_asked(world), *world.leaving), "to say what they hold"),
             ChangeStage.FOLLOW: (
@@ -698,14 +698,12 @@ class BoundaryMachine:
             self.restores = True
             return [LetGo(gone)]
         what = (
-            "nobody stays who could restore the checkpoint that is there: start the job again from it"
+            "no remaining member can restore the existing checkpoint: start the job again from it"
             if lost.can_restore
-            else "no checkpoint is there to go on from: start the job again from one of your own, and configure "
+            else "there is no checkpoint to go on from: start the job again from one of your own, and configure "
             f"{BACKUP_KEY}"
         )
-        why = (
-            f"{world.reason}; in {lost.layout} parts of the state have died with it{gone and f' ({gone})'}, and {what}"
-        )
+        why = f"{world.reason}; in {lost.layout} parts of the state are lost{gone and f' ({gone})'}, and {what}"
         return [Fail(ElasticError(f"generation {world.generation}: {why}"))]
 
     # ---- learn and propose -------------------------------------------------------------------------------------------

@@ -178,9 +178,9 @@ class Session:
             try:
                 said: dict[str, Any] = {"value": compute()}
             except Exception as error:  # the others wait for an answer, whatever the error is
-                said = {"failed": _words(error, first)}
+                said = {"failed": _error_text(error, first)}
             except BaseException as error:
-                board.post(f"{self.key}/{step}", {"failed": _words(error, first)})
+                board.post(f"{self.key}/{step}", {"failed": _error_text(error, first)})
                 raise
             board.post(f"{self.key}/{step}", said)
         said = self._wait({first: f"{self.key}/{step}"}, doing, self.stop)[first]
@@ -231,7 +231,7 @@ class Session:
 
         All other members get None and do not wait for the first one.
         """
-        said = self._up(f"{self.key}/{step}", mine, join, self.what, self.stop)
+        said = self._reduce_to_leader(f"{self.key}/{step}", mine, join, self.what, self.stop)
         return said if self.is_first else None
 
     def reduce(
@@ -249,17 +249,17 @@ class Session:
         place, doing = f"{self.key}/{step}", doing or self.what
         key = f"{place}/answer"
         try:
-            joined = self._up(place, mine, join, doing, lambda: self._stop_if_answered(key, doing))
+            joined = self._reduce_to_leader(place, mine, join, doing, lambda: self._stop_if_answered(key, doing))
             if self.is_first:
                 try:
                     answer = {"said": joined if judge is None else judge(joined)}
                 except Exception as error:  # the others wait for an answer, whatever the error is
-                    answer = {"failed": _words(error, self.board.member)}
+                    answer = {"failed": _error_text(error, self.board.member)}
                 found = self.board.decide(key, answer)
             else:
                 found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
         except MemberMissing as missing:
-            found = self.board.decide(key, self._account(place, missing))
+            found = self.board.decide(key, self._missing_record(place, missing))
         except SwitchFailed as given_up:  # if there is an answer, it counts: other members have read it
             found = self.board.decide(key, {"given_up": str(given_up)})
         if "given_up" in found:
@@ -286,16 +286,16 @@ class Session:
         try:
             report = work()
             try:
-                heard = self._up(place, report, join or _nothing, self.what, self.stop)
+                heard = self._reduce_to_leader(place, report, join or _nothing, self.what, self.stop)
                 if not self.is_first:
                     return VoteResult(**self._wait({first: self.record}, self.what, self._stop)[first])
             except MemberMissing as missing:
-                account = self._account(place, missing)
+                account = self._missing_record(place, missing)
                 raise MemberMissing(self.what, account["missing"], account["seconds"]) from None
             if judge is not None:
                 mine = judge(heard)
         except BaseException as error:
-            mine = self._against(error)
+            mine = self._failed_vote(error)
         try:
             return self.decide(mine)
         except (RuntimeError, OSError) as error:  # torch's DistError among them
@@ -305,7 +305,7 @@ class Session:
     def give_up(self, error: BaseException) -> VoteResult:
         """Vote against committing because of an error of this member, while the others wait for its report. Returns the
         decision."""
-        return self.decide(self._against(error))
+        return self.decide(self._failed_vote(error))
 
     def decide(self, mine: VoteResult) -> VoteResult:
         """Write a decision unless another member has already written one, and return the first one written, which
@@ -316,10 +316,10 @@ class Session:
         vote = {"commit": mine.commit, "reason": mine.reason, "is_damaged": mine.is_damaged, "said": mine.said}
         return replace(VoteResult(**self.board.decide(self.record, vote)), interrupt=mine.interrupt)
 
-    def _against(self, error: BaseException) -> VoteResult:
+    def _failed_vote(self, error: BaseException) -> VoteResult:
         interrupt = None if isinstance(error, Exception) else error
         is_damaged = isinstance(error, CheckpointDamaged)
-        return VoteResult(False, _words(error, self.board.member), is_damaged, interrupt=interrupt)
+        return VoteResult(False, _error_text(error, self.board.member), is_damaged, interrupt=interrupt)
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Session:
         if found is not None and not found["commit"]:
             raise VoteResult(False, is_damaged=found.get("is_damaged", False)).checkpoint_error(found["reason"])
 
-    def _up(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
+    def _reduce_to_leader(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
         """Join this member's value with those of the members that it leads, post the result for its own leader, and
         return the result.
 
@@ -363,7 +363,7 @@ class Session:
         if self.board.read(key) is not None:
             raise MemberMissing(doing, (), 0.0)
 
-    def _account(self, place: str, missing: MemberMissing) -> dict[str, Any]:
+    def _missing_record(self, place: str, missing: MemberMissing) -> dict[str, Any]:
         """Return, as a record for all members, which members have not reached a step. If all have reached it, the
         record lists those named by `missing`."""
         absent = [one for one in self.members if not self.board.all_posted(f"{place}/0", [one])]
@@ -390,7 +390,7 @@ def _nothing(_one: Any, _other: Any) -> None:
     """Join two members' empty reports: return None."""
 
 
-def _words(error: BaseException, member: int) -> str:
+def _error_text(error: BaseException, member: int) -> str:
     """Return the text of an error for all members. It begins with the member and the error's type, unless the text is
     sufficient without them."""
     if isinstance(error, CheckpointError | MemberMissing):

@@ -101,7 +101,7 @@ def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies
 
     engines: for each engine, a map from member id to the survivor's report.
     """
-    found = newest_whole([_had(survivors) for survivors in engines])
+    found = newest_whole([_valid_copies(survivors) for survivors in engines])
     complete = [_with_frozen(whole, survivors) for whole, survivors in zip(found, engines, strict=False)]
     known = [whole for whole in complete if whole is not None]
     return tuple(known) if len(known) == len(engines) else ()
@@ -117,7 +117,7 @@ def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> Whole
         if one.frozen is not None:
             layout, rank = one.frozen
             frozen.setdefault(layout.replace(zero_stage=0), {})[rank] = one.number
-    had = [copy for copies in _had(survivors).values() for copy in copies if copy.mark == whole.mark]
+    had = [copy for copies in _valid_copies(survivors).values() for copy in copies if copy.mark == whole.mark]
     is_lacking = bool(frozen) or any(copy.lacks_frozen for copy in had)
     layout = whole.mark.layout
     if not is_lacking or layout.zero_stage == 3 or layout.world_size == 1:  # the copies have all frozen weights
@@ -155,15 +155,15 @@ def joint_loss(
     engines: see `whole_copies`.
     name: returns the member that had a rank of an engine when the copy was taken, or "" if that member is unknown.
     """
-    found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_had(one))) is not None]
+    found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_valid_copies(one))) is not None]
     if not found:
         return _replaced(engines)
     engine, mark, ranks = next((one for one in found if one[2]), found[0])
     if not ranks:
-        return f"of frozen weights at step {mark.step} nobody has all any more: who had them died together"
+        return f"some frozen weights of step {mark.step} are lost: all members that had them died together"
     named = [f"{rank} ({who})" if (who := name(engine, mark, rank)) else str(rank) for rank in ranks]
     said = f"rank {named[0]}" if len(ranks) == 1 else f"ranks {', '.join(named)}"
-    return f"of {said} at step {mark.step} nobody has a sound copy any more: they died together with their buddies"
+    return f"no sound copy of {said} at step {mark.step} is left: all members that had one died together"
 
 
 def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
@@ -172,11 +172,11 @@ def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
     if not there:
         return ""
     if all(replaced_before(of_engine.values()) is None for of_engine in engines):
-        return "nobody knows whether a checkpoint was loaded after the last copies: the coordinator is another one now"
-    return "the copies that are there were taken before a checkpoint was loaded, or parameters were registered anew"
+        return "the coordinator was replaced, so it is unknown whether a checkpoint was loaded after the last copies"
+    return "all copies were taken before a checkpoint was loaded, or before parameters were registered again"
 
 
-def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
+def _valid_copies(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
     """Return a map from each member to its valid copies: those taken since the last load of a state and since
     parameters were last registered."""
     since = replaced_before(survivors.values())

@@ -41,7 +41,7 @@ class Clock:
 
         step: the number of optimizer steps done.
         """
-        is_first, seconds = self._since is None, self._lap()
+        is_first, seconds = self._since is None, self._seconds_since_last()
         if not is_first and self._has_made_one(step):
             self._steps += 1
             self._stepping += seconds
@@ -55,7 +55,7 @@ class Clock:
         step: the number of optimizer steps done.
         samples: the number of samples done.
         """
-        self._held += self._lap()
+        self._held += self._seconds_since_last()
         self._step, self._samples, self._is_at_boundary = step, samples, False
 
     def start_over(self, step: int) -> None:
@@ -64,14 +64,14 @@ class Clock:
         step: the step from which training resumes.
         """
         if not self._is_at_boundary:
-            self._held += self._lap()
+            self._held += self._seconds_since_last()
             self._steps += self._has_made_one(step)
             self._step = step
 
     def skip(self) -> None:
         """Leave the time since the last call of any method out of all figures, because the member was waiting for
         work."""
-        self._lap()
+        self._seconds_since_last()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Clock:
         any amount."""
         return step == self._step + 1
 
-    def _lap(self) -> float:
+    def _seconds_since_last(self) -> float:
         """Return the seconds since the last call; 0 in the first call."""
         since, self._since = self._since, self._now()
         return 0.0 if since is None else self._since - since
@@ -103,19 +103,19 @@ def switch_message(engine: int, event: SwitchEvent) -> Switched:
         number=event.generation,
         committed=event.outcome == "committed",
         step=event.step,
-        source=_words(event.source.describe()),
-        target=_words(event.target.describe()),
+        source=_one_line(event.source.describe()),
+        target=_one_line(event.target.describe()),
         members=len(event.target.members),
         pause_ms=event.pause_ms,
         certificate_ms=event.certificate_ms,
         phases_ms=dict(list(event.phases_ms.items())[:MOST_PHASES]),
         bytes_sent=event.bytes_sent,
         bytes_minimum=event.bytes_minimum,
-        cause=_words(event.cause),
-        reason=_words(event.reason),
+        cause=_one_line(event.cause),
+        reason=_one_line(event.reason),
     )
 
 
-def _words(text: str) -> str:
+def _one_line(text: str) -> str:
     """Return a text on one line, cut to the longest text that a message takes."""
     return clipped(" ".join(text.split()), LONGEST_WORDS)

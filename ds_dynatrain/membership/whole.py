@@ -105,7 +105,7 @@ def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeC
     """
     found = [
         {
-            mark.moment: WholeCopies(mark, _dealt(by_rank))
+            mark.moment: WholeCopies(mark, _holder_of_each(by_rank))
             for mark, by_rank in _by_mark(had)
             if len(by_rank) == mark.layout.world_size
         }
@@ -135,7 +135,7 @@ def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dic
     return sorted(found.items(), key=lambda each: each[0].moment, reverse=True)
 
 
-def _dealt(by_rank: Mapping[int, Mapping[int, bool]]) -> tuple[int, ...]:
+def _holder_of_each(by_rank: Mapping[int, Mapping[int, bool]]) -> tuple[int, ...]:
     chosen, gives = dict[int, int](), Counter[int]()
     for rank in sorted(by_rank, key=lambda one: (not any(by_rank[one].values()), len(by_rank[one]), one)):
         members = by_rank[rank]

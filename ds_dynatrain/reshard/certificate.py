@@ -42,7 +42,7 @@ from ds_dynatrain.membership.session import Session, first_and_other
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, of_kind
 from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.transfer import Form, ReadyDigest
-from ds_dynatrain.transfer.weighing import odd
+from ds_dynatrain.transfer.weighing import mixed_odd
 
 Digests = npt.NDArray[np.uint64]
 SideDigests = dict[str, Digests]
@@ -189,7 +189,7 @@ def fold(digests: Digests) -> Digests:
     The fold of a sum is the sum of folds. If one tensor's digests differ, so do the folds; if several differ, equal
     folds are as unlikely as two different values with equal digests. Folding twice changes nothing.
     """
-    weights = odd(np.arange(len(digests), dtype=np.uint64))
+    weights = mixed_odd(np.arange(len(digests), dtype=np.uint64))
     weights[:1] = 1
     total: Digests = (weights * digests).sum(keepdims=True, dtype=np.uint64)
     return total
@@ -473,7 +473,7 @@ def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -
         return *_in_group(vps, layout, kind, rank, ranks, rows), np.zeros(count, np.uint64)
     tensors, groups, firsts = mesh.holders
     is_counted, copies, places = np.zeros(count, bool), np.zeros(count, np.uint64), np.zeros(count, np.uint64)
-    weights = odd(np.arange(len(mesh.shard_groups), dtype=np.uint64) + _PLACES)
+    weights = mixed_odd(np.arange(len(mesh.shard_groups), dtype=np.uint64) + _PLACES)
     for index, (ranks, rows) in enumerate(_groups(vps, layout)):
         if rank not in ranks:
             continue
@@ -497,7 +497,7 @@ def _in_group(
 
     rows: whether each tensor belongs to the group.
     """
-    weights, mine = odd(ranks.astype(np.uint64)), int(np.flatnonzero(ranks == rank)[0])
+    weights, mine = mixed_odd(ranks.astype(np.uint64)), int(np.flatnonzero(ranks == rank)[0])
     if vps.kind(kind).overlaps(layout):
         holds = np.zeros((len(ranks), len(rows)), bool)
         for place, other in enumerate(ranks.tolist()):

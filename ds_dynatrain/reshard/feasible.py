@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from ds_dynatrain.adapters.groups.device import HOST, free_bytes
-from ds_dynatrain.adapters.model.moe import dropping
+from ds_dynatrain.adapters.model.moe import first_dropping_layer
 from ds_dynatrain.adapters.versions import deepspeed_versions as versions
 from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
 from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, LeafArithmetic, nearest_even
@@ -120,7 +120,7 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages
             raise SwitchRefused(f"{cut} {gives}, and ranks that share experts exchange tokens in each of them", way_out)
     else:
         gives = "gives micro-batches of different sizes"
-    routed = dropping(module)
+    routed = first_dropping_layer(module)
     normed = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     if routed is not None:
         why = f"experts of {routed!r} drop tokens beyond a capacity that follows from them"

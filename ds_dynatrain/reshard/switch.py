@@ -43,7 +43,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.deepspeed.support_checks import refuse_at_boundary
 from ds_dynatrain.adapters.groups.communicators import END_SECONDS, end
-from ds_dynatrain.adapters.groups.device import beside, is_accelerated, start_thread, synchronize
+from ds_dynatrain.adapters.groups.device import is_accelerated, on_separate_stream, start_thread, synchronize
 from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.adapters.groups.worlds import drop
 from ds_dynatrain.adapters.zero.optimizers import forget_running_products
@@ -627,7 +627,7 @@ class Transaction:
         """Move the late kinds, and compute the digests of both sides. Runs in a background thread."""
         begin = time.perf_counter()
         try:
-            with beside():
+            with on_separate_stream():
                 moves = self.preparation.moves(self.kinds, is_late=True)
                 ways, world = self.preparation.ways, self.preparation.world
                 self.outcome.late_stats = self._execute(moves, ways.transport(world))

@@ -370,12 +370,12 @@ class RoutedTransport:
     far: Transport
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        return self._to(member).send(tensor, member, tag)
+        return self._transport_of(member).send(tensor, member, tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        return self._to(member).receive(tensor, member, tag)
+        return self._transport_of(member).receive(tensor, member, tag)
 
-    def _to(self, member: int) -> Transport:
+    def _transport_of(self, member: int) -> Transport:
         return self.near if member in self.near.members else self.far
 
 

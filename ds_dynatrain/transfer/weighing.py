@@ -140,14 +140,14 @@ class InNumpy:
 def tables() -> tuple[UInt64s, UInt64s]:
     """Return the odd multipliers a (for whole units) and b (for their high words), BLOCK_UNITS each, read-only."""
     position = np.arange(BLOCK_UNITS, dtype=np.uint64)
-    low, high = odd(position, LOW_SEED), odd(position, HIGH_SEED)
+    low, high = mixed_odd(position, LOW_SEED), mixed_odd(position, HIGH_SEED)
     low.flags.writeable = high.flags.writeable = False
     return low, high
 
 
 def factors(first: int, count: int) -> UInt64s:
     """Return the odd factors of the blocks first ... first + count - 1."""
-    return odd(np.arange(first, first + count, dtype=np.uint64), FACTOR_SEED)
+    return mixed_odd(np.arange(first, first + count, dtype=np.uint64), FACTOR_SEED)
 
 
 @cache
@@ -155,7 +155,7 @@ def _factor(block: int) -> int:
     return int(factors(block, 1)[0])
 
 
-def odd(values: UInt64s, seed: int = 0) -> UInt64s:
+def mixed_odd(values: UInt64s, seed: int = 0) -> UInt64s:
     """Return the numbers seed + (value + 1) * gamma, mixed by splitmix64 (Steele, Lea, Flood 2014; Vigna's constants)
     and made odd.
     """

@@ -194,6 +194,6 @@ def test_experts_that_cannot_change_places_are_refused() -> None:
 
 def test_a_layer_that_drops_tokens_is_found() -> None:
     """Its ranks must have equal numbers of them."""
-    assert moe.dropping(models.Routed(1)) == "first"
-    assert moe.dropping(nn.Sequential(MoE(4, nn.Linear(4, 4), 4, drop_tokens=False))) is None
-    assert moe.dropping(nn.Linear(2, 2)) is None
+    assert moe.first_dropping_layer(models.Routed(1)) == "first"
+    assert moe.first_dropping_layer(nn.Sequential(MoE(4, nn.Linear(4, 4), 4, drop_tokens=False))) is None
+    assert moe.first_dropping_layer(nn.Linear(2, 2)) is None

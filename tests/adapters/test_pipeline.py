@@ -96,7 +96,7 @@ def _errors_of_modules() -> None:
     strayed = _of(shared)
     strayed.temperature = nn.Parameter(torch.ones(1))
     refused = [
-        (_of(shared, nn.Tanh(), shared), "'2.weight' is that of layer 0, too.*use TiedLayerSpec"),
+        (_of(shared, nn.Tanh(), shared), "'2.weight' also belongs to layer 0.*use TiedLayerSpec"),
         (strayed, "'temperature' is in no layer"),
         (Own([shared], num_stages=1), "Own has a _partition_layers of its own"),
     ]

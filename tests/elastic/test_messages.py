@@ -85,10 +85,10 @@ def test_a_change_leads_from_one_generation_to_the_next(before: tuple[str, ...],
     other = Generation(term="a1", generation=3, change="failure", members=before)
     wrong = change.model_copy(update={"added": (*change.added, "x/0")})
     for changed, at, says in (
-        (change, other, "but generation 3"),
-        (change, None, "but none"),
+        (change, other, "has generation 3"),
+        (change, None, "has none"),
         (wrong, base, "another digest"),
-        (change.model_copy(update={"added": ("x/0", "x/0")}), base, "stands twice"),
+        (change.model_copy(update={"added": ("x/0", "x/0")}), base, "is listed twice"),
     ):
         with pytest.raises(MessageError, match=says):
             changed.apply(at)
@@ -121,7 +121,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
     (
         "one member twice",
         b'{"kind":"changed","world":{"term":"a","generation":1,"change":"planned","members":["n/0","n/0"]}}',
-        "stands twice",
+        "is listed twice",
     ),
     ("no UTF-8", b'{"kind":"\xff\xfe"}', "Invalid JSON"),
 ]

@@ -113,7 +113,7 @@ class TestLeftAlone:
         found = steps(BoundaryMachine(stay), known, newest, Board({}))
         assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ElasticError)
         assert str(found[-1].error).startswith("generation 6: b/0 lost; ")
-        assert "no checkpoint is there to go on from" in str(found[-1].error)
+        assert "there is no checkpoint to go on from" in str(found[-1].error)
 
     def test_the_first_that_has_an_engine_leads_the_others_to_the_checkpoint(self) -> None:
         """b/0 was in the generation before, and comes to its engine only now."""
@@ -146,7 +146,7 @@ class TestLeftAlone:
         """Half of what two members held, who both were told to go."""
         sharded = own("a/0", is_aborted=True, layout=PRESENT.replace(zero_stage=1), can_restore=True)
         found = steps(BoundaryMachine(stay), sharded, failure(survivors=0, leaving=("a/0",)), Board({}))
-        assert isinstance(found[-1], Fail) and "nobody stays who could restore" in str(found[-1].error)
+        assert isinstance(found[-1], Fail) and "no remaining member can restore" in str(found[-1].error)
 
 
 class TestLeftOut:
@@ -265,7 +265,7 @@ class TestCopies:
         machine, known = BoundaryMachine(stay), self.survivor("a/0", 0, 1, can_restore=can_restore)
         known = replace(known, registry=Registry().extended(MEMBERS))
         found = steps(machine, known, newest, board)
-        lost = "of rank 2 (c/0) at step 18 nobody has a sound copy any more"
+        lost = "no sound copy of rank 2 (c/0) at step 18 is left"
         if can_restore:
             assert next(one for one in found if isinstance(one, LetGo)).lost.startswith(lost)
         else:

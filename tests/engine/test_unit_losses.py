@@ -71,7 +71,7 @@ def test_an_accelerator_that_takes_nothing_any_more_ends_the_process(
 ) -> None:
     """An error of the user's own is raised as it is."""
     ended = list[tuple[Ending, str]]()
-    monkeypatch.setattr(elastic_membership, "complaint", lambda: said)
+    monkeypatch.setattr(elastic_membership, "device_error", lambda: said)
     monkeypatch.setattr(elastic_membership, "end_process", lambda *given: ended.append(given))
 
     def call() -> str:

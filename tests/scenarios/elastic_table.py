@@ -214,7 +214,7 @@ NOTHING_KEPT = Play(
             Kill("b"),
             members=0,
             ends={"a": 1},
-            says={"a": "parts of the state have died with it, and no checkpoint is there to go on from"},
+            says={"a": "parts of the state are lost, and there is no checkpoint to go on from"},
         ),
         Row(
             "the status of a lost job", Ask(("status", ADDRESS), ("lost: no member has its state any more",)), members=0

@@ -117,7 +117,9 @@ BUGS: dict[str, Bug] = {
     ),
     "the oldest world counts after a restart": Bug(Recovery, "choose", _oldest, seed=1382),
     "a coordinator recovers from nothing": Bug(MembershipStateMachine, "_may_recall", _always(False), seed=45),
-    "those that did not come back are not missed": Bug(MembershipStateMachine, "_miss", _always([]), seed=1609),
+    "those that did not come back are not missed": Bug(
+        MembershipStateMachine, "_give_up_missing", _always([]), seed=1609
+    ),
     "all count as having entered": Bug(MembershipStateMachine, "_is_settled", property(_always(True)), seed=127),
     "nobody counts as having entered": Bug(MembershipStateMachine, "_is_entered", property(_always(False)), seed=7),
     "whoever entered once has entered": Bug(
@@ -137,7 +139,9 @@ BUGS: dict[str, Bug] = {
     "nobody waits until it reaches all": Bug(
         HostLinks, "reaching", lambda self, roster, nodes, stay: list(nodes), seed=29, parts=True
     ),
-    "hosts that reach each other again are not asked": Bug(HostLinks, "_doubted", _always({}), seed=170, parts=True),
+    "hosts that reach each other again are not asked": Bug(
+        HostLinks, "_failed_links", _always({}), seed=170, parts=True
+    ),
     "nobody says that it has made its engines": Bug(Member, "built", _always(None), seed=9),
     "all members say what they hold": Bug(change, "who_is_asked", lambda world: world.members, seed=30),
     "idle members say nothing after a failure": Bug(BoundaryMachine, "_agree", _silent_agree, seed=6),

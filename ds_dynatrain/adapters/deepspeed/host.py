@@ -217,7 +217,7 @@ class Host:
         """The torch optimizer inside DeepSpeed's optimizer: one object for the whole job."""
         return self.engine.basic_optimizer
 
-    # ---- its parameters and state ------------------------------------------------------------------------------------
+    # ---- parameters and state ----------------------------------------------------------------------------------------
 
     def look(self, basic: torch.optim.Optimizer) -> None:
         """Record the parameters and optimizer groups with which the engine is built, before ZeRO replaces them."""

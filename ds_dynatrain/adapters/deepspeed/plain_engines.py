@@ -34,16 +34,16 @@ def plain_engines() -> list[PlainEngine]:
     searches all objects of the process, which takes 0.05 s for 360,000 objects. Called when a layout leaves processes
     idle or has other ranks.
     """
-    if not _found():
+    if not _plain_engines():
         return []
     gc.collect()  # an engine that the script has dropped may still be in a reference cycle
     return [
         PlainEngine(int(each.zero_optimization_stage()), int(each.world_size), is_ours(each.seq_data_parallel_group))
-        for each in _found()
+        for each in _plain_engines()
     ]
 
 
-def _found() -> list[Any]:
+def _plain_engines() -> list[Any]:
     """Return the script's engines that work over several ranks and have an optimizer, or a model that is divided over
     ranks.
 

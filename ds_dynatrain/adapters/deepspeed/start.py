@@ -23,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.file_baton import FileBaton
 
 from ds_dynatrain.adapters.deepspeed.host import Host
-from ds_dynatrain.adapters.versions.deepspeed_versions import configure_python_gc, mend
+from ds_dynatrain.adapters.versions.deepspeed_versions import configure_python_gc, repair_defects
 from ds_dynatrain.adapters.versions.replaced import passing_on
 from ds_dynatrain.adapters.zero.deepspeed_config import Settings
 from ds_dynatrain.adapters.zero.stages import restore_linear
@@ -46,7 +46,7 @@ def engine_around(kind: type[E], settings: Settings, **arguments: Any) -> E:
     Each engine and each switch resets what stage 3 sets for the whole process, because a plain DeepSpeed engine may
     have changed these settings.
     """
-    mend()
+    repair_defects()
     restore_linear()
     zero.partition_parameters.shutdown_init_context()
     config, parsed = settings

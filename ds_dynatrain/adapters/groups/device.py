@@ -75,7 +75,7 @@ def warm() -> None:
     synchronize()
 
 
-def complaint() -> str:
+def device_error() -> str:
     """Return the first line of the accelerator's error if it no longer accepts work; "" if it works."""
     try:
         synchronize()
@@ -114,7 +114,7 @@ def total_bytes() -> int:
 
 
 @contextmanager
-def beside() -> Iterator[None]:
+def on_separate_stream() -> Iterator[None]:
     """Context manager that queues the block's device work on a separate stream, and waits for it at the end."""
     if not is_accelerated():
         yield

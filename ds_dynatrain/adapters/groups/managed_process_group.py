@@ -58,7 +58,7 @@ def is_lost_peer(error: BaseException) -> bool:
 ABORT_SECONDS = 60.0
 """Time limit, in seconds, for aborting communicators and waiting for the device. A device that exceeds the limit is
 unusable for this process."""
-TORN = "a member of this world is gone, and its communicators were aborted: what they have left is not known"
+TORN = "a member of this world is gone, and its communicators were aborted: their results are unknown"
 
 
 class Gate:

@@ -63,7 +63,7 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
     timeout = datetime.timedelta(seconds=seconds)
     backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
     backend._set_default_timeout(default_pg_timeout)
-    return _around({HOST: backend}, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
+    return _group_over({HOST: backend}, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
 
 
 def join_programs(store: Store, name: str, rank: int, size: int, device: torch.device, seconds: float) -> Any:
@@ -105,10 +105,10 @@ def make_fake_group(name: str, rank: int, size: int) -> Made:
         return GroupOfOne(name), HashStore()
     store, kind = FakeStore(), td.ProcessGroup.BackendType.CUSTOM
     backend = fake_backend(rank, size)
-    return _around(dict.fromkeys(devices(), backend), kind, store, name, rank, size), store
+    return _group_over(dict.fromkeys(devices(), backend), kind, store, name, rank, size), store
 
 
-def _around(
+def _group_over(
     backends: Mapping[torch.device, Backend],
     kind: td.ProcessGroup.BackendType,
     store: Store,

@@ -126,7 +126,7 @@ class Conversion:
         _fold(engine, layout)
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """Return the model, on the meta device, with only the experts that one expert index has."""
+        """Return the model, on the meta device, with only the experts at one index of the expert axis."""
         raise NotImplementedError
 
 

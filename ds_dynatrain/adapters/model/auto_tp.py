@@ -261,7 +261,7 @@ class TensorShaper(Shaper):
         super().reshape(root, layout, made)
         for held in root.parameters():
             for name in _METHODS & held.__dict__.keys():
-                setattr(held, name, _loosely(getattr(held, name)))
+                setattr(held, name, _weakly_bound(getattr(held, name)))
             if getattr(held, _PARTIAL, False):
                 held.register_hook(_sum_over_ranks)
         if layout.tensor > 1:
@@ -386,7 +386,7 @@ class AutoEPShaper(Conversion, TensorShaper):
         super().configure(config, layout)
 
 
-def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
+def _weakly_bound(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a layer's method but keeps only a weak reference to the layer.
 
     A strong reference would keep the layer's memory until the garbage collector runs.

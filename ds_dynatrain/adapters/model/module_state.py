@@ -106,7 +106,7 @@ def note_one(part: nn.Module) -> Mapping[str, _Built]:
         noted = _Noted()
         for name, held in part.__dict__.items():
             if _is_tracked(part, name, held):
-                noted[name] = _Built(held, copy.deepcopy(held) if _travels(held) else held, _mark(held))
+                noted[name] = _Built(held, copy.deepcopy(held) if _is_transferable(held) else held, _mark(held))
         part.__dict__[_NOTED] = noted
     return noted
 
@@ -129,7 +129,7 @@ def changed_attributes(module: nn.Module) -> AttributeState:
             if id(held) in buffers:
                 shared.append(name)
                 values.pop(name, None)
-            elif name in values and not _travels(held):
+            elif name in values and not _is_transferable(held):
                 left.append(name)
         if values or shared:
             found[path] = {"class": _name(part), "values": {} if left else values, "left": left, "shared": shared}
@@ -158,7 +158,7 @@ def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
         stale = {*given["left"], *given["values"]} - {*values}
         for name in [name for name in _changed(part) if name in note_one(part) and name not in values]:
             kept = note_one(part)[name].kept
-            if _travels(kept):
+            if _is_transferable(kept):
                 part.__dict__[name] = _placed(kept, part.__dict__[name])
             else:
                 stale.add(name)
@@ -196,7 +196,7 @@ def _changed(part: nn.Module) -> dict[str, Any]:
             continue
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _leaves(value)):
             continue  # a forward pass computed it for its own backward pass
-        if _travels(value) or not has_extra_state(part):
+        if _is_transferable(value) or not has_extra_state(part):
             found[name] = value
     return found
 
@@ -243,7 +243,7 @@ def _mark_of_leaf(value: Any) -> Any:
     return _Same(value)
 
 
-def _travels(value: Any) -> bool:
+def _is_transferable(value: Any) -> bool:
     """Return whether a value can be transferred to another member."""
     if type(value) is torch.Tensor:
         return value.layout is torch.strided and value.nbytes <= MOST_BYTES and not value.requires_grad

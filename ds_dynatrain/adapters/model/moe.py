@@ -239,7 +239,7 @@ def start_size(model: nn.Module) -> int:
     return next(iter(sizes.values()), 1)
 
 
-def dropping(module: nn.Module) -> str | None:
+def first_dropping_layer(module: nn.Module) -> str | None:
     """Return the name of the first layer that drops tokens beyond its capacity; None if no layer does.
 
     The capacity follows from the number of tokens on a rank, and DeepSpeed exchanges buffers of that size between

@@ -87,7 +87,7 @@ class PipelineTemplate:
             cut,
         )
         model._layer_specs = [
-            spec if layer is None else giving(spec, partial(copied, layer))
+            spec if layer is None else with_builder(spec, partial(copied, layer))
             for spec, layer in zip(specs, template.layers, strict=True)
         ]
         return template
@@ -213,7 +213,7 @@ class PipelineTemplate:
         return weights
 
 
-def giving(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
+def with_builder(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
     """Return a copy of a layer's specification from which the layer is made by calling `build`."""
     kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
     kept.build = build
@@ -289,8 +289,8 @@ def refuse_tied_experts(model: PipelineModule) -> None:
     for key, tied in model.tied_modules.items():
         if layers_with_experts(tied):
             raise UnsupportedError(
-                f"tied_modules.{key} has experts: stages would share what each rank has a part of; put them into a "
-                "layer of their own"
+                f"tied_modules.{key} has experts: a tied layer is shared whole, and each rank holds "
+                "only some of the experts; put the experts into a layer of their own"
             )
 
 
@@ -306,8 +306,8 @@ def refuse_shared(model: PipelineModule) -> None:
         layer = layer_of(name)
         if layer in layers and owners.setdefault(id(parameter), layer) != layer:
             raise UnsupportedError(
-                f"parameter {name!r} is that of layer {owners[id(parameter)]}, too: on two stages it would be two; use "
-                "TiedLayerSpec for both layers"
+                f"parameter {name!r} also belongs to layer {owners[id(parameter)]}: with the layers on two stages it "
+                "would become two parameters; use TiedLayerSpec for both layers"
             )
     strays = [name for name, parameter in model.named_parameters() if id(parameter) not in owners]
     if strays:

@@ -121,7 +121,7 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     def memory(held: nn.Parameter) -> torch.Tensor:
         return torch.empty(held.shape, dtype=dtype) if device == HOST else stand_in(held.shape, dtype, device)
 
-    return _over(module, memory)
+    return _replace_parameters(module, memory)
 
 
 def without_memory(module: nn.Module) -> nn.Module:
@@ -129,10 +129,10 @@ def without_memory(module: nn.Module) -> nn.Module:
 
     Tied parameters stay tied.
     """
-    return _over(module, lambda held: stand_in(held.shape, held.dtype, compute_device()))
+    return _replace_parameters(module, lambda held: stand_in(held.shape, held.dtype, compute_device()))
 
 
-def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
+def _replace_parameters(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
     """Replace each parameter with a new one over `memory(parameter)`. Attributes set on the parameter are kept."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():

@@ -96,8 +96,8 @@ def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Part
     missing = [name for name in names if name not in cuts]
     if missing:
         raise LayoutError(
-            f"{layout}: nothing says how {missing[0]!r} is dealt out ({len(missing)} such tensors); register it in a "
-            "module of the model before initialize, or set pipe, expert and tensor to 1"
+            f"{layout}: it is unknown how to cut {missing[0]!r} ({len(missing)} such tensors); register it in a module "
+            "of the model before initialize, or set pipe, expert and tensor to 1"
         )
     return tuple(cuts[name] for name in names)
 

@@ -40,10 +40,10 @@ from ds_dynatrain.adapters.model.pipeline_layers import (
     PARAMETERS,
     Cut,
     PipelineTemplate,
-    giving,
     is_pipeline,
     layer_of,
     refuse_tied_experts,
+    with_builder,
 )
 from ds_dynatrain.adapters.model.shaper import Cuts, Lists, Made, Shaper, with_memory, without_memory
 from ds_dynatrain.adapters.versions.replaced import replaced
@@ -149,7 +149,7 @@ class PipelineShaper(Shaper):
         if self.autoep:
             found: Any = made or self.make(layout, rank)
             specs = [
-                spec if layer is None else giving(spec, partial(self.template.layer_in, found.module, number))
+                spec if layer is None else with_builder(spec, partial(self.template.layer_in, found.module, number))
                 for number, (spec, layer) in enumerate(zip(specs, self.template.layers, strict=True))
             ]
         with replaced(root, _layer_specs=specs):
@@ -355,7 +355,7 @@ def _complete(model: PipelineModule) -> None:
             held, key = (tied, spec.key) if isinstance(spec, TiedLayerSpec) else ({**model._modules}, str(number))
             if key not in held:
                 held[key] = _built(spec, number, dtype)
-            spec = giving(spec, partial(held.__getitem__, key))
+            spec = with_builder(spec, partial(held.__getitem__, key))
         specs.append(spec)
     for tie in model.tied_comms.values():
         td.destroy_process_group(tie["group"])

@@ -237,7 +237,7 @@ def refuse_groups(groups: Sequence[Sequence[torch.Tensor]]) -> None:
             )
 
 
-def mend() -> None:
+def repair_defects() -> None:
     """Repair defects of the installed series that affect every engine. Called once in a process, before an engine is
     built."""
     if not present().is_newest:

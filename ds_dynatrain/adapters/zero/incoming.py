@@ -420,7 +420,7 @@ class ElasticInit(Init):  # type: ignore[misc]
     def __enter__(self) -> None:
         super().__enter__()
         if self.is_newcomer and self.enabled:
-            self._leaves_undrawn.enter_context(_undrawn())
+            self._leaves_undrawn.enter_context(_without_init())
 
     def __exit__(self, *raised: Any) -> Any:
         self._leaves_undrawn.close()
@@ -460,7 +460,7 @@ def _drop(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def _undrawn() -> Iterator[None]:
+def _without_init() -> Iterator[None]:
     """Context manager in which functions of `torch.nn.init` do not change parameters.
 
     If code keeps a reference to such a function inside the block, the function works normally after the block.

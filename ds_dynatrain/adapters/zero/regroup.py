@@ -47,7 +47,7 @@ class Regrouping:
 
     @property
     def origins(self) -> list[int]:
-        """For each new group, the number of the existing group that it continues or copies."""
+        """Number of the existing group that each new group continues or copies."""
         return [group.origin for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
 
     Raises SwitchRefused, naming the parameter, if the model map does not know a parameter.
     """
-    strange = _strange(model, module)
+    strange = _foreign_parameter(model, module)
     if strange is not None:
         raise SwitchRefused(strange, "add parameters before initialize, frozen if need be; change their data in place")
     names = {key: model.tensors[number].name for key, number in model.numbers.items()}
@@ -149,7 +149,7 @@ def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: RegroupRe
 def refuse_changes(host: Any) -> None:
     """Raise SwitchRefused, naming the parameter, if trained parameters or their groups differ from the registration."""
     model, optimizer = host.model_map, host.basic_optimizer
-    strange = _strange(model, host.module)
+    strange = _foreign_parameter(model, host.module)
     if strange is not None:
         raise usage("parameters").refused(strange)
     for tensor, parameter, was in zip(model.tensors, model.parameters, model.requires_grad, strict=True):
@@ -168,7 +168,7 @@ def refuse_changes(host: Any) -> None:
             raise usage("optimizer groups").refused(f"{name!r} was put into group {number}, or taken out")
 
 
-def _strange(model: ModelMap, module: nn.Module) -> str | None:
+def _foreign_parameter(model: ModelMap, module: nn.Module) -> str | None:
     """Return a description of a parameter that is not the object that was registered; None if all are."""
     present = set()
     for name, parameter in module.named_parameters():

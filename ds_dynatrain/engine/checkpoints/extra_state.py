@@ -183,7 +183,7 @@ def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: t
         raise CheckpointDamaged(f"{rows[0]} is not the {name_of(dtype)} {shape} that is announced")
     values = reader.values(rows[0])
     if digest(values) != rows[0].digest:
-        raise CheckpointDamaged(f"{rows[0]} is not what was saved: its digest is another")
+        raise CheckpointDamaged(f"{rows[0]} is not what was saved: its digest differs")
     return values.view(shape)
 
 

@@ -48,7 +48,7 @@ class LeanTransaction(Transaction):
         Raises OutcomeUnknown if this member cannot read whether the others have freed their state.
         """
         try:
-            saved = self.session.vote(work or self._save, _joined, _yes)
+            saved = self.session.vote(work or self._save, _joined, _committed)
         except OutcomeUnknown:
             self.preparation.abandon()
             raise
@@ -75,7 +75,7 @@ class LeanTransaction(Transaction):
             self._free(path)
         with outcome.phase("restore"):
             session = self._session(f"{self.key}/restored", self.proposal.record_key, is_patient=True)
-            again = session.vote(partial(self._restore, path), _joined, _yes)
+            again = session.vote(partial(self._restore, path), _joined, _committed)
         self.interrupt = self.interrupt or again.interrupt
         outcome.committed, outcome.reason, outcome.is_rebuilt = again.commit, again.reason, True
         with outcome.phase("commit" if again.commit else "roll back"):
@@ -165,7 +165,7 @@ def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return one or other
 
 
-def _yes(report: dict[str, Any]) -> VoteResult:
+def _committed(report: dict[str, Any]) -> VoteResult:
     """Return the decision to commit. Called only if no member has failed."""
     return VoteResult(True, said=report)
 

@@ -132,7 +132,7 @@ class Converted(Universal):
             name: {number: table[key] for number, key in keys.items() if key in table}
             for name, table in said.get("scalars", {}).items()
         }
-        return over(self.present, {**said, "scalars": kept_scalars(self, there)})
+        return updated(self.present, {**said, "scalars": kept_scalars(self, there)})
 
     def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return, for each optimizer group of this training, the hyper-parameters that its tensors have in the
@@ -222,7 +222,7 @@ class Stock(FromCheckpoint):
             logger.warning("%s: the position in the data is not taken over; loaders go on where they are", self.path)
         with naming(self.path):
             scalars = scalars_of(self.folder, self.space)
-        return over(self.present, {**carry, "scalars": kept_scalars(self, scalars)})
+        return updated(self.present, {**carry, "scalars": kept_scalars(self, scalars)})
 
     def rest(self, rank: int) -> dict[str, Any]:
         wanted = {name for name, _ in self.engine.host.module.named_buffers()}
@@ -295,7 +295,7 @@ def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
         )
 
 
-def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+def updated(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole shared extra state: `present`, updated with what another tool's checkpoint holds.
 
     said: the extra state of the checkpoint, with the keys of `checkpoint.others.foreign`. Groups and scalars are

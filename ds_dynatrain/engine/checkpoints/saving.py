@@ -320,7 +320,8 @@ class _Saving:
             drifting = differing(self.session, "replicas", engine.vps, engine.layout, engine.rank, own, "source")
         except CertificateError as error:
             raise CheckpointError(
-                f"copies of one state are not equal ({error}): which is right is not known; load the last checkpoint"
+                f"copies of one state are not equal ({error}): it is unknown which one is right; load the last "
+                "checkpoint"
             ) from None
         names = {engine.vps.tensors[number].name for numbers in drifting.values() for number in numbers}
         if names and self.session.is_first:

@@ -85,7 +85,7 @@ class FromCopies(StateSource):
         for rank, copy in self._copies.items():
             self._session.say(f"said/{rank}", copy.said)
 
-    def _said(self, rank: int) -> dict[str, Any]:
+    def _extra_state(self, rank: int) -> dict[str, Any]:
         """Return the state outside the buffers in the copy of a rank, as plain JSON."""
         found: dict[str, Any] = self._session.said_by(self._whole.holders[rank], f"said/{rank}", DOING)
         return found
@@ -94,14 +94,14 @@ class FromCopies(StateSource):
 
     @cached_property
     def kinds(self) -> Sequence[str]:
-        there = self._said(0)["kinds"]
+        there = self._extra_state(0)["kinds"]
         return [kind for kind in self._target.present_kinds(self._layout) if kind in there]
 
     def fill(self, rank: int, buffers: Buffers) -> None:
         self.give(buffers)
 
     def shared(self) -> dict[str, Any]:
-        found: dict[str, Any] = decode(self._said(0)["shared"], [])
+        found: dict[str, Any] = decode(self._extra_state(0)["shared"], [])
         return found
 
     def rest(self, rank: int) -> dict[str, Any]:
@@ -109,9 +109,9 @@ class FromCopies(StateSource):
         return merged_rest([self._rests[each] for each in rest_ranks(source, layout, rank)], source, layout)
 
     def streams(self, rank: int) -> streams.Streams:
-        seed, generation = self._said(0)["seed"], self._goal.world.generation
+        seed, generation = self._extra_state(0)["seed"], self._goal.world.generation
         layouts = self._layout, self._goal.layout
-        return streams.continued(*layouts, rank, seed, generation, lambda each: self._said(each)["streams"])
+        return streams.continued(*layouts, rank, seed, generation, lambda each: self._extra_state(each)["streams"])
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
         vps, layout = self._target, self._goal.layout
@@ -127,7 +127,7 @@ class FromCopies(StateSource):
         """
         world = self._goal.world
         if world.transfer is None:
-            raise TransferError("the group that the moves go over is not there")
+            raise TransferError("the world has no group for transfers")
         transport = GroupTransport(world.transfer, world.transfer_members, self._engine.control.watch)
         seconds, budget = self._engine.control.timeout_seconds, self._engine.settings.memory_budget_bytes
         played = [name for rank, name in enumerate(self._names) if rank in self._copies and name != self._me]
@@ -174,7 +174,9 @@ class FromCopies(StateSource):
                 holder = self._whole.holders[each]
                 if member == self._me:
                     local = holder == self._me
-                    wanted[each] = self._copies[each].tensors if local else blank_tensors(self._said(each)["rest"])
+                    wanted[each] = (
+                        self._copies[each].tensors if local else blank_tensors(self._extra_state(each)["rest"])
+                    )
                 if holder == member:
                     continue
                 if holder == self._me:
@@ -183,7 +185,7 @@ class FromCopies(StateSource):
                     begun += [transport.receive(part, holder, REST_TAG) for part in _flat(wanted[each])]
         for handle in begun:
             handle.wait(deadline)
-        self._rests = {each: decode(self._said(each)["rest"], tensors) for each, tensors in wanted.items()}
+        self._rests = {each: decode(self._extra_state(each)["rest"], tensors) for each, tensors in wanted.items()}
 
     # ---- the proof ---------------------------------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class FromCopies(StateSource):
         said = self._session.reduce("digests", mine, joined_sides, judge)
         if "digest" not in said:
             raise CheckpointDamaged(
-                f"what was restored differs between members: {said['doubts']}; start the job again from a checkpoint"
+                f"the restored state differs between members: {said['doubts']}; start the job again from a checkpoint"
             )
         return str(said["digest"])
 
