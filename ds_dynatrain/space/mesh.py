@@ -180,9 +180,9 @@ class Mesh:
 
     @cached_property
     def _first_alike(self) -> list[Ints]:
-        """For each form, and each group of a stage: the first group of the stage that has the same part of the tensors.
+        """First group of the stage with the same part of a form's tensors, for each form and each group of a stage.
 
-        It is -1 if the group holds nothing. Two parts of a tensor are the same, or have no element in common.
+        The entry is -1 if the group holds nothing. Two parts of a tensor are the same, or have no element in common.
         """
         found = list[Ints]()
         for tensor in self._firsts:
