@@ -10,39 +10,42 @@ import importlib.util
 import sys
 import warnings
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from ds_dynatrain.weights.outputs import ParamMeta
-from ds_dynatrain.weights.receivers import patches, servers, verl
+from ds_dynatrain.weights.receivers import patches, servers, verl, vllm_source
 from ds_dynatrain.weights.update import Outgoing
 from tests.weights import fakes
 from tests.weights.test_group import equal
 
 SHAPES = {"words": (23, 6), "odd": (7,), "scale": (), "up": (10, 7), "down": (7, 10), "last": (3, 3)}
-DTYPES = {"odd": torch.bfloat16, "scale": torch.float64, "last": torch.bfloat16}
 
 
-def part_of(package: str, path: str) -> ModuleType:
-    """One file of an installed package, loaded without the package."""
+def part_of(package: str, path: str, *absent: str) -> ModuleType:
+    """One file of an installed package, loaded without the package. absent: files that it imports and does not need."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         pytest.skip(f"{package} is not installed")
     name = f"peers_{package}_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, Path(spec.origin).parent / path)
     assert spec is not None and spec.loader is not None
+    for other in absent:
+        module: Any = ModuleType(f"{package}.{other.removesuffix('.py').replace('/', '.')}")
+        module.__getattr__ = lambda name: object
+        sys.modules.setdefault(module.__name__, module)
     found = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
 
 
-def mixed() -> dict[str, torch.Tensor]:
-    """Tensors of several types, one of which makes the next one's bytes begin at an odd place."""
-    return {name: torch.randn(shape).to(DTYPES.get(name, torch.float32)) for name, shape in SHAPES.items()}
+def some(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
 
 
 def metadata(tensors: dict[str, torch.Tensor]) -> list[ParamMeta]:
@@ -58,7 +61,7 @@ def messages(tensors: dict[str, torch.Tensor], buckets: list[list[Any]]) -> list
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 600, 1 << 20])
 def test_vllm_packs_alike(bucket_bytes: int) -> None:
-    theirs, tensors, expected = part_of("vllm", "distributed/weight_transfer/packed_tensor.py"), mixed(), []
+    theirs, tensors, expected = part_of("vllm", "distributed/weight_transfer/packed_tensor.py"), some(), []
     passing = iter(tensors.items())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -74,7 +77,7 @@ class Rollout(nn.Module):
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.held = {name: torch.zeros_like(each) for name, each in tensors.items() if name not in ("up", "down")}
-        self.fused = torch.zeros(20, 7)
+        self.fused = torch.zeros(20, 7, dtype=torch.bfloat16)
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
         for name, tensor in weights:
@@ -84,7 +87,7 @@ class Rollout(nn.Module):
 
 
 def test_vllm_loads_sparse_patches() -> None:
-    theirs, first, held = part_of("vllm", "model_executor/model_loader/checkpoint_weight_patch.py"), mixed(), {}
+    theirs, first, held = part_of("vllm", "model_executor/model_loader/checkpoint_weight_patch.py"), some(), {}
     second = {name: torch.where(torch.rand(each.shape) < 0.1, -each, each) for name, each in first.items()}
     model, sent = Rollout(first), list[int]()
     for tensors in (first, second, second):
@@ -101,8 +104,8 @@ def test_vllm_loads_sparse_patches() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 600, 1 << 20])
 def test_sglang_takes_each_bucket_apart(bucket_bytes: int) -> None:
-    theirs, tensors = part_of("sglang", "srt/weight_sync/tensor_bucket.py"), mixed()
-    buckets, found = servers.aligned(metadata(tensors), bucket_bytes), {}
+    theirs, tensors = part_of("sglang", "srt/weight_sync/tensor_bucket.py"), some()
+    buckets, found = servers.grouped(metadata(tensors), bucket_bytes), {}
     for bucket, data in zip(buckets, messages(tensors, buckets), strict=True):
         names, shapes = [meta.name for meta in bucket], [list(meta.shape) for meta in bucket]
         room = theirs.FlattenedTensorBucket.empty(names, [str(meta.dtype)[6:] for meta in bucket], shapes, "cpu")
@@ -125,3 +128,20 @@ def test_verl_finds_the_changes_of_shards() -> None:
             if placed.contributes:
                 first[name].view(-1)[spec.translate_flat_indices(at, placed.place)] = changed
     assert equal(first, second)
+
+
+def test_vllm_reads_a_source_by_its_own_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = part_of("vllm", "distributed/weight_transfer/base.py", "config/weight_transfer.py", "config/parallel.py")
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
+    held = {"whole": torch.randn(4, 6), "cut": torch.randn(2, 6)}
+    rows = [
+        ParamMeta("whole", torch.float32, (4, 6), (0, 1), (2,), (Replicate(),)),
+        ParamMeta("cut", torch.float32, (4, 6), (0, 1), (2, 1), (Shard(0), Shard(1))),
+    ]
+    source: Any = SimpleNamespace(metadata=rows, iter_full=lambda: iter(held.items()), iter_local=lambda: iter(()))
+    found = vllm_source(source)
+    assert isinstance(found, base.WeightSource) and found.implements_iter_full() and found.implements_iter_local()
+    assert [each.placements for each in found.metadata] == [None, (base.Shard(0), base.Shard(1))]
+    assert found.owned_names(1) == ["whole", "cut"] and dict(found.iter_full()) == held

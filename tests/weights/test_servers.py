@@ -28,7 +28,7 @@ from ds_dynatrain.weights.receivers import servers, trl, verl
 from ds_dynatrain.weights.receivers import version_folders as folder
 from ds_dynatrain.weights.update import Receiver, Update, send
 from tests.engine import subjects
-from tests.engine.pool import CaseFailed, RankPool
+from tests.engine.pool import RankPool
 from tests.engine.transitions import layout
 from tests.weights import cases, fakes, stubs
 from tests.weights.test_group import equal
@@ -106,22 +106,6 @@ def test_vllm_that_fails_is_not_told_to_finish(pool: RankPool) -> None:
         assert stub.versions == ["2"] and stub.requests.count("/init_weight_transfer_engine") == 2
         assert "/shutdown_weight_transfer_engine" in stub.requests
         assert equal(stub.weights, fakes.values(2))
-
-
-def of_two_types(at: str, bucket_bytes: int) -> Any:
-    """An update of weights in which eight-byte elements follow an odd number of four-byte ones."""
-    weights = {"odd": torch.ones(3), "wide": torch.ones(2, dtype=torch.float64)}
-    receiver = servers.VLLM(at, pause=None, bucket_bytes=bucket_bytes, timeout_seconds=20)
-    return send(fakes.FakeSource(weights, 1, td.get_rank(), td.get_world_size()), receiver)
-
-
-def test_vllm_cannot_unpack_several_types_from_one_bucket(pool: RankPool) -> None:
-    with stubs.VLLMStub().serving() as stub:
-        with pytest.raises(CaseFailed, match=r"pass VLLM\(\.\.\., bucket_bytes=1\)"):
-            pool.run(of_two_types, at=stub.url, bucket_bytes=600)
-        assert stub.requests == []
-        pool.run(of_two_types, at=stub.url, bucket_bytes=1)
-        assert stub.weights["wide"].tolist() == [1, 1]
 
 
 def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> int:

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.errors import CertificateError, ConfigError, TransferError, UnsupportedError
+from ds_dynatrain.errors import CertificateError, ConfigError, TransferError
 from ds_dynatrain.weights.outputs import batches
 from ds_dynatrain.weights.receivers.patches import patches
 from ds_dynatrain.weights.update import Outgoing, Receiver
@@ -159,23 +159,6 @@ def grouped(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
         found[-1].append(meta)
         filled += meta.nbytes
     return [bucket for bucket in found if bucket]
-
-
-def aligned(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
-    """Return `grouped` buckets, cut before tensors that would not begin at a multiple of their element size.
-
-    SGLang refuses such a bucket, which only tensors of several types can fill.
-    """
-    found: list[list[Any]] = []
-    for bucket in grouped(metadata, bucket_bytes):
-        at = 0
-        for number, meta in enumerate(bucket):
-            if number == 0 or at % meta.dtype.itemsize:
-                found.append([])
-                at = 0
-            found[-1].append(meta)
-            at += meta.nbytes
-    return found
 
 
 def meeting_place(master: str | None, own_address: Callable[[], str]) -> dict[str, Any]:
@@ -363,12 +346,6 @@ class VLLM(Server):
 
     def _deliver(self, out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], beside: ThreadPoolExecutor) -> None:
         before, metadata = getattr(self.client, "count", 0), out.source.metadata
-        buckets = grouped(metadata, self.bucket_bytes)
-        if not self.has_deltas and len(buckets) < len(aligned(metadata, self.bucket_bytes)):
-            raise UnsupportedError(
-                "the weights have several element types, and vLLM cannot unpack a tensor that does not begin at a "
-                f"multiple of its element size in a bucket of {self.bucket_bytes} bytes: pass VLLM(..., bucket_bytes=1)"
-            )
         try:
             if self._pause is not None:
                 self.client.pause(self._pause)
@@ -389,7 +366,7 @@ class VLLM(Server):
                 "shapes": [list(meta.shape) for meta in metadata],
             }
             request = beside.submit(self.client.update_weights, info)
-            for _, data in packed(out, tensors, buckets, self.device):
+            for _, data in packed(out, tensors, grouped(metadata, self.bucket_bytes), self.device):
                 broadcast(self._group, data, request)
             request.result()
         out.check_whole()
@@ -487,7 +464,7 @@ class SGLang(Server):
         if self._group is None:
             self._group = self._connected(beside)
         self._post("/begin_weight_update", {"selector": "all"})
-        buckets = aligned(out.source.metadata, self.bucket_bytes)
+        buckets = grouped(out.source.metadata, self.bucket_bytes)
         for bucket, data in packed(out, tensors, buckets, self.device):
             body = {
                 "names": [meta.name for meta in bucket],
