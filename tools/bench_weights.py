@@ -54,9 +54,9 @@ def measure(size: str, dtype: str, stage: int, laps: int) -> dict[str, dict[str,
         plain, changed = (stack.enter_context(rollouts(1, {}, LIMIT_SECONDS, keeps=False)) for _ in range(2))
         vllm, sparse, loop = (stack.enter_context(stub.serving()) for stub in (VLLMStub(), VLLMStub(), LoopStub()))
         sparse.is_sparse = True
-        where = {"group": plain.address, "deltas": changed.address}
-        where |= {"vllm": vllm.url, "sparse": sparse.url, "loop": loop.url}
-        wanted = {"size": size, "dtype": dtype, "stage": stage, "laps": laps, **where}
+        wanted: dict[str, Any] = {"size": size, "dtype": dtype, "stage": stage, "laps": laps}
+        wanted |= {"group": plain.address, "deltas": changed.address}
+        wanted |= {"vllm": vllm.url, "sparse": sparse.url, "loop": loop.url}
         notes = launch("weights_ranks.py", PROCESSES, LIMIT_SECONDS, **wanted)
         held = plain.receivers[0].weights
         own = sum(each.nbytes for each in held.values())
