@@ -87,7 +87,11 @@ class Rollout(nn.Module):
 
 
 def test_vllm_loads_sparse_patches() -> None:
-    theirs, first, held = part_of("vllm", "model_executor/model_loader/checkpoint_weight_patch.py"), some(), {}
+    theirs, first, held = (
+        part_of("vllm", "model_executor/model_loader/checkpoint_weight_patch.py"),
+        some(),
+        dict[str, Any](),
+    )
     second = {name: torch.where(torch.rand(each.shape) < 0.1, -each, each) for name, each in first.items()}
     model, sent = Rollout(first), list[int]()
     for tensors in (first, second, second):
@@ -105,7 +109,7 @@ def test_vllm_loads_sparse_patches() -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 600, 1 << 20])
 def test_sglang_takes_each_bucket_apart(bucket_bytes: int) -> None:
     theirs, tensors = part_of("sglang", "srt/weight_sync/tensor_bucket.py"), some()
-    buckets, found = servers.grouped(metadata(tensors), bucket_bytes), {}
+    buckets, found = servers.grouped(metadata(tensors), bucket_bytes), dict[str, Any]()
     for bucket, data in zip(buckets, messages(tensors, buckets), strict=True):
         names, shapes = [meta.name for meta in bucket], [list(meta.shape) for meta in bucket]
         room = theirs.FlattenedTensorBucket.empty(names, [str(meta.dtype)[6:] for meta in bucket], shapes, "cpu")
