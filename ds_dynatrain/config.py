@@ -194,6 +194,8 @@ class DynatrainConfig(Block):
     """Copies in memory of state that only one rank holds, for elastic jobs; `None`: the same as an empty object."""
     balance: OfExtension = None
     """Timing of layers and members; layers move to save time if `mode` says so. `None`: nothing is timed."""
+    clocks: OfExtension = None
+    """Lower clocks for members that wait, by the times that `balance` measures; `None`: clocks stay as they are."""
 
     def in_launch(self, is_elastic: bool) -> DynatrainConfig:
         """Return the block with the defaults of this kind of launch. Called by `initialize`.

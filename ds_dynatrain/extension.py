@@ -20,6 +20,7 @@ from ds_dynatrain.errors import ConfigError
 
 BUILT_IN: Mapping[str, str] = {
     "balance": "ds_dynatrain.balance.extension:Balance",
+    "clocks": "ds_dynatrain.clocks.extension:Clocks",
     "exact": "ds_dynatrain.exact.extension:Exact",
     "buddies": "ds_dynatrain.buddies.extension:Buddies",
     "fallback": "ds_dynatrain.fallback.extension:Fallback",
@@ -27,6 +28,7 @@ BUILT_IN: Mapping[str, str] = {
 """Map from a key of the `dynatrain` block to the class of its extension, in the order in which hooks are called."""
 BLOCKS: Mapping[str, str] = {
     "balance": "ds_dynatrain.balance.config:BalanceConfig",
+    "clocks": "ds_dynatrain.clocks.config:ClocksConfig",
     "exact": "ds_dynatrain.exact.config:ExactConfig",
     "buddies": "ds_dynatrain.buddies.config:BuddiesConfig",
     "fallback": "ds_dynatrain.fallback.config:FallbackConfig",
@@ -43,6 +45,7 @@ COMMANDS: Mapping[str, str] = {
 """Map from a command of `ds-dynatrain` to the function that typer calls for it."""
 ROWS: Mapping[str, str] = {
     "balance": "ds_dynatrain.balance.balance_rows:ROWS",
+    "clocks": "ds_dynatrain.clocks.rows:ROWS",
     "buddies": "ds_dynatrain.buddies.rows:ROWS",
     "exact": "ds_dynatrain.exact.bits.rows:ROWS",
     "fallback": "ds_dynatrain.fallback.rows:ROWS",

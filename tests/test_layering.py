@@ -41,6 +41,7 @@ BELOW: dict[str, set[str]] = {
     "reshard": {"membership", "checkpoint"},
     "engine": {"reshard"},
     "balance": {"engine", "exits"},
+    "clocks": {"balance"},
     "exact": {"engine", "exits"},
     "buddies": {"engine"},
     "fallback": {"engine"},

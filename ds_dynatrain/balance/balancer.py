@@ -24,7 +24,7 @@ from ds_dynatrain.balance.decision import Pause
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import BESIDE, Profile
 from ds_dynatrain.balance.timed_model import TimedModel, TimedStages
-from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, TimingWindow, waiting
+from ds_dynatrain.balance.window import Averaged, Busy, Measured, Rows, StepSeconds, TimingWindow, waiting
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.switcher import Reason
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, SwitchRefused, WorldChanged
@@ -51,11 +51,14 @@ class Balancer:
     """`engine.balancer`, which exists if the `dynatrain` block has a `balance` block.
 
     profile: the result of all windows so far, the same on all working members; None until the first window has ended.
+    busy: how long the ranks computed in the last window, the same on all working members; None until the first window
+        has ended.
     saved_member_seconds: the time for which the balancer's moves have kept members free. Each step adds its seconds
         times the number of members that such a move made idle and that have not worked since, in the job or not.
     """
 
     profile: Profile | None = None
+    busy: Busy | None = None
     saved_member_seconds = 0.0
 
     def __init__(self, engine: EngineParts, settings: BalanceConfig) -> None:
@@ -119,6 +122,15 @@ class Balancer:
         self._steps.forget()
         if engine.rank == 0:
             logger.info("balance: %s: layers are timed at the next step", text)
+
+    def expect_new_costs(self) -> None:
+        """Time steps again once they have settled, because costs have just changed on all working members.
+
+        Unlike `note` this communicates nothing: all working members call it after the same step.
+        """
+        self._are_new, self._timer = True, None
+        self._settled = self._next = self._engine.global_steps + SETTLING
+        self._steps.forget()
 
     def meter(self, names: Sequence[str]) -> None:
         """Time the modules of these names apart from the rest of the model. `engine.meter` calls this.
@@ -329,7 +341,8 @@ class Balancer:
         engine, steps = self._engine, self._engine.global_steps
         newest = self._steps.measured(self._steps_if_changed(steps))
         beside = tuple(getattr(times, name) for name in BESIDE)
-        mine = to_record(_Timed(self._model.rows(times), beside, waiting(times.waits), self._steps.measured(), newest))
+        rows, waits = self._model.rows(times), waiting(times.waits)
+        mine = to_record(_Timed(rows, beside, waits, times.busy_seconds, self._steps.measured(), newest))
         key = f"profile/{engine.segment}/{steps}"
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
         said = session.reduce("rows", {str(engine.rank): mine}, operator.or_, partial(self._merge_and_decide, steps))
@@ -342,7 +355,7 @@ class Balancer:
             self._steps.forget(but=self._steps_if_changed(steps))
         self._averaged, self._pause = found.averaged, found.pause
         self._are_new, self._step_seconds = False, found.step_seconds
-        self.saved_member_seconds = found.saved_member_seconds
+        self.saved_member_seconds, self.busy = found.saved_member_seconds, found.busy
         self.profile = self._profile(self._averaged)
         return found.course
 
@@ -388,8 +401,9 @@ class Balancer:
             profile = self._profile(averaged)
             decide = partial(self._advise, profile, measured.seconds)
             course = course.after(settings, step, measured, self._model.present, profile, decide)
+        busy = Busy(tuple(timed[rank].busy for rank in range(len(timed))), averaged.since)
         return to_record(
-            _Found(averaged, self._pause, course, measured.seconds, has_changed, self.saved_member_seconds)
+            _Found(averaged, self._pause, course, measured.seconds, has_changed, busy, self.saved_member_seconds)
         )
 
 
@@ -400,6 +414,7 @@ class _Timed:
     rows: the timings of the rank's layers.
     beside: the values of `profile.BESIDE`, times outside the layers.
     waits: the result of `waiting`.
+    busy: see `StageTimes.busy_seconds`.
     steps: seconds of a step, over all steps that the rank remembers.
     newest: seconds of a step, over the steps with the new costs if costs have changed.
     """
@@ -407,6 +422,7 @@ class _Timed:
     rows: Rows
     beside: tuple[float, ...]
     waits: tuple[float, float]
+    busy: float
     steps: Measured
     newest: Measured
 
@@ -420,6 +436,7 @@ class _Found:
     course: the moves decided on.
     step_seconds: seconds of a step on the slowest member.
     has_changed: whether costs have changed since the previous window.
+    busy: how long the ranks computed in the window.
     saved_member_seconds: see `Balancer`; those that the first member has counted.
     """
 
@@ -428,4 +445,5 @@ class _Found:
     course: Course
     step_seconds: float
     has_changed: bool
+    busy: Busy
     saved_member_seconds: float = 0.0

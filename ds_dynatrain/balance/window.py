@@ -84,6 +84,18 @@ def waiting(passes: Sequence[Floats]) -> tuple[float, float]:
     return float(sum(each.mean() for each in found)), float(math.hypot(*errors))
 
 
+@dataclass(frozen=True)
+class Busy:
+    """How long the ranks computed in the last window.
+
+    seconds: the seconds for which each rank computed, over all steps of the window.
+    since: the step at which costs changed.
+    """
+
+    seconds: tuple[float, ...]
+    since: int
+
+
 @dataclass(frozen=True, eq=False)
 class TimingWindow:
     """The merged timings of all ranks in one window.

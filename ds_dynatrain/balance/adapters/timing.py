@@ -47,6 +47,7 @@ class StageTimes:
     stepped: the number of elements that the optimizer stepped.
     output_bytes: the bytes of each layer's output for one micro-batch.
     waits: [passes], the seconds for which another thread had the core, in the forward and in the backward passes.
+    busy_seconds: the seconds of all passes, each as long as the median one, and of the optimizer.
     kept_bytes: the bytes that each layer's forward pass keeps for its backward pass. With activation checkpointing
         these are the inputs for recomputing the pass. 0 for a compiled layer.
     load_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
@@ -61,6 +62,7 @@ class StageTimes:
     output_bytes: Sequence[int]
     kept_bytes: Sequence[int]
     waits: tuple[npt.NDArray[np.float64], ...]
+    busy_seconds: float
     load_seconds: float = 0.0
     message_seconds: float = 0.0
     beside_seconds: float = 0.0
@@ -137,8 +139,12 @@ class Timer:
         synchronize()
         none, updates = (0,) * self._layers, sum(between(*each) for each in self._updates)
         waits = tuple(np.array([wait / share for _, share, wait in passes if share]) for passes in self._passes)
-        forward, backward = map(self._seconds, self._passes)
-        return StageTimes(forward, backward, updates, self._stepped, none, none, waits)
+        forward, backward = found = tuple(map(self._seconds, self._passes))
+        shares = (sum(share for _, share, _ in passes) for passes in self._passes)
+        busy = updates + sum(
+            share * float(np.median(each.sum(axis=1))) for share, each in zip(shares, found, strict=True) if len(each)
+        )
+        return StageTimes(forward, backward, updates, self._stepped, none, none, waits, busy)
 
     @contextmanager
     def _timed_pass(self, layer: int, is_backward: bool, share: float = 1.0) -> Iterator[None]:
