@@ -43,7 +43,7 @@ LINKS = {
     "balance": "[balance in a job](balance.md#in-a-job)",
     "balance.profile": "[which layout](balance.md#which-layout)",
     "balance.shape": "[what moves](balance.md#what-moves)",
-    "clocks": "[clocks](clocks.md)",
+    "clocks": "[clocks](gpu.md#clocks)",
     "report.jsonl": "[proof](exact.md#proof)",
     "report.monitor": "[monitors](monitoring.md#wb-tensorboard-csv)",
 }

@@ -1,4 +1,4 @@
-"""What sets the clock of a device: the base class, and the actuators of the package."""
+"""Actuators, which set the clock of a device: the base class, and those of the package."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from ds_dynatrain.support.row import Row, Verdict
 BESIDE_MOVES = Row(
     "clocks beside layers that move",
     Verdict.AT_START,
-    "layers would be timed at lowered clocks, and the slow stage would no longer look slow",
-    'set dynatrain.balance.mode to "advise", and move layers before clocks are lowered',
+    "at lowered clocks a slow stage does not look slow",
+    'set dynatrain.balance.mode to "advise", and move layers first',
 )
 BESIDE_ANOTHER_ENGINE = Row(
     "clocks beside another engine of the process",
@@ -20,7 +20,7 @@ ROWS = (
     Row(
         "clocks",
         Verdict.NOTE,
-        "members that wait get the lowest clock at which they do not limit the step; see [clocks](clocks.md)",
+        "members that wait get the lowest clock at which they do not limit the step; see [clocks](gpu.md#clocks)",
     ),
     BESIDE_MOVES,
     BESIDE_ANOTHER_ENGINE,
