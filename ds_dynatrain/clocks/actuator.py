@@ -73,7 +73,7 @@ def made(name: str, device: int) -> Actuator:
     """Return the actuator of this name for a device. Raises ConfigError if there is none."""
     kinds: dict[str, type[Actuator]] = {"dry": Dry, "zeus": Zeus}
     try:
-        return kinds[name](device) if name in kinds else named(name)(device)  # type: ignore[no-any-return]
+        return kinds[name](device) if name in kinds else named(name)(device)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f'dynatrain.clocks.actuator: "{name}" cannot be imported ({error}); give "module:Class" of a class derived '
