@@ -17,6 +17,7 @@ from ds_dynatrain.elastic.generation import Amendment, Generation, node_of, node
 from ds_dynatrain.elastic.history import JobHistory
 from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
+    LARGEST_ANSWER,
     LARGEST_MESSAGE,
     Agent,
     Amended,
@@ -33,6 +34,8 @@ from ds_dynatrain.elastic.messages import (
     Probed,
     Query,
     Report,
+    Show,
+    Shown,
     Status,
     Switched,
     Welcome,
@@ -47,6 +50,8 @@ GREETING_SECONDS = 5.0
 """How long a peer may take, after its greeting, to introduce itself."""
 LINGER_SECONDS = 30.0
 """How long a coordinator whose job has finished waits for its peers to disconnect."""
+SHOW_SECONDS = 3.0
+"""How long a worker may take to say what it is doing."""
 MOST_OWED = 4096
 """The maximum number of disconnected agents for which orders to end workers are kept. The oldest orders are dropped."""
 
@@ -72,6 +77,8 @@ class Coordinator:
         self._workers: dict[str, Peer] = {}
         self._agents: dict[str, Peer] = {}
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
+        self._asked: dict[str, asyncio.Future[Shown]] = {}
+        """Answers of workers that were asked what they are doing, while somebody waits for them."""
         self._peers: set[Peer] = set()
         self.host_node = ""
         """The node whose agent hosts this coordinator; "" if none does."""
@@ -105,6 +112,24 @@ class Coordinator:
         """Return the view of the job for the web page and the metrics. Called on the serving thread."""
         now = time.monotonic()
         return view(self._status(now), self.history, now, time.time())
+
+    async def shown(self, member: str) -> Shown:
+        """Ask a worker what it is doing, once for all that ask at the same time.
+
+        Raises KeyError if there is no such worker, TimeoutError if it does not answer in time.
+        """
+        peer = self._workers[member]
+        if member not in self._asked:
+            self._asked[member] = asyncio.get_running_loop().create_future()
+            peer.send(Show())
+        answer = self._asked[member]
+        try:
+            return await asyncio.wait_for(asyncio.shield(answer), SHOW_SECONDS)
+        except asyncio.TimeoutError:
+            raise TimeoutError(f"{member} has not answered for {SHOW_SECONDS:g} s") from None
+        finally:
+            if self._asked.get(member) is answer:
+                del self._asked[member]
 
     def _status(self, now: float) -> Status:
         return snapshot(self.membership, self._job, now)
@@ -203,7 +228,7 @@ class Coordinator:
         self._wake_if_due()
         try:
             while True:
-                message = await peer.receive()
+                message = await peer.receive(LARGEST_ANSWER)
                 if self._workers.get(member) is not peer:
                     return  # the same process has opened a newer connection
                 now = time.monotonic()
@@ -213,6 +238,10 @@ class Coordinator:
                         return
                     case Switched():
                         self.history.switched(message, now)
+                    case Shown():
+                        asked = self._asked.pop(member, None)
+                        if asked is not None:
+                            asked.set_result(message)
                     case Probed():
                         self.membership.probed(member, message, now)
                     case Report():
@@ -220,7 +249,7 @@ class Coordinator:
                         self.history.reported(member, message, self.membership.world, now)
                         self._wake_if_due()
                     case _:
-                        raise MessageError(f"{message.kind}: a worker sends report, switched, probed or bye")
+                        raise MessageError(f"{message.kind}: a worker sends report, switched, probed, shown or bye")
         except (PeerRefused, MessageError) as error:
             if self._workers.get(member) is peer:
                 self.membership.lost(member, str(error), time.monotonic())

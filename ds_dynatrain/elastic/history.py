@@ -183,6 +183,7 @@ class Point:
 
     seconds: time between the samples.
     stepping: the part of `seconds` that was spent in steps.
+    loss: mean of the members' losses at the end; None if none told a finite one.
     """
 
     at: float
@@ -192,6 +193,7 @@ class Point:
     samples: int
     stepping: float
     seconds: float
+    loss: float | None = None
 
     def merged_with(self, later: Point) -> Point:
         """Return this point merged with a later one."""
@@ -352,13 +354,20 @@ class JobHistory:
         self.step = max(self.step - lost_steps, said.step)
         self.counts.steps = self.step + self.counts.lost_steps - self._first_step
         self.samples = new.samples
-        self._note(Point(now, said.step, len(world.members), steps, samples, stepping, stepping + still))
+        size = len(world.members)
+        self._note(Point(now, said.step, size, steps, samples, stepping, stepping + still, self._loss(world)))
         if new.generation >= world.generation:
             self.goodput.end_losses()
         for place, one in enumerate(self.changes):  # the next generation may already have been published
             if one.generation == new.generation and one.still_seconds is None:
                 cost = {"still_seconds": still, "lost_steps": lost_steps}
                 self.changes[place] = one.model_copy(update=cost)
+
+    def _loss(self, world: Generation) -> float | None:
+        """Return the mean of the finite losses that the members of a generation have told; None if there are none."""
+        told = (self._reports[member].figures.loss for member in world.members if member in self._reports)
+        losses = [loss for loss in told if isinstance(loss, float)]
+        return sum(losses) / len(losses) if losses else None
 
     def _note(self, point: Point) -> None:
         self._open = point if self._open is None else self._open.merged_with(point)

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.descriptors import raise_descriptors
 from ds_dynatrain.elastic.address import Address, listen
-from ds_dynatrain.elastic.coordinator import Coordinator, logger
+from ds_dynatrain.elastic.coordinator import SHOW_SECONDS, Coordinator, logger
 from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
+from ds_dynatrain.elastic.messages import Shown
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import Feed
@@ -122,12 +123,17 @@ class CoordinatorHost:
         nodes = f"{settings.min_nodes} to {settings.max_nodes} nodes"
         logger.info("coordinator at %s, for %s; it may open %d files", self.address, nodes, files)
         if self.monitor is not None:
-            self.monitor.start(Feed(self.coordinator.view, self._loop.call_soon_threadsafe))
+            self.monitor.start(Feed(self.coordinator.view, self._loop.call_soon_threadsafe), self._shown)
         try:
             await serving
         finally:
             if self.monitor is not None:
                 await asyncio.to_thread(self.monitor.stop)
+
+    def _shown(self, member: str) -> Shown:
+        """Ask a worker what it is doing; see `Coordinator.shown`. Called on other threads than the serving one."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self.coordinator.shown(member), self._loop).result(2 * SHOW_SECONDS)
 
     def _serve_store(self) -> TCPStore:
         from ds_dynatrain.elastic.store import serve_store  # imports torch

@@ -29,6 +29,7 @@ from ds_dynatrain.elastic.messages import (
     Announce,
     Bye,
     Changed,
+    Figures,
     Finished,
     Leave,
     Message,
@@ -36,12 +37,14 @@ from ds_dynatrain.elastic.messages import (
     Protected,
     Refused,
     Report,
+    Show,
     Switched,
     Tally,
     clipped,
 )
 from ds_dynatrain.elastic.reach import Reach
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
+from ds_dynatrain.elastic.showing import LAST_LINES, shown
 from ds_dynatrain.elastic.store import open_store
 from ds_dynatrain.elastic.worker_process import Termination, end_with_parent, in_forked_children
 from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, PeerRefused
@@ -136,6 +139,7 @@ class Member:
         coordinator answers within `seconds`, PeerRefused or JobFinished if the coordinator does not admit this process.
         """
         end_with_parent(self.place.agent)
+        LAST_LINES.listen()
         self._connection = connect(self.place.coordinator, self._token, self.place.job, seconds)
         self._reach_address = self._reach.listen()
         self._announce()
@@ -214,6 +218,7 @@ class Member:
         pause_ms: float = 0.0,
         protected: Protected = "",
         tally: Tally = Tally(),  # noqa: B008 - it is frozen
+        figures: Figures = Figures(),  # noqa: B008 - it is frozen
     ) -> None:
         """Record this member's progress for the status.
 
@@ -225,7 +230,8 @@ class Member:
             is_first = step > 0 == self._report.step or self._has_just_entered
             self._has_just_entered = False
             tally = tally.model_copy(update={"generation": self._report.entered})
-            self._note(step=step, layout=layout, pause_ms=pause_ms, protected=protected, tally=tally)
+            what = {"layout": layout, "pause_ms": pause_ms, "protected": protected, "tally": tally, "figures": figures}
+            self._note(step=step, **what)
             if is_first:
                 self._say()
 
@@ -399,6 +405,8 @@ class Member:
                 self._see_request("its node was told to leave")
             case Probe(peers=peers):
                 self._reach.ask(peers)
+            case Show():
+                self._send(shown())
             case Finished():
                 with self._changed:
                     self.is_finished = True

@@ -7,9 +7,10 @@ it.
 
 A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`.
 All messages from `Hello` on are authenticated. A worker goes on with one `Announce`. It sends `Report` as its heartbeat
-and whenever something has changed, `Probed` in answer to each `Probe`, and `Bye` at its end. An agent sends `Agent`,
-once and as its heartbeat. A peer that only asks a question sends `Query` or `Dismiss`. The coordinator sends `Changed`,
-`Amended`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`.
+and whenever something has changed, `Probed` and `Shown` in answer to each `Probe` and `Show`, and `Bye` at its end. An
+agent sends `Agent`, once and as its heartbeat. A peer that only asks a question sends `Query` or `Dismiss`. The
+coordinator sends `Changed`, `Amended`, `Leave`, `Probe`, `Show`, `Fence`, `Finished`, `Status`, `Dismissed` and
+`Refused`.
 
 On each connection the coordinator sends a worker the first generation in full, and later generations as changes. The
 worker checks each result against a digest, and opens a new connection if they differ. It never acts on unchecked data.
@@ -38,10 +39,12 @@ from ds_dynatrain.elastic.generation import (
 )
 from ds_dynatrain.errors import MessageError
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the protocol; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
 """The maximum size in bytes of a message from a peer that has not yet proved the token."""
+LARGEST_ANSWER = 256 * 1024
+"""The maximum size in bytes of a message from a worker: enough for the longest `Shown`, whatever its characters are."""
 LARGEST_MESSAGE = 16 * 1024 * 1024
 """The maximum size in bytes of any other message: enough for a world of 65,536 members with ids of 128 characters."""
 
@@ -56,12 +59,14 @@ MOST_PHASES = 16
 """The maximum number of phases of a switch, each with a duration."""
 LONGEST_WORDS = 160
 Words = Annotated[str, Field(max_length=LONGEST_WORDS)]
-"""A text short enough for a `Switched` message to fit into `LARGEST_GREETING` bytes, the longest message that a worker
-may send."""
+"""A text short enough for a `Switched` message to fit into `LARGEST_GREETING` bytes."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+LONGEST_STACKS, MOST_LINES, LONGEST_LINE = 16_384, 40, 400
+"""The maximum numbers of characters of a worker's stacks, of its last log lines, and of characters in each line."""
 HostPort = Annotated[str, Field(pattern=r"^([0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):[0-9]{1,5}$")]
 """A numeric address with a port. It contains no host name, so nothing has to be looked up."""
 MOST_PROBED = 48
-"""The maximum number of addresses in a `Probe`. The answer has to fit into `LARGEST_GREETING` bytes."""
+"""The maximum number of addresses in a `Probe`."""
 MOST_PARTED = 16
 """The maximum number of pairs of disconnected hosts that a status names."""
 Probes = Annotated[tuple[HostPort, ...], Field(max_length=MOST_PROBED)]
@@ -161,6 +166,19 @@ class Tally(WireRecord):
     """The generation in which the worker left its last boundary."""
 
 
+class Figures(WireRecord):
+    """Figures of a worker's training, for people only. None where the job does not tell them."""
+
+    loss: Finite | Literal["not finite"] | None = None
+    """Loss of the worker's last micro-batch."""
+    learning_rate: Finite | None = None
+    memory_bytes: Count | None = None
+    """Memory in use on the worker's accelerator; of the process, if it trains on a CPU."""
+    memory_limit: Count | None = None
+    gpu_percent: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Share of the last instants in which the worker's GPU was busy."""
+
+
 class Report(WireRecord):
     """Current state of a worker. It is also the worker's heartbeat."""
 
@@ -194,6 +212,7 @@ class Report(WireRecord):
     waits_for: Text = ""
     """Members for which the worker's main thread has been waiting for a while. For people only."""
     tally: Tally = Tally()
+    figures: Figures = Figures()
 
 
 class SwitchOutcome(WireRecord):
@@ -231,6 +250,16 @@ class Probed(WireRecord):
     kind: Literal["probed"] = "probed"
     reached: Probes = ()
     unreached: Probes = ()
+
+
+class Shown(WireRecord):
+    """What a worker is doing: its last log lines, and the stacks of its threads, the main thread first."""
+
+    kind: Literal["shown"] = "shown"
+    lines: Annotated[
+        tuple[Annotated[str, Field(max_length=LONGEST_LINE)], ...], Field(max_length=MOST_LINES, default=())
+    ]
+    stacks: Annotated[str, Field(max_length=LONGEST_STACKS)]
 
 
 class Bye(WireRecord):
@@ -305,6 +334,12 @@ class Probe(WireRecord):
     peers: Probes
 
 
+class Show(WireRecord):
+    """Question to a worker: what is it doing?"""
+
+    kind: Literal["show"] = "show"
+
+
 class Fence(WireRecord):
     """Order to an agent to end one of its workers, which is silent and without which the others continue.
 
@@ -338,6 +373,7 @@ class MemberStatus(WireRecord):
     heard_seconds: Seconds
     """Time since the coordinator last heard from the member."""
     waits_for: Text
+    figures: Figures = Figures()
 
 
 class ChangeStatus(WireRecord):
@@ -367,6 +403,7 @@ class Status(WireRecord):
     term: str
     min_nodes: Count
     max_nodes: Count
+    beat_seconds: Seconds = 0.0
     generation: Count
     paused: bool
     finished: bool
@@ -378,8 +415,8 @@ class Status(WireRecord):
     """Descriptions of the pairs of hosts that cannot reach each other."""
 
 
-FromPeer = Hello | Announce | Report | Switched | Probed | Bye | Agent | Query | Dismiss
-ToWorker = Changed | Amended | Leave | Probe | Finished
+FromPeer = Hello | Announce | Report | Switched | Probed | Shown | Bye | Agent | Query | Dismiss
+ToWorker = Changed | Amended | Leave | Probe | Show | Finished
 FromCoordinator = Challenge | Welcome | Refused | ToWorker | Fence | Status | Dismissed
 Message = FromPeer | FromCoordinator
 

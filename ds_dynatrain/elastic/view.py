@@ -18,6 +18,7 @@ from ds_dynatrain.elastic.messages import (
     MOST_PARTED,
     ChangeStatus,
     Count,
+    Finite,
     MemberStatus,
     Seconds,
     StartingNode,
@@ -32,7 +33,7 @@ QUIET_STEPS = 5.0
 """A job is in state "standing" if the time since its last step exceeds both `LEAST_QUIET_SECONDS` and this many times
 the usual duration of a step."""
 MOST_NAMED = 5
-REPORTED = {"entered", "step", "layout", "pause_ms", "protected", "waits_for"}
+REPORTED = {"entered", "step", "layout", "pause_ms", "protected", "waits_for", "figures"}
 """Fields of a member's report that the status also shows."""
 FRESH_SECONDS = 0.5
 """The shortest time in seconds between two values of a feed, independent of the number of readers."""
@@ -46,6 +47,7 @@ class PointView(WireRecord):
     """Steps between two samples of the history.
 
     samples_per_second: the rate over the whole time between the samples, standstills included.
+    loss: the mean of the members' losses at the end of these steps; None if none told a finite one.
     """
 
     at: float
@@ -53,6 +55,7 @@ class PointView(WireRecord):
     size: Count
     step_seconds: Seconds
     samples_per_second: Seconds
+    loss: Finite | None
 
 
 class GoodputView(WireRecord):
@@ -124,6 +127,7 @@ def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
                 size=each.size,
                 step_seconds=each.stepping / each.steps,
                 samples_per_second=each.samples / each.seconds if each.seconds else 0.0,
+                loss=each.loss,
             )
             for each in history.points
         ),
@@ -237,6 +241,7 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
         term=membership.term,
         min_nodes=membership.settings.min_nodes,
         max_nodes=membership.settings.max_nodes,
+        beat_seconds=membership.settings.beat_seconds,
         generation=world.generation,
         paused=world.paused,
         finished=membership.is_finished,

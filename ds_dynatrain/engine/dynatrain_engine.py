@@ -711,6 +711,7 @@ class DynatrainEngine(HostEngine):
         def backward() -> torch.Tensor:
             with around(each.around_backward() for each in parts.extensions):
                 made: torch.Tensor = run(loss, retain_graph, scale_wrt_gas, tokens=tokens)
+            parts.last_loss = loss.detach() if scale_wrt_gas else loss.detach() * parts.accumulation
             for extension in parts.extensions:
                 extension.after_backward(loss)
             return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 import threading
 import time
@@ -16,14 +17,14 @@ from typing import Any, TypeVar
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.groups.device import device_error
+from ds_dynatrain.adapters.groups.device import busy_percent, device_error, total_bytes, used_bytes
 from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, abort, is_lost_peer
 from ds_dynatrain.adapters.zero.incoming import refuse_cut
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.member import Ending, end_process
-from ds_dynatrain.elastic.messages import Protected
+from ds_dynatrain.elastic.messages import Figures, Protected
 from ds_dynatrain.engine.discarded import guarded
 from ds_dynatrain.engine.driver import Driver
 from ds_dynatrain.engine.elastic import Elastic
@@ -47,6 +48,8 @@ from ds_dynatrain.support import usage
 T = TypeVar("T")
 WAIT_SECONDS = 0.02
 """Polling interval of a member that waits for work or for other members."""
+FIGURES_SECONDS = 1.0
+"""The shortest time between two readings of figures for people. Reading a loss waits for the device."""
 MEET_SECONDS = 1.0
 """Time that a member waits at a boundary for the others, before it trains on, if all members were asked to leave."""
 MOST_TRIES = 3
@@ -69,6 +72,8 @@ class ElasticMembership(Elastic):
         self._abort: threading.Thread | None = None
         self._driver = Driver(self, self._leave)
         self._clock, self._rounds, self._place = Clock(), Rounds(), ""
+        self._figures, self._read_at = Figures(), 0.0
+        """The newest figures for people, and when they were read."""
         self._jobs: list[Job] = []
         self._must_stay: dict[str, int] = {}
         """Map from each node that the coordinator refused to send home to the generation of the refusal. In a later
@@ -319,7 +324,9 @@ class ElasticMembership(Elastic):
             kept = "no"
         saved = sum(each.saved_member_seconds() for each in first.extensions)
         tally = self._clock.tally.model_copy(update={"saved_member_seconds": saved})
-        self.member.progress(first.global_steps, str(first.layout), pause_ms, kept, tally)
+        if time.monotonic() - self._read_at > FIGURES_SECONDS:
+            self._figures, self._read_at = figures(first), time.monotonic()
+        self.member.progress(first.global_steps, str(first.layout), pause_ms, kept, tally, self._figures)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
         """Take part in a requested switch, at a boundary of an engine other than the first.
@@ -708,6 +715,19 @@ def plain_part(value: Any) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError):
         return None
+
+
+def figures(engine: EngineParts) -> Figures:
+    """Return figures of an engine's training, for people who watch the job."""
+    loss, rates = engine.last_loss, engine.deepspeed.get_lr()
+    value = None if loss is None else float(loss.float().mean())
+    return Figures(
+        loss="not finite" if value is not None and not math.isfinite(value) else value,
+        learning_rate=float(rates[0]) if rates and math.isfinite(rates[0]) else None,
+        memory_bytes=used_bytes(),
+        memory_limit=total_bytes(),
+        gpu_percent=busy_percent(),
+    )
 
 
 def _loses_by_a_death(engine: EngineParts) -> bool:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.groups.process_groups import is_known
@@ -29,6 +30,8 @@ class EngineParts(SavingEngine):
 
     heartbeat: Heartbeat | None = None
     """Heartbeat of this member; None in jobs whose coordinator detects deaths."""
+    last_loss: torch.Tensor | None = None
+    """Loss of this member's last micro-batch, as a mean, for people who watch the job; None before the first."""
     kept: Kept = field(default_factory=Kept)
     """Copies of the state that this member keeps, of its own state and of other members' state."""
 

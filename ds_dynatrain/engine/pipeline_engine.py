@@ -151,7 +151,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         self._read = cast("PipelineFeed", self._feed), int(self.global_steps)
         before = int(self.global_samples)
         with around(each.around_batch() for each in self._parts.extensions):
-            loss = self._train_samples(samples)
+            loss = self._parts.last_loss = self._train_samples(samples)
         if isinstance(samples, Pass) and not self._host.reads_data:
             samples.skip()
         self.micro_steps += self._parts.accumulation

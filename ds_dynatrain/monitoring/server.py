@@ -1,4 +1,4 @@
-"""The monitoring port: GET requests for three paths, answered in separate threads from a view that the coordinator
+"""The monitoring port: GET requests for four paths, answered in separate threads from a view that the coordinator
 makes.
 
 Each reader has a few seconds and a few kilobytes, and only a few are served at a time. A slow or hostile reader loses
@@ -12,13 +12,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from typing import Any
+from urllib.parse import unquote
 
 from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.messages import Shown
 from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import Feed, View
 from ds_dynatrain.monitoring.metrics import encoded
@@ -55,9 +58,13 @@ class Monitor:
         serve = partial(self._server.serve_forever, POLL_SECONDS)
         self._thread = threading.Thread(target=serve, name="dynatrain-monitor", daemon=True)
 
-    def start(self, feed: Feed[View]) -> None:
-        """Start serving the values of this feed in a thread."""
-        self._server.feed = feed
+    def start(self, feed: Feed[View], ask: Callable[[str], Shown]) -> None:
+        """Start serving the values of this feed in a thread.
+
+        ask: asks a member what it is doing. Raises KeyError if there is no such member, TimeoutError if it does not
+            answer.
+        """
+        self._server.feed, self._server.ask = feed, ask
         self._thread.start()
         logger.info("the job can be watched at http://%s/ with the token in %s", self._where, self._token_file)
 
@@ -80,6 +87,7 @@ class _Server(ThreadingHTTPServer):
         self.socket.close()
         self.socket, self.reading = listener, reading
         self.feed: Feed[View] | None = None
+        self.ask: Callable[[str], Shown] | None = None
         self._places = threading.BoundedSemaphore(MOST_READERS)
         self._rendering = threading.Lock()
         self._rendered: dict[str, tuple[View, Answer]] = {}
@@ -107,12 +115,15 @@ class _Server(ThreadingHTTPServer):
         """Log at debug level that a connection was broken."""
         logger.debug("monitoring: %s: the connection ended", client_address, exc_info=True)
 
-    def answer(self, path: str, accept: str) -> Answer:
-        """Return the answer for a path. The answer is rendered once for all readers of the same view."""
+    def answer(self, target: str, accept: str) -> Answer:
+        """Return the answer for a path and its query. A view is rendered once for all of its readers."""
+        path, _, query = target.partition("?")
         if path == "/":
             return HTTPStatus.OK, "text/html; charset=utf-8", PAGE
+        if path == "/doing":
+            return self._doing(unquote(query))
         if path not in PATHS:
-            return HTTPStatus.NOT_FOUND, TEXT, b"there are /, /metrics and /status.json\n"
+            return HTTPStatus.NOT_FOUND, TEXT, b"there are /, /metrics, /status.json and /doing?MEMBER\n"
         view = None if self.feed is None else self.feed.read()
         if view is None:
             return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"nothing is known yet\n"
@@ -123,6 +134,23 @@ class _Server(ThreadingHTTPServer):
                 known = view, (HTTPStatus.OK, *PATHS[path](view, accept))
                 self._rendered[key] = known
             return known[1]
+
+    def _doing(self, member: str) -> Answer:
+        """Return what a member is doing, as plain text: nothing of it is taken for markup."""
+        try:
+            said = None if self.ask is None else self.ask(member)
+        except KeyError:
+            said = None
+        except (TimeoutError, futures.TimeoutError):
+            return (
+                HTTPStatus.GATEWAY_TIMEOUT,
+                TEXT,
+                b"the member does not answer; it may be dead, or hold Python's lock\n",
+            )
+        if said is None:
+            return HTTPStatus.NOT_FOUND, TEXT, b"there is no such member\n"
+        lines = "\n".join(said.lines) or "no line yet"
+        return HTTPStatus.OK, TEXT, f"{member}\n\nLast log lines\n\n{lines}\n\nStacks\n\n{said.stacks}\n".encode()
 
 
 TEXT = "text/plain; charset=utf-8"
@@ -174,7 +202,7 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a permitted request."""
-        self._say(self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", "")))
+        self._say(self.server.answer(self.path, self.headers.get("Accept", "")))
 
     def _say(self, answer: Answer, **more: str) -> None:
         status, content_type, body = answer

@@ -15,7 +15,7 @@ from ds_dynatrain.elastic.connection import Connection, ask_status
 from ds_dynatrain.elastic.coordinator import Coordinator
 from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
-from ds_dynatrain.elastic.messages import Announce, Changed, Report, Status
+from ds_dynatrain.elastic.messages import Announce, Changed, Report, Shown, Status
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import Feed
@@ -48,6 +48,9 @@ class Served:
         self.thread.start()
         self._is_up.wait()
 
+    def _shown(self, member: str) -> Shown:
+        return asyncio.run_coroutine_threadsafe(self.coordinator.shown(member), self._loop).result(SECONDS)
+
     def stop(self) -> None:
         if self.thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -58,7 +61,7 @@ class Served:
         membership = MembershipStateMachine(self.settings, self.term, time.monotonic())
         self.coordinator = coordinator = Coordinator(membership, 1, self.token, self.job)
         if self.monitor is not None:
-            self.monitor.start(Feed(coordinator.view, self._loop.call_soon_threadsafe))
+            self.monitor.start(Feed(coordinator.view, self._loop.call_soon_threadsafe), self._shown)
         self._is_up.set()
         await coordinator.serve(self.listener, self._stop)
         if self.monitor is not None:

@@ -11,15 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ds_dynatrain.elastic import coordinator
 from ds_dynatrain.elastic import view as feed
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.messages import Report, Tally
+from ds_dynatrain.elastic.messages import LONGEST_STACKS, MOST_LINES, Report, Show, Shown, Tally
 from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import View
 from ds_dynatrain.errors import ConfigError, ElasticError
@@ -128,6 +130,40 @@ def test_the_page_asks_nobody_else(quiet: Served) -> None:
             assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
 
 
+def test_what_a_member_is_doing_is_plain_text() -> None:
+    with serving(reading=Reading(ANY, READERS)) as served:
+        a = served.join("a")
+        told(a)
+        longest = Shown(lines=("\0" * 400,) * MOST_LINES, stacks="\0" * LONGEST_STACKS)
+        for answer in (Shown(lines=("<b>INFO</b>",), stacks="<img src=x>: train.py:7"), longest):
+            with ThreadPoolExecutor() as pool:
+                readers = [pool.submit(fetched, f"{served.url}/doing?a%2F0") for _ in range(3)]
+                assert isinstance(a.receive(SECONDS), Show)
+                time.sleep(0.5)
+                a.send(answer)
+            found = [reader.result() for reader in readers]
+            assert {code for code, _, _ in found} == {200}, "one question answers all that ask meanwhile"
+            for _, headers, body in found:
+                assert headers["Content-Type"] == "text/plain; charset=utf-8"
+                assert headers["X-Content-Type-Options"] == "nosniff"
+                assert body.startswith(b"a/0\n") and answer.stacks.encode() in body and answer.lines[0].encode() in body
+        for nobody in ("b/0", "", "<script>", "a/0%00"):
+            code, _, body = fetched(f"{served.url}/doing?{nobody}")
+            assert code == 404 and body == b"there is no such member\n"
+
+
+def test_a_member_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "SHOW_SECONDS", 0.2)
+    with serving(reading=Reading(ANY, READERS)) as served:
+        a = served.join("a")
+        told(a)
+        assert fetched(f"{served.url}/doing?a/0")[0] == 504
+        assert isinstance(a.receive(SECONDS), Show)
+        a.send(Shown(stacks="late"))
+        served.join("b")
+        assert "b/0" in told(a).members, "a late answer harms nobody"
+
+
 def test_uplot_is_as_it_was_published() -> None:
     for name, digest in PUBLISHED.items():
         assert hashlib.sha256((page.STATIC / name).read_bytes()).hexdigest() == digest
@@ -168,7 +204,7 @@ def test_hostile_requests(quiet: Served, request_: bytes, code: bytes) -> None:
 
 def test_tokens() -> None:
     with serving(reading=Reading(ANY, READERS)) as served:
-        for path in ("/", "/metrics", "/status.json", "/nothing"):
+        for path in ("/", "/metrics", "/status.json", "/doing?a/0", "/nothing"):
             for token in ("", "another one", READERS[:-1], READERS + "x", "\u20ac"):
                 if token.isascii():
                     code, headers, body = fetched(f"{served.url}{path}", token)

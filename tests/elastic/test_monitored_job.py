@@ -13,7 +13,7 @@ import pytest
 from ds_dynatrain.report import read_events
 from tests.elastic.agents import Job, processes
 from tests.elastic.runs import finish, node_of, steps_on
-from tests.elastic.watched import READERS, metrics, status
+from tests.elastic.watched import READERS, fetched, metrics, status
 from tools.nodes import free_port
 
 
@@ -76,6 +76,11 @@ def test_counters_are_what_the_report_file_says(watch: Callable[..., tuple[Job, 
     assert abs(failure["lost_steps"] - again) <= 1 and numbers["dynatrain_lost_steps_total"] == failure["lost_steps"]
     assert numbers["dynatrain_disruptions_total"] == 1 and 0 < failure["still_seconds"] < 60
     account(seen, numbers)
+    for member in seen["status"]["ranks"]:
+        code, _, body = fetched(f"{url}/doing?{member}")
+        log, _, stacks = body.decode().partition("Stacks\n\n")
+        assert code == 200 and f"{member}: generation" in log and stacks.startswith("thread MainThread:\n")
+        assert "training.py" in stacks and "thread dynatrain-member:" in stacks
     finish(job)
 
 
@@ -114,5 +119,8 @@ def account(seen: dict[str, Any], numbers: dict[str, float]) -> None:
         assert found["badput_time"][cause] > 0, cause
     assert 0 < numbers["dynatrain_goodput_ratio"] < 1
     assert numbers["dynatrain_badput_time_seconds{badput_source=PROGRAM_STARTUP}"] > 0
+    figures = [one["figures"] for one in seen["status"]["members"]]
+    assert figures and all(0 < one["memory_bytes"] < one["memory_limit"] and one["learning_rate"] for one in figures)
+    assert all(isinstance(one["loss"], float) for one in figures) and seen["points"][-1]["loss"] is not None
     assert seen["points"] and all(one["samples_per_second"] >= 0 for one in seen["points"])
     assert time.time() - 600 < seen["changes"][0]["at"] < seen["at"] < time.time() + 5

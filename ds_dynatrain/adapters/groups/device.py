@@ -108,6 +108,23 @@ def training_bytes() -> int:
     return max(0, int(accelerator.max_memory_allocated() - accelerator.memory_allocated()))
 
 
+def used_bytes() -> int:
+    """Return the memory, in bytes, of tensors on this process's accelerator; of the process, if there is none."""
+    return int(get_accelerator().memory_allocated())
+
+
+def busy_percent() -> float | None:
+    """Return the share of the last instants in which this process's GPU was busy; None if it does not tell.
+
+    NVIDIA's cards tell it if `nvidia-ml-py` is installed.
+    """
+    asked = getattr(getattr(torch, compute_device().type, None), "utilization", None)
+    try:
+        return None if asked is None else float(asked())
+    except (ImportError, RuntimeError):
+        return None
+
+
 def total_bytes() -> int:
     """Return the total memory, in bytes, of this process's accelerator, or of the host if there is no accelerator."""
     return int(get_accelerator().total_memory())

@@ -1,7 +1,7 @@
 "use strict";
 // Everything that the server tells is set as text, never as markup.
 
-const EVERY = 2000, LIMIT = 5000;
+const EVERY = 2000, LIMIT = 5000, OLD = 4;  // a member is in red after so many heartbeats
 const KINDS = { start: "#667078", join: "#2a9d5c", leave: "#c98a00", failure: "#d0342c", restore: "#a02090",
   "taken over": "#4a72d8", switch: "#0b8fb0" };
 const LOST = { PROGRAM_STARTUP: "#9aa5ad", TRAINING_PREP: "#6d7a83", UNPRODUCTIVE_CHECKPOINT_SAVE_TIME: "#e08a1e",
@@ -33,6 +33,7 @@ function seconds(count) {
   return minutes < 100 ? `${minutes} min ${two(Math.floor(count % 60))} s` : `${(count / 3600).toFixed(1)} h`;
 }
 
+const value = (figure) => typeof figure === "number" ? String(+figure.toPrecision(4)) : figure || "";
 const number = (value) => value >= 100 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
 const weight = (bytes) => bytes < 1e5 ? `${(bytes / 1e3).toFixed(1)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
 const share = (part) => `${(100 * part).toFixed(1)} %`;
@@ -118,7 +119,7 @@ function chart(id, value, least, stepped) {
     paths: stepped ? uPlot.paths.stepped({ align: 1 }) : undefined };
   return new uPlot({
     width: $(id).clientWidth, height: 140, legend: { show: false }, cursor: { sync: { key: "time" }, y: false },
-    scales: { x: { time: true }, y: { range: (_, __, most) => [0, Math.max(least, 1.15 * (most || 0))] } },
+    scales: { x: { time: true }, y: { range: (_, low, high) => least === null && high !== null ? uPlot.rangeNum(low, high, 0.1, true) : [0, Math.max(least || 1e-9, 1.15 * (high || 0))] } },
     axes: [{ ...axis, size: 30, space: 90, values: (plot, all) => all.map((at) => tick(at, plot.scales.x.max - plot.scales.x.min)) }, { ...axis, size: 70, space: 22, values: (_, all) => all.map((v) => value(v)), incrs: stepped ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] : undefined }],
     series: [{}, line],
     hooks: { draw: [marks], setCursor: [(plot) => point(plot, id, value)] },
@@ -130,6 +131,7 @@ function draw(view) {
     charts.size = chart("size", (v) => String(v), 1, true);
     charts.step = chart("step", seconds, 0.01, false);
     charts.rate = chart("rate", number, 1, false);
+    charts.loss = chart("loss", value, null, false);
   }
   const { points, changes, switches } = view;
   const range = Number($("range").value), first = Math.min(view.at - 10, ...changes.slice(0, 1).map((c) => c.at), ...points.slice(0, 1).map((p) => p.at));
@@ -137,7 +139,8 @@ function draw(view) {
   const lines = [...changes.map((c) => [c.at, c.kind, c.reason]),
     ...switches.filter((s) => asked(s, changes)).map((s) => [s.at, "switch", `${s.source} → ${s.target}`])];
   const sizes = [...changes.map((c) => [c.at, c.size]), [view.at, view.status.ranks.length]];
-  const data = { size: sizes, step: points.map((p) => [p.at, p.step_seconds]), rate: points.map((p) => [p.at, p.samples_per_second]) };
+  const data = { size: sizes, step: points.map((p) => [p.at, p.step_seconds]), rate: points.map((p) => [p.at, p.samples_per_second]),
+    loss: points.map((p) => [p.at, p.loss]) };
   for (const [id, rows] of Object.entries(data)) {
     charts[id].marks = lines;
     charts[id].setData([rows.map((r) => r[0]), rows.map((r) => r[1])], false);
@@ -166,6 +169,7 @@ function head(view) {
     [number(view.step), "steps"],
     [last ? seconds(last.step_seconds) : "–", "a step"],
     [last ? number(last.samples_per_second) : "–", "samples/s"],
+    [last ? value(last.loss) || "–" : "–", "loss"],
     [String(status.ranks.length), `members on ${nodes.size} of ${status.min_nodes} to ${status.max_nodes} nodes`],
     [share(goodput.ratio), `of ${seconds(goodput.total_elapsed_time)} became training (ETTR)`],
     [String(goodput.disruption_count), `failures; ${view.counts.lost_steps} steps lost`],
@@ -189,22 +193,51 @@ function account(view) {
   }), "");
 }
 
+const memory = (f) => f.memory_bytes === null ? "" : `${(f.memory_bytes / 1e9).toFixed(1)} of ${(f.memory_limit / 1e9).toFixed(0)} GB`;
+
+// Columns of the table of members: the title, the cell of a member, its class. A column without any text is left out.
+const COLUMNS = [
+  ["rank", (one) => one.rank === null ? "–" : String(one.rank), "number"],
+  ["phase", (one) => one.phase, ""],
+  ["step", (one) => number(one.step), "number"],
+  ["loss", (one) => value(one.figures.loss), (one) => typeof one.figures.loss === "string" ? "number bad" : "number"],
+  ["learning rate", (one) => value(one.figures.learning_rate), "number"],
+  ["memory", (one) => memory(one.figures), "number"],
+  ["GPU", (one) => one.figures.gpu_percent === null ? "" : `${one.figures.gpu_percent} %`, "number"],
+  ["layout", (one) => one.layout, "short"],
+  ["last pause", (one) => one.pause_ms ? seconds(one.pause_ms / 1000) : "", "number"],
+  ["protected", (one) => one.protected, ""],
+  ["heard of, ago", (one) => seconds(one.heard_seconds), (one, beat) => one.heard_seconds > OLD * beat ? "number bad" : "number"],
+  ["process", (one) => String(one.pid), "number"],
+  ["waits for", (one) => one.waits_for, ""],
+];
+
+function link(member) {
+  const made = make("a", "log and stack");
+  made.href = `doing?${encodeURIComponent(member)}`;
+  made.target = "_blank";
+  return made;
+}
+
 function members(view) {
-  const nodes = new Map();
-  for (const one of view.status.members) {
+  const { members, starting, beat_seconds } = view.status, nodes = new Map();
+  for (const one of members) {
     const node = one.member.slice(0, one.member.lastIndexOf("/"));
     nodes.set(node, [...(nodes.get(node) || []), one]);
   }
-  const rows = [];
+  const columns = COLUMNS.filter(([, cell]) => members.some(cell)), rows = [];
+  const line = (cells, name) => { rows.push(row(cells, "td", name)); rows.at(-1).lastElementChild.colSpan = columns.length + 2 - cells.length; };
   for (const [node, all] of nodes) {
-    const line = row([node], "td", "node");
-    line.firstElementChild.colSpan = 9;
-    rows.push(line, ...all.map((one) => row([
-      [one.rank === null ? "–" : String(one.rank), "number"], one.phase, [number(one.step), "number"], [one.layout, "short"],
-      [one.pause_ms ? seconds(one.pause_ms / 1000) : "", "number"], one.protected, [seconds(one.heard_seconds), "number"], [String(one.pid), "number"], one.waits_for,
-    ])));
+    line([node], "node");
+    for (const one of all) {
+      line([...columns.map(([, cell, kind]) => [cell(one), typeof kind === "string" ? kind : kind(one, beat_seconds)]), [link(one.member), "short"]]);
+    }
   }
-  fill("members", [["rank", "number"], "phase", ["step", "number"], "layout", ["last pause", "number"], "protected", ["heard of, ago", "number"], ["process", "number"], "waits for"], rows, "nobody is there");
+  for (const one of starting) {
+    line([one.node], "node");
+    line([[`its workers start, for ${seconds(one.seconds)} so far`, "soft"]]);
+  }
+  fill("members", [...columns.map(([title, , kind]) => [title, kind === "" || kind === "short" ? "" : "number"]), "is doing"], rows, "nobody is there");
 }
 
 function changes(view) {
