@@ -91,6 +91,47 @@ def doctor(
 
 
 @app.command()
+def init(
+    config: Annotated[Path, typer.Argument(help="A DeepSpeed configuration file.", show_default=False)],
+    checkpoints: Annotated[
+        str | None, typer.Option(help="A folder for checkpoints twice an hour, from which the next start continues.")
+    ] = None,
+    report: Annotated[str | None, typer.Option(help="A file that gets a line of JSON for each switch.")] = None,
+    exact: Annotated[
+        bool | None, typer.Option("--exact/--no-exact", help="Whether all worlds compute the same bits.")
+    ] = None,
+) -> None:
+    """Add a `dynatrain` block to a DeepSpeed configuration file, or complete the block that is there.
+
+    At a terminal, asks for each option that is not given. Keys that are there already are neither asked for nor
+    changed, and the rest of the file stays as it is.
+
+    Example: ds-dynatrain init ds_config.json --checkpoints checkpoints
+
+    Exit code: 0, or 2 if the file cannot be read, or the block would be invalid; the file is unchanged then.
+    """
+    import sys
+
+    from ds_dynatrain.cli import block
+    from ds_dynatrain.config_file import read_config
+
+    with saying("init"):
+        held, asks = read_config(config), sys.stdin.isatty()
+        if checkpoints is None and asks and block.lacks(held, "fallback"):
+            checkpoints = typer.prompt(
+                "A folder for automatic checkpoints (Enter: none)", default="", show_default=False
+            )
+        if report is None and asks and block.lacks(held, "report"):
+            report = typer.prompt(
+                "A file for a line of JSON about each switch (Enter: none)", default="", show_default=False
+            )
+        if exact is None and asks and block.lacks(held, "exact"):
+            exact = typer.confirm("The same bits in any number of ranks? Steps take longer")
+        made = block.complete(config, block.additions(checkpoints or "", report or "", bool(exact)))
+    typer.echo(f"{config} has the block {made}; whether a job would start with it: ds-dynatrain doctor {config}")
+
+
+@app.command()
 def coordinator(
     address: Annotated[str, typer.Argument(help="HOST:PORT to listen on, which is every torchrun's --rdzv-endpoint.")],
     nnodes: Annotated[str, typer.Option(help="MIN:MAX nodes; overrides torchrun's --nnodes.")],

@@ -17,6 +17,7 @@
 | `handler` `rendezvous` | torchrun's back-end; a world of one node, and the agent's connection to the coordinator |
 | `member` | a worker's side: its connection to the coordinator, in one thread, and its messages to the script |
 | `main_thread` | whether a script makes progress, as observed by the heartbeat thread |
+| `showing` | the last log lines and the stacks of a worker, for people |
 | `worker_process` | SIGTERM for threads; ends a process with its agent, and keeps forked children silent |
 | `abort` | a way out of collectives that would never end |
 
