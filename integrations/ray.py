@@ -1,24 +1,33 @@
 """Ray actors as members of an elastic job. Each actor is a node with one worker, and joins, leaves and dies by itself.
 
 Ray starts the processes and carries the coordinator's address and token, once, at the start. No tensor is ever sent
-over Ray. The coordinator is also an actor. Ray Train is not supported, because it starts its own processes, and
-restarts all of them when their number changes. Use this module in your own actors.
+over Ray. The coordinator is also an actor. An actor whose machine is about to be taken away leaves before that.
+
+Ray Train starts its own processes, and restarts all of them when their number changes. There, `SaveWhenPreempted` saves
+a checkpoint from which they continue.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import threading
+import time
 from collections.abc import MutableMapping
 from typing import Any
 
 from ds_dynatrain.elastic.address import Address, read_endpoint
-from ds_dynatrain.elastic.environment import LOCAL_RANK, LOCAL_SIZE, TOKEN, WorkerPlace, hand_over, new_node
+from ds_dynatrain.elastic.connection import ask_to_leave
+from ds_dynatrain.elastic.environment import LOCAL_RANK, LOCAL_SIZE, TOKEN, WorkerPlace, hand_over, job_token, new_node
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.errors import ConfigError, ElasticError, SwitchRefused
+from ds_dynatrain.extension import BACKUP_KEY, Extension
 
 ANSWER_SECONDS = 60.0
 """Maximum number of seconds that a coordinator's actor may take to start and to report its address."""
+
+LOOK_SECONDS = 1.0
+"""Interval between two looks at whether this machine is about to be taken away."""
 
 
 class Coordinator:
@@ -69,6 +78,9 @@ def join(
 
     variables: the environment variables.
 
+    From this call on the actor's node leaves, as with `ds-dynatrain leave`, once Ray is told that its machine will be
+    taken away (drained).
+
     The calling method must run in the actor's main thread, which handles SIGTERM. Methods without `async` and
     `max_concurrency` do.
 
@@ -88,4 +100,59 @@ def join(
     place = WorkerPlace(new_node(), 0, 1, read_endpoint(endpoint), job)
     hand_over(place, variables)
     variables[LOCAL_RANK], variables[LOCAL_SIZE] = "0", "1"
+    threading.Thread(
+        target=_leave_when_drained, args=(place, job_token(place.coordinator, variables)[0]), daemon=True
+    ).start()
     return place
+
+
+def _leave_when_drained(place: WorkerPlace, token: str) -> None:
+    """Wait until Ray drains this machine, then ask the coordinator to let this node leave, until it does so."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    while here not in ray._private.state.state.get_draining_nodes():
+        time.sleep(LOOK_SECONDS)
+    while True:
+        try:
+            ask_to_leave(place.coordinator, place.node, token)
+            return
+        except (OSError, ElasticError):  # it has not joined yet, or the coordinator is away
+            time.sleep(LOOK_SECONDS)
+
+
+class SaveWhenPreempted(Extension):
+    """Extension for the workers of Ray Train: saves a fallback checkpoint once Ray announces a pre-emption.
+
+    Ray Train then restarts all workers, on the machines that are left, and `dynatrain.resume` continues from that step.
+    `ray.train.get_preemption_info` is a barrier, so all workers have to work; layouts with idle ones are refused.
+    """
+
+    name = "save_when_preempted"
+
+    def __init__(self) -> None:
+        self._saved: Any = None
+
+    def attach(self, engine: Any) -> None:
+        """Attach to the engine. Raises ConfigError for a job without fallback checkpoints."""
+        super().attach(engine)
+        self._fallback = engine._parts.extension("fallback")
+        if self._fallback is None:
+            raise ConfigError(f"SaveWhenPreempted saves fallback checkpoints: name a folder for them in {BACKUP_KEY}")
+
+    def check_layout(self, layout: Any, batch: Any, has_stages: bool) -> None:
+        """Raise SwitchRefused for a layout with idle workers, which would not take part in Ray's barrier."""
+        import ray.train
+
+        workers = ray.train.get_context().get_world_size()
+        if layout.world_size < workers:
+            raise SwitchRefused(f"{layout} leaves workers of Ray Train idle", f"use all {workers} of them")
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint at the first boundary after each announcement."""
+        import ray.train
+
+        found = ray.train.get_preemption_info()
+        if found is not None and found != self._saved:
+            self._saved = found
+            self._fallback.save_now()

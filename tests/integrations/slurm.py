@@ -40,6 +40,7 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmdSpoolDir={folder}/spool.%n
 StateSaveLocation={folder}/state
 SwitchType=switch/none
+GresTypes=gpu
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -104,10 +105,12 @@ class Cluster:
         )
         for node in NODES:
             text += (
-                f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2\n"
+                f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2 "
+                "Gres=gpu:8\n"
             )
         if self.programs.plugins is not None:
             text += f"PluginDir={self.programs.plugins}\n"
+        (self.folder / "gres.conf").write_text("Name=gpu Count=8\n")
         (self.folder / "state").mkdir()
         (self.folder / "slurm.conf").write_text(text)
         commands = self.folder / "bin"

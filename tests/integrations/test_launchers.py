@@ -118,7 +118,9 @@ class TestSlurm:
         assert self.run(script, stand_ins) == 0
         asked = torchrun((Path(stand_ins["OUT"]) / "words").read_text().splitlines())
         assert asked.rdzv_backend == backend and (ROOT / asked.training_script).exists()
-        signal = re.search(r"--signal=TERM@(\d+)", (ROOT / "examples" / "slurm" / script).read_text())
+        text = (ROOT / "examples" / "slurm" / script).read_text()
+        assert f"#SBATCH --gpus-per-node={asked.nproc_per_node}\n" in text
+        signal = re.search(r"--signal=TERM@(\d+)", text)
         assert signal and asked.shutdown_timeout < int(signal[1])
         read_endpoint(asked.rdzv_endpoint)
 
@@ -185,6 +187,8 @@ class TestKubernetes:
         assert asked.rdzv_backend == "dynatrain" and asked.rdzv_id == told["job"] and asked.rdzv_conf == "is_host=0"
         assert nodes(asked.nnodes)[0] == nodes(told["nnodes"])[0] and asked.nproc_per_node == "8"
         assert asked.training_script == "train.py" and asked.max_restarts == 3
+        asks = container["resources"] if "resources" in container else spec["trainer"]["resourcesPerNode"]
+        assert asks == {"limits": {"nvidia.com/gpu": int(asked.nproc_per_node)}}
         graces = [pod["terminationGracePeriodSeconds"] for _, each in manifests() for pod in pods(each) if is_node(pod)]
         assert len(graces) == 3 and asked.shutdown_timeout < min(graces)
 
