@@ -253,7 +253,7 @@ class Probed(WireRecord):
 
 
 class Shown(WireRecord):
-    """What a worker is doing: its last log lines, and the stacks of its threads, the main thread first."""
+    """Answer of a worker to `Show`: its last log lines, and the stacks of its threads, the main thread first."""
 
     kind: Literal["shown"] = "shown"
     lines: Annotated[

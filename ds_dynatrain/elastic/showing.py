@@ -1,4 +1,4 @@
-"""What a worker shows of itself on request: the last lines of its log, and where its threads are."""
+"""Views of a worker from inside, which it sends on request: the last lines of its log, and where its threads are."""
 
 from __future__ import annotations
 

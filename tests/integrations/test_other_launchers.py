@@ -48,6 +48,27 @@ def test_a_fixed_number_of_processes_switches(launcher: tuple[str, ...]) -> None
 
 
 @pytest.mark.full
+def test_deepspeed_starts_the_chosen_slots_of_the_hosts_of_a_file(tmp_path: Path) -> None:
+    """Two hosts of one machine, whose launchers are started by hand, as `--no_ssh` asks."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=4\n127.0.0.1 slots=4\n")
+    choice = (
+        "--include=localhost:1@127.0.0.1:2",
+        "--no_ssh",
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+    )
+    deepspeed = ("-m", "deepspeed.launcher.runner", f"--hostfile={hosts}", *choice)
+    machines = [start(*deepspeed, f"--node_rank={rank}", str(SCRIPT), "switch") for rank in range(2)]
+    try:
+        printed = "".join(ended(machine) for machine in machines)
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert "rank 0: 8 steps, data=1 zero_stage=1" in printed
+
+
+@pytest.mark.full
 def test_accelerate_starts_nodes_of_an_elastic_job() -> None:
     port = str(free_port())
     coordinator = start("-m", "ds_dynatrain.cli", "coordinator", f"127.0.0.1:{port}", "--nnodes", "2:3")
