@@ -75,6 +75,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.integrations.mpi.join",
         "ds_dynatrain.integrations.ray.coordinate",
         "ds_dynatrain.integrations.ray.join",
+        "ds_dynatrain.integrations.ray.SaveWhenPreempted",
     ),
 }
 """Names that scripts use, by the title of their table. The first ones are also in `ds_dynatrain` itself."""

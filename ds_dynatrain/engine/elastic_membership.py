@@ -325,7 +325,9 @@ class ElasticMembership(Elastic):
         saved = sum(each.saved_member_seconds() for each in first.extensions)
         tally = self._clock.tally.model_copy(update={"saved_member_seconds": saved})
         if time.monotonic() - self._read_at > FIGURES_SECONDS:
-            self._figures, self._read_at = figures(first), time.monotonic()
+            self._read_at = time.monotonic()
+            with suppress(RuntimeError):  # a device that has failed says so in the next step
+                self._figures = figures(first)
         self.member.progress(first.global_steps, str(first.layout), pause_ms, kept, tally, self._figures)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
