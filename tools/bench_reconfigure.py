@@ -2,7 +2,6 @@
 
 python tools/bench_reconfigure.py                           # about five minutes
 python tools/bench_reconfigure.py --ranks 4 --laps 5
-python tools/bench_reconfigure.py --write docs/figures
 
 Since torch 2.14 the members of a group can be changed in place (`ProcessGroup.reconfigure`). With an older torch only
 the other two ways are measured. In every lap the same processes change their group in each of the ways, in turn: either
@@ -21,14 +20,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch._C._distributed_c10d as distributed_c
 import torch.distributed as td
-from figures import keep, machine, table
+from figures import machine, table
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ds_dynatrain.adapters.groups.device import HOST
@@ -250,7 +248,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--laps", type=int, default=30, help="laps of each row (default 30)")
-    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_num_threads(1)
@@ -262,8 +259,6 @@ def main() -> None:
         text += f" Torch {torch.__version__} cannot reconfigure a group; torch 2.14 and newer can."
     text += f"\n\n{table(head, [row(ranks, args.laps) for ranks in args.ranks])}"
     print(text)
-    if args.write is not None and CAN_EDIT:
-        keep(args.write, "bench_reconfigure", text)
 
 
 if __name__ == "__main__":

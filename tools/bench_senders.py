@@ -3,9 +3,9 @@
 python tools/bench_senders.py
 python tools/bench_senders.py --write docs/figures
 
-Only plans are allocated. The first table is about a model with 70 billion parameters, in which the boundary between two
-pipeline stages moves by one layer. The second table is about changes of a small model on 8 nodes of 8 members. Its
-lower bound counts, for each node, the elements that a member of the node needs and no member of it holds.
+Only plans are allocated. The first lines are about a model with 70 billion parameters, in which the boundary between
+two pipeline stages moves by one layer. The table is about changes of a small model on 8 nodes of 8 members. Its lower
+bound counts, for each node, the elements that a member of the node needs and no member of it holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from figures import keep, machine, table
+from figures import keep, machine
 from minimum import traffic
 
 from ds_dynatrain.plan import SwitchPlan, picture_of, plan_switch
@@ -48,7 +48,7 @@ SIZES: tuple[dict[str, Any], ...] = (
     {"data": 8, "tensor": 8},
     {"data": 8, "tensor": 4, "pipe": 2},
 )
-"""The layouts of the second table, in stages 1 and 3."""
+"""The layouts of the small model, in stages 1 and 3."""
 
 
 def space(sizes: tuple[int, int, int, int], layout: Layout) -> VirtualParameterSpace:
@@ -82,8 +82,8 @@ def space(sizes: tuple[int, int, int, int], layout: Layout) -> VirtualParameterS
     return VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(2), layout, members, partition)
 
 
-def sender_row(ranks: int) -> list[object]:
-    """Return a row on the traffic when a boundary moves by one layer."""
+def senders(ranks: int) -> str:
+    """Return a phrase on the traffic when a boundary moves by one layer."""
     borders = tuple(range(0, 81, 10))
     source = Layout(pipe=8, data=ranks // 8, zero_stage=1, boundaries=borders)
     target = source.replace(boundaries=(0, 11, *borders[2:]))
@@ -91,7 +91,7 @@ def sender_row(ranks: int) -> list[object]:
     sent, received = found.T
     ratio = sent.max() / max(received.max(), sent.mean())
     verdict = "pass" if ratio <= BAR_SENDER else "missed"
-    return [ranks, *(f"{each / 1e9:.1f}" for each in (sent.sum(), sent.max(), received.max())), f"{ratio:.2f}", verdict]
+    return f"{ranks} ranks {sent.sum() / 1e9:.1f} GB, {ratio:.2f} ({verdict})"
 
 
 def between_nodes(plan: SwitchPlan, nodes: Mapping[int, str]) -> tuple[int, int, float]:
@@ -120,9 +120,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs/figures")
     asked = parser.parse_args()
-    head = ("ranks", "sent GB", "busiest sender GB", "busiest receiver GB", "ratio", f"bar {BAR_SENDER}")
-    senders = table(head, [sender_row(ranks) for ranks in (128, 512)])
-    print(senders, flush=True)
+    busy = f"Sent, and busiest sender ÷ busiest receiver (bar {BAR_SENDER}): {senders(128)}; {senders(512)}."
+    print(busy, flush=True)
     nodes, rows, known = {member: f"node-{member // NODE}" for member in range(64)}, list[list[object]](), 0
     for number, (before, after) in enumerate(itertools.permutations(SIZES, 2)):
         stages = (1, 3) if number % 4 == 3 else (1, 1)
@@ -136,7 +135,7 @@ def main() -> None:
     text = f"Bytes between nodes are within {BAR_NODES} of their bound in {known} of {len(rows)} changes."
     print(text)
     if asked.write:
-        keep(asked.write, "bench_senders", f"Measured on: {machine()}. {text}\n\n{senders}")
+        keep(asked.write, "bench_senders", f"Measured on: {machine()}. {busy} {text}")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from figures import keep, machine, table
+from figures import keep, machine
 from launch import launch
 
 LIMIT_SECONDS = 300
-TITLES = {"copy": "plain copy", "auto": "reading memory", "gloo": "gloo"}
+WAYS = ("auto", "gloo")
+"""The values of `transport` that are compared with a plain copy; "auto" reads memory."""
 
 
 def speeds(pairs: int, args: argparse.Namespace) -> dict[tuple[str, int], float]:
@@ -43,19 +44,15 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=3, help="launches of each number of pairs (default 3)")
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
-    rows = []
+    cases = []
     for pairs in (1, 2):
         found = speeds(pairs, args)
         for megabytes in args.megabytes:
             plain = found["copy", megabytes]
-            speed = {way: found[way, megabytes] for way in TITLES}
-            cells = (
-                f"{each:.1f}" if way == "copy" else f"{each:.1f} ({each / plain:.2f})" for way, each in speed.items()
-            )
-            rows.append((pairs, megabytes, *cells))
-    text = f"Measured on: {machine()}. Medians of {args.repeats} messages in each of {args.launches} launches; in "
-    text += "brackets ÷ plain copy."
-    text += "\n\n" + table(("pairs", "MB", *(f"{title}, GB/s" for title in TITLES.values())), rows)
+            shares = ", ".join(f"{found[way, megabytes] / plain:.2f}" for way in WAYS)
+            cases.append(f"{pairs} pair{'s' * (pairs > 1)}, {megabytes} MB {plain:.1f}, {shares}")
+    text = f"Measured on: {machine()}. Medians of {args.repeats} messages in each of {args.launches} launches. GB/s of "
+    text += f"a plain copy, and ÷ it by reading memory and by gloo: {'; '.join(cases)}."
     print(text)
     if args.write is not None:
         keep(args.write, "bench_transport", text)

@@ -210,8 +210,8 @@ def main() -> None:
     text = f"Measured on: {machine()}. {what}.\n\n"
     text += "\n".join(line([row for row in rows if row.stage == stage]) for stage in args.stages)
     print(text)
-    if args.write is not None:
-        keep(args.write, "deaths" if args.beside is None else "deaths_beside", text)
+    if args.write is not None and args.beside is None:
+        keep(args.write, "deaths", text)
     if any(row.faults for row in rows):
         sys.exit(1)
 

@@ -3,7 +3,7 @@
 python tools/reference.py           # write the pages
 python tools/reference.py --check   # exit code 1 if they are not what the code says
 
-The written page of names only lists them. `make docs` adds their docstrings by Sphinx's autodoc.
+The written page of names only lists them. `make docs` adds their docstrings (docs/conf.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any, get_args
 
 import typer
 from keys import table as table_of_keys
+from torch.utils.data import DataLoader
 
 from ds_dynatrain.cli.main import app
+from ds_dynatrain.data.loader import Loader
 
 DOCS = Path(__file__).parents[1] / "docs"
 FOLDER = DOCS / "reference"
@@ -36,8 +38,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.space.layout.Layout",
         "ds_dynatrain.extension.Extension",
     ),
-    "The engine": ("ds_dynatrain.engine.dynatrain_engine.DynatrainEngine",),
-    "Pipelines": ("ds_dynatrain.engine.pipeline_engine.DynatrainPipelineEngine",),
+    "The engine": (
+        "ds_dynatrain.engine.dynatrain_engine.DynatrainEngine",
+        "ds_dynatrain.engine.pipeline_engine.DynatrainPipelineEngine",
+    ),
     "What the engine gives": (
         "ds_dynatrain.reshard.pending.PendingSwitch",
         "ds_dynatrain.reshard.pending.SwitchEstimate",
@@ -79,24 +83,27 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Names that scripts use, by the title of their table. The first ones are also in `ds_dynatrain` itself."""
+FOR_THE_ENGINE = (
+    "PendingSave.run",
+    "Balancer.timed_step",
+    "Balancer.timed_pass",
+    "Balancer.timed_update",
+    "Balancer.finish_step",
+)
+"""Methods that only the engine calls; the page of names leaves them out."""
+AS_IN_TORCH = frozenset(inspect.signature(DataLoader).parameters)
+"""Attributes of loaders that mean what they mean in torch; the page of names leaves them out."""
 HOME = "ds_dynatrain"
 HOOKS = f"{HOME}.extension.Extension"
 """The class whose methods docs/extensions.md lists by the time at which they are called."""
 
 
 def names_page(head: str, intro: str) -> str:
-    """Return the page of names: each with the first sentence of its docstring, and autodoc's directives."""
+    """Return the page of names, each with the first sentence of its docstring."""
     lines = [f"# {head}", "", NOTE, "", intro, ""]
     for title, names in NAMES.items():
         lines += [f"## {title}", "", "| name | |", "|---|---|"]
         lines += [*(f"| `{name}` | {said} |" for name, said in listed(names)), ""]
-    lines += [
-        "## Details",
-        "",
-        "```{eval-rst}",
-        *(line for names in NAMES.values() for line in directives(names)),
-        "```",
-    ]
     return "\n".join(lines)
 
 
@@ -108,13 +115,15 @@ def listed(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         if inspect.isclass(found) and path != HOOKS:
             for name, member in vars(found).items():
                 theirs = any(name in vars(base) for base in found.__mro__ if base.__module__.split(".")[0] != HOME)
-                if not (name.startswith("_") or theirs) and (callable(member) or isinstance(member, property)):
+                theirs = theirs or (issubclass(found, Loader) and name in AS_IN_TORCH)
+                is_ours = not (name.startswith("_") or theirs) and f"{shown(path)}.{name}" not in FOR_THE_ENGINE
+                if is_ours and (callable(member) or isinstance(member, property)):
                     yield f"{shown(path)}.{name}", first_sentence(member)
 
 
-def directives(names: tuple[str, ...]) -> Iterator[str]:
-    """Yield Sphinx's directives for each name."""
-    for path in names:
+def directives() -> Iterator[str]:
+    """Yield the directive with which Sphinx shows the docstrings of each name."""
+    for path in (path for names in NAMES.values() for path in names):
         yield f".. {'autoclass' if inspect.isclass(find(path)) else 'autofunction'}:: {path}"
 
 
@@ -160,9 +169,9 @@ def pages() -> dict[Path, str]:
     return {
         FOLDER / "api.md": names_page(
             "Public names",
-            "All names that a script uses, from their docstrings. Methods that DeepSpeed, Accelerate or Lightning also "
-            "have are not listed. [Extensions](../extensions.md#the-hooks) and [errors](../troubleshoot.md#exceptions) "
-            "have their own pages.",
+            "All names that a script uses, from their docstrings. Methods that DeepSpeed, Accelerate, Lightning or "
+            "torch's DataLoader also have are not listed. [Extensions](../extensions.md#the-hooks) and "
+            "[errors](../troubleshoot.md#exceptions) have their own pages.",
         ),
         FOLDER / "cli.md": commands_page(
             "The command `ds-dynatrain`",

@@ -307,8 +307,6 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another tool's format or, with --to universal, from another tool's format.
 
-    Converts tensor by tensor.
-
     Example: ds-dynatrain checkpoint convert checkpoints model.safetensors --dtype bfloat16
 
     Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the output cannot
