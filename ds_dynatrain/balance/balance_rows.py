@@ -8,7 +8,7 @@ ROWS = (
     Row(
         "balance",
         Verdict.NOTE,
-        "layers of a PipelineModule and the members of any model are timed, and with mode act move to where the time "
-        "is: see [balance](balance.md#in-a-job)",
+        "times the layers of a PipelineModule and the members of any model, and with mode act moves work away from "
+        "slow ones: see [balance](balance.md#in-a-job)",
     ),
 )

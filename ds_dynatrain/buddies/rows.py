@@ -7,25 +7,26 @@ from ds_dynatrain.support.row import Row, Verdict
 IN_A_FIXED_LAUNCH = Row(
     "buddies in a launch of fixed size",
     Verdict.AT_START,
-    "nobody comes or goes there to take over what a dead process held",
+    "no process could take over the state of a dead one",
     "launch with the dynatrain rendezvous, or leave dynatrain.buddies out and save checkpoints",
 )
 ROWS = (
     Row(
         "buddies",
         Verdict.NOTE,
-        "copies in memory of what one rank holds alone, where members come and go; see [buddies](buddies.md)",
+        "in an elastic job, other members keep copies in memory of state that only one rank holds; see "
+        "[buddies](buddies.md)",
     ),
     IN_A_FIXED_LAUNCH,
     Row(
         "several copies of each member",
         Verdict.NOTE,
-        "with `copies`, so that as many nodes may die at once",
+        "set `copies` to the number of nodes that may die at once",
     ),
     Row(
         "buddies of several engines",
         Verdict.NOTE,
-        "copies of all engines of a process are taken at one boundary, and all go back to it together: see "
+        "all engines of a process copy at one boundary, and all go back to it together: see "
         "[engines](members.md#where-members-come-and-go)",
     ),
 )

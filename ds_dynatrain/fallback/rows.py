@@ -8,12 +8,13 @@ ROWS = (
     Row(
         "fallback checkpoints",
         Verdict.NOTE,
-        "saved every so many steps or seconds, after SIGTERM, and where members come and go when training pauses or "
-        "all leave; see [checkpoints](checkpoint.md#saved-by-itself)",
+        "saved at an interval and after SIGTERM; in an elastic job also when training pauses or all members leave; "
+        "see [checkpoints](checkpoint.md#saved-by-itself)",
     ),
     Row(
         "fallback checkpoints of several engines",
         Verdict.NOTE,
-        "each with a folder of its own; where members come and go all need one, and are saved and restored together",
+        "each engine needs its own folder; in an elastic job every engine needs one, and all are saved and restored "
+        "together",
     ),
 )

@@ -29,10 +29,10 @@ OTHER_AXES = ("pipe", "sequence", "tensor")
 """The axes, besides data, that add ranks."""
 
 AXES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "pipe": ((PIPELINE,), "it is no deepspeed.PipelineModule"),
+    "pipe": ((PIPELINE,), "it is not a deepspeed.PipelineModule"),
     "expert": (
         (EXPERTS, NATIVE_EXPERTS),
-        "no expert_parallel block deals its experts out, and it has no layers of deepspeed.moe",
+        "no expert_parallel block distributes its experts, and it has no layers of deepspeed.moe",
     ),
     "sequence": ((ULYSSES,), "it has no DistributedAttention layer, and no mpu for sequence parallelism was given"),
 }
@@ -70,17 +70,21 @@ class Rule:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule((PIPELINE,), "DeepSpeed trains pipelines in ZeRO stages 0 and 1 alone", stages=(2, 3)),
-    Rule((PIPELINE,), "DeepSpeed's PipelineEngine knows no tensor axis", ("tensor",)),
-    Rule((PIPELINE,), "DeepSpeed takes no mpu beside a PipelineModule", ("sequence",)),
-    Rule((NATIVE_EXPERTS,), "DeepSpeed trains layers of deepspeed.moe in ZeRO stages 0 to 2 alone", stages=(3,)),
-    Rule((NATIVE_EXPERTS,), "layers of deepspeed.moe gather tokens of tensor ranks as gloo cannot", ("tensor",)),
-    Rule((NATIVE_EXPERTS,), "layers of deepspeed.moe take sequence ranks for tensor ranks", ("sequence",)),
-    Rule((ULYSSES,), "AutoTP takes the place of the mpu that knows the sequence ranks", ("tensor", "sequence")),
-    Rule((EXPERTS,), "AutoEP takes sequence ranks for tensor ranks of the mpu, which it refuses", ("sequence",)),
+    Rule((PIPELINE,), "DeepSpeed trains pipelines only in ZeRO stages 0 and 1", stages=(2, 3)),
+    Rule((PIPELINE,), "DeepSpeed's PipelineEngine has no tensor axis", ("tensor",)),
+    Rule((PIPELINE,), "DeepSpeed accepts no mpu with a PipelineModule", ("sequence",)),
+    Rule((NATIVE_EXPERTS,), "DeepSpeed trains layers of deepspeed.moe only in ZeRO stages 0 to 2", stages=(3,)),
+    Rule(
+        (NATIVE_EXPERTS,),
+        "layers of deepspeed.moe gather tokens of tensor ranks in a way that gloo does not support",
+        ("tensor",),
+    ),
+    Rule((NATIVE_EXPERTS,), "layers of deepspeed.moe mistake sequence ranks for tensor ranks", ("sequence",)),
+    Rule((ULYSSES,), "AutoTP replaces the mpu that knows the sequence ranks", ("tensor", "sequence")),
+    Rule((EXPERTS,), "AutoEP mistakes the mpu's sequence ranks for tensor ranks, and refuses them", ("sequence",)),
     Rule(
         (EXPERTS,),
-        "AutoEP would count the gradients of tokens once for each tensor rank where every rank has all experts",
+        "AutoEP would count the gradients of tokens once for each tensor rank if every rank has all experts",
         ("tensor",),
         without=("expert",),
     ),

@@ -31,7 +31,7 @@ def norm_needs_stage_1_or_2(target: Target) -> Refusal | None:
     if target.layout.zero_stage in (1, 2):
         return None
     nearest = target.layout.replace(zero_stage=1 if target.layout.zero_stage == 0 else 2)
-    return Refusal("DeepSpeed has it in stages 1 and 2", f"nearest: {nearest}; or leave the key out")
+    return Refusal("only stages 1 and 2 have this option", f"nearest: {nearest}; or leave the key out")
 
 
 def unmanaged_overlap(target: Target) -> Refusal | None:
@@ -42,7 +42,7 @@ def unmanaged_overlap(target: Target) -> Refusal | None:
     if target.layout.zero_stage > 1 or not setting(target.config, "zero_optimization.overlap_comm"):
         return None
     return Refusal(
-        "without it zero_optimization.overlap_comm works in ZeRO stages 2 and 3 alone",
+        "without it zero_optimization.overlap_comm works only in ZeRO stages 2 and 3",
         f"set overlap_comm to false, or nearest: {target.layout.replace(zero_stage=2)}",
     )
 
@@ -58,7 +58,7 @@ def accumulates_in_fp32(config: Config) -> Refusal | None:
     if gradient in ("fp32", _weight_type(config)):
         return None
     why = f"gradients of {_weight_type(config)} weights are accumulated in {gradient}, which was not tried"
-    return Refusal(why, "take fp32, or leave the key out")
+    return Refusal(why, "use fp32, or leave the key out")
 
 
 def accumulation_at_stage_0(target: Target) -> Refusal | None:

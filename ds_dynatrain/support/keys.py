@@ -20,7 +20,7 @@ from ds_dynatrain.support.checks import (
 from ds_dynatrain.support.row import NOT_TRIED, Row, refused, works
 
 _SCALED = "at stages 2 and 3 only with zero_optimization.reduce_scatter false"
-_GONE = "DeepSpeed has removed it and refuses the key itself"
+_GONE = "DeepSpeed has removed this feature and refuses the key itself"
 _OTHER = "use AdamW, or another one of this table"
 _SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _ENABLED = ("enabled", False)
@@ -29,19 +29,19 @@ _ZERO = "zero_optimization"
 _HOST_STATE = "zero_optimization.offload_optimizer"
 _HOST_WEIGHTS = "zero_optimization.offload_param"
 _DISK = "state on disk is not moved by a switch"
-_FOR_DISK = "only read where something is offloaded to NVMe"
+_FOR_DISK = "read only for offloading to NVMe"
 _OFF = "set it to false"
-_ORDER = "it orders ranks in another way than a layout does"
+_ORDER = "it numbers ranks in a different order than a layout"
 
 BATCHES = (
     *works("", "train_batch_size gradient_clipping dataloader_drop_last disable_allgather communication_data_type"),
     *works("", "train_micro_batch_size_per_gpu", "the largest micro-batch of any world"),
-    *works("", "gradient_accumulation_steps", "follows in every world: leave it out"),
+    *works("", "gradient_accumulation_steps", "follows from the layout: leave it out"),
     *works(
         "",
         "managed_gradient_accumulation",
-        "false: call step() once, after the last micro-batch of a global batch (`gradient_accumulation_steps()` has "
-        "their number); an earlier step() raises",
+        "if false, call step() once, after the last micro-batch of a global batch (`gradient_accumulation_steps()` "
+        "is their number); an earlier step() raises an error",
         off=(None, True),
         at_layout=unmanaged_overlap,
     ),
@@ -49,7 +49,9 @@ BATCHES = (
     *works("", "gradient_predivide_factor", _SCALED, off=(None, 1.0), at_layout=scales_gradients),
     *refused("", "gradient_allreduce_op", "a sum of gradients grows with the world", off=(None, "mean")),
     *works(
-        "", "seq_parallel_communication_data_type", "of gradients where the sequence axis is above 1, fp32 if not given"
+        "",
+        "seq_parallel_communication_data_type",
+        "the type in which gradients are reduced if the sequence axis is above 1; by default fp32",
     ),
 )
 
@@ -58,7 +60,7 @@ REPORTS = (
     *works(
         "",
         "wall_clock_breakdown",
-        "with one stage; with more of them plain DeepSpeed 0.19.8 fails in the first step, so it is refused",
+        "with one pipeline stage; refused with several, where plain DeepSpeed 0.19.8 fails in the first step",
         at_layout=times_stages,
     ),
     *works("", "vocabulary_size", "DeepSpeed only warns if it is not a multiple of 8"),
@@ -67,7 +69,7 @@ REPORTS = (
     *works(
         "",
         "tensorboard wandb csv_monitor",
-        "rank 0 writes; one run across switches while member 0 works",
+        "rank 0 writes; one run continues across switches as long as member 0 works",
         switch=_ENABLED,
     ),
     *works("tensorboard", "enabled output_path job_name"),
@@ -76,7 +78,7 @@ REPORTS = (
     *refused("", "comet", switch=_ENABLED, below=True),
     *works("", "comms_logger", switch=_ENABLED),
     *works("comms_logger", "enabled prof_all prof_ops verbose debug"),
-    *works("", "flops_profiler", "of the step's own world; rank 0 writes", switch=_ENABLED),
+    *works("", "flops_profiler", "profiles the world that runs the step; rank 0 writes", switch=_ENABLED),
     *works("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
     *refused("", "autotuning", "it restarts the job with other settings", switch=_ENABLED, below=True),
 )
@@ -90,7 +92,9 @@ CHECKPOINTS = (
     *works("checkpoint", "tag_validation checkpoint_serialization use_node_local_storage"),
     *refused("checkpoint", "load_universal"),
     *refused("checkpoint", "writer", below=True),
-    *refused("checkpoint", "parallel_write", "it is for pipelines", below=True),
+    *refused(
+        "checkpoint", "parallel_write", "it changes how pipelines write checkpoints, which was not tried", below=True
+    ),
     *refused("", "datastates_ckpt", off=(False,), below=True),
 )
 
@@ -117,7 +121,7 @@ OPTIMIZERS = (
     *works(
         "optimizer",
         "type",
-        "without torch_adam in its params DeepSpeed compiles its own FusedAdam at the start, which needs a C++ "
+        "unless its params have torch_adam, DeepSpeed compiles its own FusedAdam at the start, which needs a C++ "
         "compiler",
         values=("Adam", "AdamW"),
         at_start=needs_compiler,
@@ -125,21 +129,27 @@ OPTIMIZERS = (
     *works(
         "optimizer",
         "type",
-        "with offload_optimizer",
+        "only with offload_optimizer",
         values=("Lion",),
         at_start=needs_offload,
     ),
     *works(
         "optimizer",
         "type",
-        "under ZeRO DeepSpeed asks for zero_allow_untested_optimizer",
+        "with ZeRO, DeepSpeed requires zero_allow_untested_optimizer",
         values=("SGD", "RMSprop", "NAdam", "RAdam", "Adamax"),
     ),
-    *works("optimizer", "type", "at ZeRO stage 0 only: above, DeepSpeed replaces it", values=("Adagrad",)),
     *works(
         "optimizer",
         "type",
-        "stage 0 in fp32, stage 3 with reduce_scatter false; no offload, tensor axis or gradients of another type",
+        "only at ZeRO stage 0; in higher stages DeepSpeed replaces it with a new one",
+        values=("Adagrad",),
+    ),
+    *works(
+        "optimizer",
+        "type",
+        "stage 0 only in fp32, stage 3 only with reduce_scatter false; no offload, no tensor axis, gradients in the "
+        "weights' type",
         values=("Muon",),
     ),
     *refused("optimizer", "type", NOT_TRIED, _OTHER, values=("MuAdam", "MuAdamW", "MuSGD"), off=()),
@@ -164,11 +174,11 @@ OPTIMIZERS = (
     *refused(
         "optimizer",
         "type",
-        "its states are not known",
+        "its states are unknown",
         "use AdamW, or register its class (docs/optimizers.md) and pass an optimizer to initialize",
         off=(),
     ),
-    *works("optimizer", "params", "what its class takes", below=True),
+    *works("optimizer", "params", "the arguments of the class", below=True),
     *refused("optimizer", "legacy_fusion"),
 )
 
@@ -176,24 +186,28 @@ SCHEDULERS = (
     *works("", "scheduler"),
     *works("scheduler", "type", values=_SCHEDULERS),
     *works("scheduler", "type", "a class of torch.optim.lr_scheduler"),
-    *works("scheduler", "params", "what its class takes", below=True),
+    *works("scheduler", "params", "the arguments of the class", below=True),
 )
 
 PRECISION = (
     *works("", "bf16", switch=_ENABLED),
     *works("bf16", "enabled"),
-    *works("bf16", "immediate_grad_update", "BF16_Optimizer (stage 1) alone asks for it"),
-    *works("bf16", "check_grad_overflow", "stages 1 and 2 alone ask for it, the others always look"),
+    *works("bf16", "immediate_grad_update", "only BF16_Optimizer (stage 1) reads it"),
+    *works("bf16", "check_grad_overflow", "only stages 1 and 2 read it; the other stages always check"),
     *refused("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", _LOW_MASTERS),
     *refused("", "bfloat16", "DeepSpeed's old name of bf16", "call it bf16", switch=_ENABLED, below=True),
-    *works("", "fp16", "at stage 0 the loss is scaled too, which DeepSpeed 0.19.8 forgets", switch=_ENABLED),
+    *works("", "fp16", "the loss is also scaled at stage 0, where DeepSpeed 0.19.8 does not scale it", switch=_ENABLED),
     *works("fp16", "enabled auto_cast loss_scale initial_scale_power loss_scale_window min_loss_scale"),
-    *works("fp16", "hysteresis consecutive_hysteresis", "stage 0 has none: the count waits until it is left"),
+    *works(
+        "fp16",
+        "hysteresis consecutive_hysteresis",
+        "stage 0 has no hysteresis; the count is kept until a switch to another stage",
+    ),
     *refused("fp16", "fp16_master_weights_and_grads", _LOW_MASTERS),
     *works(
         "",
         "torch_autocast",
-        "of a fp32 model; at stage 3 with a persistence threshold of 0",
+        "for an fp32 model; at stage 3 only with a parameter persistence threshold of 0",
         switch=_ENABLED,
         at_layout=autocast_at_stage_3,
     ),
@@ -201,8 +215,8 @@ PRECISION = (
     *refused(
         "torch_autocast",
         "dtype",
-        "DeepSpeed keeps a second gradient scaler there, torch's, which a switch does not carry",
-        "take bfloat16, or the fp16 block instead of autocast",
+        "with it DeepSpeed also uses torch's gradient scaler, which a switch does not carry over",
+        "use bfloat16, or the fp16 block in place of autocast",
         values=HALF,
     ),
     *works("torch_autocast", "dtype", "bfloat16"),
@@ -210,18 +224,18 @@ PRECISION = (
     *works(
         "data_types",
         "grad_accum_dtype",
-        "fp32; not at stage 0 with low weights. BF16_Optimizer is what DeepSpeed takes with bf16 at stage 1",
+        "fp32, except at stage 0 with 16-bit weights; with bf16 at stage 1, DeepSpeed then uses BF16_Optimizer",
         at_start=accumulates_in_fp32,
         at_layout=accumulation_at_stage_0,
     ),
-    *works("data_types", "param_dtype", "that of the bf16 or fp16 block"),
+    *works("data_types", "param_dtype", "the type of the bf16 or fp16 block"),
     *works("data_types", "buffer_dtype"),
-    *works("data_types", "keep_in_fp32_modules", "it is about buffers alone", off=("auto",)),
+    *works("data_types", "keep_in_fp32_modules", "it affects only buffers", off=("auto",)),
 )
 
 ZERO = (
     *works("", _ZERO),
-    *works(_ZERO, "stage", "the stage of the start, unless dynatrain.layout has one"),
+    *works(_ZERO, "stage", "the stage at the start, unless dynatrain.layout names one"),
     *works(
         _ZERO,
         "sub_group_size param_persistence_threshold stage3_param_persistence_threshold contiguous_gradients "
@@ -235,11 +249,16 @@ ZERO = (
         "leaf_module parameter_alignment",
     ),
     *works(f"{_ZERO}.leaf_module", "classes names name_suffixes"),
-    *refused(_ZERO, "stage3_gather_fp16_weights_on_model_save", "an old name", "write 16bit for fp16"),
+    *refused(
+        _ZERO,
+        "stage3_gather_fp16_weights_on_model_save",
+        "an old name",
+        "write stage3_gather_16bit_weights_on_model_save",
+    ),
     *works(
         _ZERO,
         "compute_grad_norm",
-        "false: a switch to stage 0 or 3 is refused, DeepSpeed has it in stages 1 and 2",
+        "if false, a switch to stage 0 or 3 is refused, because only stages 1 and 2 have this option",
         off=(None, True),
         at_layout=norm_needs_stage_1_or_2,
     ),
@@ -247,13 +266,13 @@ ZERO = (
     *works(
         _ZERO,
         "round_robin_gradients",
-        "changing the data axis reorders the flat buffers, which sends more bytes; `_hp_mapping` is right here, "
-        "wrong in stock 0.19.8",
+        "a change of data reorders the flat buffers, which sends more bytes; `_hp_mapping`, wrong in plain DeepSpeed "
+        "0.19.8, is corrected",
     ),
     *refused(
         _ZERO,
         "zero_hpz_partition_size",
-        "hpZ gathers within groups of ranks that are not built for another world yet",
+        "hpZ gathers weights within groups of ranks, which a switch cannot rebuild yet",
         "leave it at 1",
         off=(None, 0, 1),
     ),
@@ -271,7 +290,7 @@ OFFLOAD = (
     *works(
         _ZERO,
         "offload_optimizer",
-        "stages 1 to 3; in stage 0 DeepSpeed only takes its CPU optimizer. The last gradients move too",
+        "offloads in stages 1 to 3; stage 0 only uses the CPU optimizer. A switch also moves the last gradients",
         switch=("device", "none"),
         at_start=keeps_pinned_memory,
     ),
@@ -279,21 +298,24 @@ OFFLOAD = (
     *refused(_HOST_STATE, "device", _DISK, "use cpu", off=(None, "none")),
     *works(_HOST_STATE, "pin_memory"),
     *works(_HOST_STATE, "fast_init nvme_path buffer_count pipeline_read pipeline_write", _FOR_DISK),
-    *works(_HOST_STATE, "cpuadam_cores_perc", "only read by SuperOffload"),
+    *works(_HOST_STATE, "cpuadam_cores_perc", "read only by SuperOffload"),
     *refused(
         _HOST_STATE,
         "ratio",
-        "Twin-Flow keeps a second optimizer for some of ZeRO-3's sub-groups, whose states are not followed",
+        "Twin-Flow keeps a second optimizer for some of ZeRO-3's sub-groups, whose states a switch does not move",
         "leave it at 1.0",
         off=(None, 1.0),
     ),
     *refused(
-        _HOST_STATE, "super_offload", "its optimizer steps in a process of its own, whose state is not followed", _OFF
+        _HOST_STATE,
+        "super_offload",
+        "its optimizer runs in a separate process, whose state a switch does not move",
+        _OFF,
     ),
     *works(
         _ZERO,
         "offload_param",
-        "stage 3; DeepSpeed ignores it in the others",
+        "only at stage 3; DeepSpeed ignores it in other stages",
         switch=("device", "none"),
         at_start=keeps_pinned_memory,
     ),
@@ -305,14 +327,16 @@ OFFLOAD = (
         _ZERO,
         "cpu_offload cpu_offload_param cpu_offload_use_pin_memory",
         "an old name",
-        "write blocks offload_optimizer and offload_param",
+        "use the blocks offload_optimizer and offload_param",
     ),
-    *refused(_ZERO, "zenflow", "its masters are updated in parts and at different steps, beside training", below=True),
+    *refused(
+        _ZERO, "zenflow", "it updates parts of the masters at different steps, while training continues", below=True
+    ),
     *works("", "aio", _FOR_DISK, below=True),
 )
 
 FEATURES = (
-    *works("", "activation_checkpointing", "read by deepspeed.checkpointing.configure only"),
+    *works("", "activation_checkpointing", "read only by deepspeed.checkpointing.configure"),
     *works(
         "activation_checkpointing",
         "partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
@@ -332,14 +356,15 @@ FEATURES = (
     *works(
         "data_efficiency.data_routing",
         "random_ltd",
-        "its schedule is carried; call convert_to_random_ltd on every process. DeepSpeed has kernels for CUDA only",
+        "its schedule is carried over; call convert_to_random_ltd on every process. DeepSpeed has kernels only for "
+        "CUDA",
         below=True,
     ),
     *works("data_efficiency.data_sampling", "enabled num_epochs num_workers pin_memory"),
     *works(
         "data_efficiency.data_sampling",
         "curriculum_learning",
-        "every process reads the index files and keeps clusters of its own below data_cluster_path while it lives",
+        "every process reads the index files, and keeps its own clusters below data_cluster_path until it exits",
         switch=_ENABLED,
         below=True,
     ),
@@ -359,26 +384,26 @@ PARALLELISM = (
     *works(
         "",
         "pipeline",
-        "`partition`: the partition_method for other numbers of stages, for all if "
-        '["profile"](balance.md#boundaries-of-the-start); '
-        "activation_checkpoint_interval and use_reentrant as in DeepSpeed; other keys do nothing",
+        "`partition`: the partition_method for numbers of stages other than the script's, or "
+        '["profile"](balance.md#boundaries-of-the-start) for all; activation_checkpoint_interval, use_reentrant: '
+        "as in DeepSpeed; other keys: no effect",
         below=True,
     ),
     *works("", "tensor_parallel"),
     *works(
         "tensor_parallel",
         "autotp_size",
-        "this axis at the start, where dynatrain.layout names none; see [axes](axes.md)",
+        "the size of this axis at the start, if dynatrain.layout does not name it; see [axes](axes.md)",
     ),
     *works(
         "tensor_parallel",
         "preset_model tp_overlap_comm vocab_parallel_lm_head",
-        "AutoTP's own, the same in every layout; some of these were tried",
+        "options of AutoTP, the same in every layout; some of them were tried",
     ),
     *works(
         "tensor_parallel",
         "partition_config",
-        "AutoTP's own rules, the same in every layout; what they cut and AutoTP does not describe is refused",
+        "rules for AutoTP, the same in every layout; refused if they cut a parameter that AutoTP does not describe",
         below=True,
     ),
     *refused(
@@ -393,7 +418,7 @@ PARALLELISM = (
     *works(
         "expert_parallel",
         "autoep_size",
-        "this axis at the start, where dynatrain.layout names none; see [axes](axes.md)",
+        "the size of this axis at the start, if dynatrain.layout does not name it; see [axes](axes.md)",
     ),
     *works(
         "expert_parallel",
@@ -401,7 +426,7 @@ PARALLELISM = (
         "top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern use_grouped_mm "
         "disable_triton_grouped_mm route_norm route_scale score_apply combine_impl gate_up_impl num_expert_groups "
         "num_limited_groups score_func top_k routed_scaling_factor expert_activation validate_folding_routing",
-        "about AutoEP's layers, the same in every layout; some of these were tried",
+        "options of AutoEP's layers, the same in every layout; some of them were tried",
         off=(None, False, {}, "auto"),
     ),
     *refused(
@@ -414,22 +439,22 @@ PARALLELISM = (
     *refused(
         "expert_parallel",
         "expert_tensor_parallel_size",
-        "DeepSpeed itself takes no other than 1",
+        "DeepSpeed itself accepts only 1",
         "leave it out",
         off=(None, False, 1),
     ),
-    *refused("expert_parallel", "load_balance_coeff", "DeepSpeed itself takes none", "leave it out", off=(None,)),
+    *refused("expert_parallel", "load_balance_coeff", "DeepSpeed itself accepts no value", "leave it out", off=(None,)),
     *works(
         "",
         "sequence_parallel_size",
-        "this axis at the start, where dynatrain.layout names none; see [axes](axes.md)",
+        "the size of this axis at the start, if dynatrain.layout does not name it; see [axes](axes.md)",
         off=(None, 1),
     ),
     *refused(
         "",
         "data_parallel_size",
-        "with sequence_parallel_size DeepSpeed's ZeRO reduces over data ranks alone, and parameters of sequence "
-        "ranks drift apart",
+        "with sequence_parallel_size, ZeRO would reduce only over data ranks, and parameters of sequence ranks would "
+        "drift apart",
         "leave it out and pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp",
         off=(None,),
     ),

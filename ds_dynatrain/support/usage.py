@@ -23,17 +23,17 @@ def _works(name: str, why: str) -> Row:
 USAGE = (
     _works(
         "accelerator",
-        "tested on a device without hardware; what ran on GPUs, and what never did: see [GPUs](gpu.md)",
+        "tested on host memory that acts as a device; what ran on GPUs: see [GPUs](gpu.md)",
     ),
     _start(
         "an elastic launch on an accelerator without NCCL",
-        "only with NCCL is it known how to end a collective whose member died",
+        "a collective of a dead member can only be aborted with NCCL, as far as is known",
         "launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
     ),
     _start(
         "an elastic launch with an old NCCL",
         "before 2.26.2 an abort after a death may hang",
-        "take a newer one, launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
+        "use a newer NCCL, launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
     ),
     _start(
         "several devices in one process",
@@ -43,7 +43,7 @@ USAGE = (
     _switch(
         "CPU optimizers at stage 0 on an accelerator",
         "at stage 0 DeepSpeed offloads nothing, and its CPU optimizer cannot step weights on the device",
-        "take stage 1 to 3, or leave offload_optimizer out",
+        "use stage 1 to 3, or leave offload_optimizer out",
     ),
     _works(
         "PipelineModule",
@@ -51,31 +51,32 @@ USAGE = (
     ),
     _works(
         "training_data of a pipeline",
-        "read in its own order, as in DeepSpeed; an epoch that is no whole number of global batches needs "
+        "read in its own order, as in DeepSpeed; an epoch that does not end with a full global batch needs "
         "dataloader_drop_last: see [pipelines](pipeline.md#batches)",
     ),
     _works(
         "train_batch, set_dataiterator, set_dataloader of a pipeline with an iterator of one's own",
-        "it serves until a switch changes pipe, data, shares or the members, then train_batch asks for another one: "
-        "see [pipelines](pipeline.md#batches)",
+        "the iterator is used until a switch changes pipe, data, shares or the members; then train_batch asks for a "
+        "new one: see [pipelines](pipeline.md#batches)",
     ),
     _works(
         "pipelines side by side with different numbers of micro-batches",
-        "by layout.shares, or where data does not divide them; refused with BatchNorm, with experts that drop tokens "
-        "and with an expert axis: see [pipelines](pipeline.md#batches)",
+        "set by layout.shares, or if data does not divide them; refused with BatchNorm, experts that drop tokens, "
+        "and an expert axis: see [pipelines](pipeline.md#batches)",
     ),
     _works(
         "layers of deepspeed.moe in a pipeline",
-        "stages and the expert size change together; a stage may be without experts: see [pipelines](pipeline.md)",
+        "stages and the expert size can change together; a stage may have no experts: see [pipelines](pipeline.md)",
     ),
     _works(
         "a pipeline in bf16 without ZeRO",
-        "DeepSpeed's stage 0 is then BF16_Optimizer: cut as stage 1, gradients accumulated in bf16",
+        "at stage 0 DeepSpeed then uses BF16_Optimizer, which partitions state as stage 1 does and accumulates "
+        "gradients in bf16",
     ),
     _switch(
         "options of ZeRO for a pipeline in bf16 without it",
-        "BF16_Optimizer, which DeepSpeed takes there, knows no round_robin_gradients, parameter_alignment or offload",
-        "leave the key out, or take zero_stage=1",
+        "DeepSpeed then uses BF16_Optimizer, which has no round_robin_gradients, parameter_alignment or offload",
+        "leave the key out, or use zero_stage=1",
     ),
     _works(
         "a pipeline in fp16, or with CPU offload",
@@ -83,28 +84,27 @@ USAGE = (
     ),
     _switch(
         "stages in fp16 without ZeRO",
-        "DeepSpeed clips by the norm of the first stage alone, and hangs where one has no parameter of a group",
-        "take zero_stage=1, or pipe=1",
+        "DeepSpeed clips by the norm of only the first stage, and hangs if a stage has no parameter of a group",
+        "use zero_stage=1, or pipe=1",
     ),
     _works(
         "torch_autocast with a pipeline",
-        "plain DeepSpeed reads gradients of activations in a wrong type on stages that receive fp32 and send bf16; "
-        "here it does not",
+        "stages that receive fp32 and send bf16 read gradients in the right type, which plain DeepSpeed does not",
     ),
     _start(
         "data_efficiency beside a pipeline",
-        "data_efficiency is not followed with a PipelineModule yet",
+        "data_efficiency is not supported with a PipelineModule yet",
         "leave it out",
     ),
     _works(
         "AutoEP in a pipeline",
-        "with a moe_layer_pattern for names as 3.mlp, of a layer's number in the whole model; a stage may be without "
-        "experts: see [pipelines](pipeline.md)",
+        "needs a moe_layer_pattern for names such as 3.mlp, with the layer's number in the whole model; a stage may "
+        "have no experts: see [pipelines](pipeline.md)",
     ),
     _works(
         "engine.compile of a pipeline",
-        "compiles layer by layer, also after a switch; layers that you compiled yourself are no longer compiled "
-        "after a change of stages",
+        "compiles layer by layer, also after a switch; after a change of stages, layers that you compiled yourself "
+        "are no longer compiled",
     ),
     _start(
         "engine.micro_batch of a pipeline",
@@ -113,37 +113,39 @@ USAGE = (
     ),
     _works(
         "mpu for sequence parallelism",
-        "one with get_sequence_parallel_group, such as DeepSpeed's parallel_state_sp; see [sequence](sequence.md)",
+        "an mpu that has get_sequence_parallel_group, such as DeepSpeed's parallel_state_sp; see "
+        "[sequence](sequence.md)",
     ),
     _start(
         "mpu",
         "only sequence parallelism is taken from an mpu",
-        "leave it out: tensor and pipeline sizes belong into dynatrain.layout",
+        "leave it out: tensor and pipeline sizes belong in dynatrain.layout",
     ),
     _start(
         "mesh_param",
-        "under DeepSpeed's mesh ZeRO reduces over data ranks alone: the parameters of sequence ranks drift apart",
+        "with DeepSpeed's mesh, ZeRO would reduce only over data ranks, and parameters of sequence ranks would drift "
+        "apart",
         "pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead",
     ),
     _start(
         "UlyssesSPAttentionHF",
-        "it keeps the sizes of its first layout, out of reach of the module",
+        "it keeps the sizes of its first layout, where a switch cannot change them",
         "use deepspeed.sequence.layer.DistributedAttention in the model",
     ),
     _start("FPDT", "its layers were not tried", "use deepspeed.sequence.layer.DistributedAttention"),
     _works(
         "layers of deepspeed.moe",
-        "built with the ep_size of the start, or with 1; see [experts](experts.md)",
+        "build them with the initial expert size as ep_size, or with ep_size=1; see [experts](experts.md)",
     ),
     _switch(
         "options of ZeRO beside experts",
-        "with experts DeepSpeed's stages 1 and 2 have no reduce_scatter false, and stage 2 no contiguous_gradients "
-        "false (but with offload)",
+        "with experts DeepSpeed does not support reduce_scatter false at stages 1 and 2, or contiguous_gradients "
+        "false at stage 2 without offload",
         "leave the key out",
     ),
     _start(
         "experts of your own",
-        "it has DeepSpeed's mark (allreduce=False) and is in no layer of deepspeed.moe",
+        "the parameter has DeepSpeed's mark of experts (allreduce=False) and is in no layer of deepspeed.moe",
         "use AutoEP, or remove the dynatrain block",
     ),
     _start(
@@ -153,28 +155,29 @@ USAGE = (
     ),
     _works(
         "zero.Init",
-        "at any stage; not from NVMe, quantized, or with a group of its own; in an elastic launch call "
+        "at any stage; refused with NVMe, quantized parameters or its own group; in an elastic launch call "
         "ds_dynatrain.init_distributed() first",
     ),
     _start(
         "zero.Init beside an engine where members come and go",
-        "the processes over which it cuts parameters may change",
-        "build all models before the first initialize, or this one whole",
+        "the processes over which it partitions parameters may change",
+        "build all models before the first initialize, or this one without zero.Init",
     ),
     _works(
         "meta device",
-        "drawn by each module's reset_parameters() or by param_init_fn=; buffers must be real",
+        "each module's reset_parameters() sets the values, or else param_init_fn=; buffers must not be on the meta "
+        "device",
     ),
     _start(
         "element types",
-        "a model has float32 parameters, or those of the bf16 or fp16 block",
+        "each parameter must be float32, or of the type of the bf16 or fp16 block",
         "convert the parameter, or enable the block",
     ),
     _start("sparse gradients", "not supported", "build the embedding with sparse=False"),
     _works(
         "engine.compile",
-        "or module.compile(), on every process; each switch drops compiled code, and the next step compiles again "
-        "(the event's recompile_ms, after the pause)",
+        "call it, or module.compile(), on every process; a switch drops compiled code, and the next step compiles "
+        "again (`recompile_ms` of the event)",
     ),
     _switch(
         "torch.compile",
@@ -188,18 +191,18 @@ USAGE = (
     ),
     _start(
         "compiled autograd",
-        "it was not tried: it traces DeepSpeed's reduction hooks too",
+        "it also traces DeepSpeed's reduction hooks, which was not tried",
         "leave compiled_autograd_enabled out",
     ),
     _start(
         "set_train_batch_size",
-        "batch sizes are settled for the whole job",
-        "give them at the start",
+        "batch sizes are fixed for the whole job",
+        "set them in the configuration",
     ),
     _start(
         "set_train_micro_batch_size",
-        "batch sizes are settled for the whole job",
-        "give them at the start",
+        "batch sizes are fixed for the whole job",
+        "set them in the configuration",
     ),
     _start(
         "a pipeline beside another engine where members come and go",
@@ -213,13 +216,13 @@ USAGE = (
     ),
     _start(
         "a plain engine beside idle processes",
-        "an idle one waits in its loader, a switch ends the engine's groups",
-        "give all work, hold a frozen model without ZeRO-3, or destroy it",
+        "an idle process waits in its loader, and a switch destroys the plain engine's groups",
+        "use a layout without idle processes, hold a frozen model without ZeRO-3, or destroy the plain engine",
     ),
     _start(
         "a model of another engine in ZeRO-3",
-        "that engine has cut its parameters apart",
-        "call engine.destroy() there and build the model anew, or switch that engine's stage instead",
+        "that engine has partitioned its parameters",
+        "call engine.destroy() on that engine and build the model again, or switch that engine's stage instead",
     ),
     _start(
         "one backward pass through two engines",
@@ -228,7 +231,7 @@ USAGE = (
     ),
     _start(
         "lean switches where members come and go",
-        "for a while only a checkpoint has the state, and a death then is not handled yet",
+        "for a while only a checkpoint has the state, and a death during that time is not handled yet",
         'use "rollback" there',
     ),
     _works(
@@ -237,21 +240,22 @@ USAGE = (
     ),
     _works(
         "late switches where members come and go",
-        "where one cannot be late, members come and go without it; see [elastic jobs](dev/elastic-protocol.md#late)",
+        "a change that cannot be late is an ordinary one; see [elastic jobs](dev/elastic-protocol.md#late)",
     ),
     _start(
         "an order of tensors by owners",
-        "the order is chosen over data and sequence ranks alone, and DeepSpeed before 0.19.8 cannot link masters",
+        "an order is chosen only among data and sequence ranks, and DeepSpeed before 0.19.8 cannot link masters to "
+        "parameters",
         'leave "owners" out of the dynatrain block',
     ),
     _switch(
         "late lean switches",
-        'under "safety": "lean" the source is freed before the target is built',
+        'with "safety": "lean" the old state is freed before the new state is built',
         'use "rollback", or leave dynatrain.late out',
     ),
     _switch(
         "late switches beside another engine",
-        "a void global batch of one engine does not undo the other engine's steps",
+        "discarding a global batch of one engine does not undo the other engine's steps",
         "leave dynatrain.late out, or switch with late=False",
     ),
     _switch(
@@ -266,8 +270,8 @@ USAGE = (
     ),
     _switch(
         "late switches without a loader",
-        "a global batch that becomes void is dealt again, which a loop of your own cannot do",
-        "take engine.loader(dataset), or switch with late=False",
+        "a discarded global batch is repeated, which a loop of your own cannot do",
+        "use engine.loader(dataset), or switch with late=False",
     ),
     _switch(
         "open accumulation window",
@@ -276,7 +280,7 @@ USAGE = (
     ),
     _switch(
         "engine.offload_states",
-        "there is nothing to read in its place",
+        "the states are not where a switch reads them",
         "call engine.reload_states() before the switch",
     ),
     _switch(
@@ -286,13 +290,13 @@ USAGE = (
     ),
     _switch(
         "optimizer groups",
-        "they are not those that were registered",
+        "they differ from the registered groups",
         "change them with engine.update_param_groups(groups=[...]) only",
     ),
     _switch(
         "parameters",
-        "they are not those of initialize",
-        "add parameters before it, frozen if need be, and change their data in place",
+        "they differ from those that initialize got",
+        "add parameters before initialize, frozen if necessary, and change their data in place",
     ),
     _switch(
         "no_sync",
@@ -306,12 +310,13 @@ USAGE = (
     ),
     _switch(
         "a CUDA graph under capture",
-        "it records addresses that a switch replaces; nothing detects a finished one ([GPUs](gpu.md))",
-        "end the capture before the boundary, and capture anew in engine.on_switch",
+        "it records addresses that a switch changes; a graph that was captured earlier is not detected "
+        "([GPUs](gpu.md))",
+        "end the capture before the boundary, and capture again in engine.on_switch",
     ),
     _switch(
         "GatheredParameters",
-        "its parameters would change under it",
+        "a switch would change the gathered parameters",
         "leave the block before the boundary",
     ),
     _switch(
@@ -322,36 +327,35 @@ USAGE = (
     Row(
         "set_gradient_accumulation_boundary",
         Verdict.NOTE,
-        "in another world its middle would be other samples",
+        "in another world, a step inside a global batch would train other samples",
         "set it with the last micro-batch of a global batch, or call engine.step() after each",
     ),
     _works(
         "activation checkpointing",
-        "deepspeed.checkpointing or torch's; random streams of get_cuda_rng_tracker() belong to the data index",
+        "by deepspeed.checkpointing or by torch; random streams of get_cuda_rng_tracker() belong to the data index",
     ),
     _works(
         "hooks",
-        "on parameters and modules, and attributes of your own on them: the objects stay, so these do; names in "
-        "ds_ are DeepSpeed's",
+        "hooks on parameters and modules, and your attributes of them, stay, because the objects stay; names that "
+        "begin with ds_ are DeepSpeed's",
     ),
     _works(
         "EMA",
-        "update it inside GatheredParameters, which stage 3 needs, and give it to "
-        "engine.register_for_checkpointing; keep no `parameter.data` over "
-        "a switch, it is other memory then",
+        "update it inside GatheredParameters, for stage 3; give it to engine.register_for_checkpointing; do not keep "
+        "`parameter.data` across a switch, which replaces that memory",
     ),
     _works(
         "no_sync around micro-batches",
-        "DeepSpeed has it in stages 0 and 1 alone, and raises in the others",
+        "only in stages 0 and 1; DeepSpeed raises an error in the others",
     ),
     _works(
         "groups and collectives of your own",
-        "by engine.new_group; where members come and go they raise WorldChanged when one dies, see "
-        "[elastic](elastic.md)",
+        "create groups with engine.new_group; in an elastic job, collectives raise WorldChanged when a member dies, "
+        "see [elastic](elastic.md)",
     ),
     _works(
         "loss.backward()",
-        "at stages 1 to 3, as in DeepSpeed; where members come and go it survives a death if the engine returned it",
+        "at stages 1 to 3, as in DeepSpeed; in an elastic job it survives a death only if the engine returned the loss",
     ),
     _works(
         "several engines in one process",
@@ -359,7 +363,8 @@ USAGE = (
     ),
     _works(
         "several engines where members come and go",
-        "all of them in one transaction, at the boundaries of the first; see [engines](members.md#several-engines)",
+        "members come and go for all engines at once, at the boundaries of the first one; see "
+        "[engines](members.md#several-engines)",
     ),
     _works("an optimizer or scheduler of your own", ""),
 )

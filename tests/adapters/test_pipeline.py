@@ -62,7 +62,7 @@ def test_stages_are_those_of_real_modules(pool: RankPool, stages: int) -> None:
 
 def errors() -> None:
     """Layouts and modules that cannot be, with the numbers and the way out."""
-    with pytest.raises(LayoutError, match=r"tensor=2 .*: DeepSpeed's PipelineEngine knows no tensor axis"):
+    with pytest.raises(LayoutError, match=r"tensor=2 .*: DeepSpeed's PipelineEngine has no tensor axis"):
         PipelineShaper(pipeline("tied"), {}).cuts(Layout(zero_stage=1, pipe=2, tensor=2))
     parts = {
         method: PipelineShaper(pipeline("tied"), {"pipeline": {"partition": method}}).template.boundaries(layout(2))

@@ -65,7 +65,7 @@ def test_rows_that_say_the_same_share_a_line() -> None:
     """Also rows of several tables; a key without a note stands in the list below the table."""
     text = markdown("scheduler", "offload")
     assert text.count("|---|---|---|") == 1
-    (line,) = [line for line in text.splitlines() if "offloaded to NVMe" in line]
+    (line,) = [line for line in text.splitlines() if "offloading to NVMe" in line]
     assert all(f"`{key}`" in line for key in (".nvme_path", "zero_optimization.offload_param.max_in_cpu", "aio"))
     assert "`scheduler`, `scheduler.type` (`LRRangeTest`, " in text.partition("*Works*: ")[2]
 

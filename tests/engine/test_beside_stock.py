@@ -79,7 +79,7 @@ TRAINED = {
     "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
 }
 FROZEN = {**REFERENCE, "zero_optimization": {"stage": 0}}
-FOUND = r"beside an engine of deepspeed.initialize in ZeRO stage {} over 4: .*an idle one waits in its loader"
+FOUND = r"beside an engine of deepspeed.initialize in ZeRO stage {} over 4: .*an idle process waits in its loader"
 
 
 def refused(stage: int, ask: Any) -> None:
@@ -101,7 +101,7 @@ def beside_case() -> None:
     with jobs.job(jobs.config(start=(3, 1))) as made:
         if not made.engine.idle:
             other, *_ = deepspeed.initialize(model=small_gpt(seed=3), config=REFERENCE)
-            with pytest.raises(SwitchRefused, match=r"ZeRO stage 3 over 3: .* a switch ends the engine's groups"):
+            with pytest.raises(SwitchRefused, match=r"ZeRO stage 3 over 3: .* a switch destroys the plain"):
                 made.engine.switch(data=4)
             other.destroy()
         jobs.train(made, 2, {1: (4, 2)})

@@ -79,9 +79,9 @@ def refused_at_start() -> None:
         (settings(layout(2, 1, 2)), "pipelines in ZeRO stages 0 and 1 alone; nearest: data=1 pipe=2 zero_stage=1"),
         (
             {**settings(two), "data_efficiency": {"enabled": True}},
-            "^data_efficiency: .* not followed with a Pipeline",
+            "^data_efficiency: .* not supported with a Pipeline",
         ),
-        (settings(Layout(zero_stage=1, pipe=2, tensor=2)), "PipelineEngine knows no tensor axis"),
+        (settings(Layout(zero_stage=1, pipe=2, tensor=2)), "PipelineEngine has no tensor axis"),
         (settings(layout(2, 1, 1, (0, 3, 8))), r"dynatrain\.layout: boundaries=\(0, 3, 8\) end with layer 8"),
         (settings(layout(8, 1)), "needs 8 processes and this launch has 4"),
     ]

@@ -97,7 +97,7 @@ def refused_later() -> None:
     with jobs.job(settings, mixture(), Sequences(96), groups=False) as made:
         made.engine.train_batch()
         for changes, words in (
-            ({"zero_stage": 2}, "pipelines in ZeRO stages 0 and 1 alone"),
+            ({"zero_stage": 2}, "pipelines only in ZeRO stages 0 and 1"),
             ({"tensor": 2, "data": 1, "expert": 1}, "no tensor axis"),
             ({"pipe": 1, "data": 3, "expert": 3}, "expert=3 does not divide the 4 experts of '1.mlp'"),
         ):

@@ -58,10 +58,10 @@ def refused() -> None:
     ordered = settings(layout(2, 1, 0), "bf16")
     ordered["zero_optimization"]["round_robin_gradients"] = True
     cannot = [
-        (ordered, r"round_robin_gradients in data=1 pipe=2 zero_stage=0.*take zero_stage=1"),
+        (ordered, r"round_robin_gradients in data=1 pipe=2 zero_stage=0.*use zero_stage=1"),
         (
             settings(layout(2, 1, 0), "fp16"),
-            r"a PipelineModule in fp16 in data=1 pipe=2 zero_stage=0: .*norm of the first stage",
+            r"a PipelineModule in fp16 in data=1 pipe=2 zero_stage=0: .*norm of only the first stage",
         ),
     ]
     for given, words in cannot:

@@ -178,7 +178,7 @@ AT_SWITCH: dict[str, tuple[Callable[[Any], None], str]] = {
     "unfrozen on one": (_unfreeze_on_one, "member 1: 'places' requires a gradient now: it has changed .*update_param"),
     "frozen": (_freeze, "'scale' is frozen now: it has changed since it was registered"),
     "another group": (_add_group, "the optimizer has 3 groups and had 2: .*update_param_groups"),
-    "a new parameter": (_add_parameter, "'more' is new in the model.*frozen if need be"),
+    "a new parameter": (_add_parameter, "'more' is new in the model.*frozen if necessary"),
 }
 
 

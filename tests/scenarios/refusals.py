@@ -32,7 +32,7 @@ ROWS = (
             "step 1 has passed: this is step 2": {"data": 4, "at": 1},
             "at='soon' is not a whole number": {"data": 4, "at": "soon"},
             "zero_stage=4 is no ZeRO stage; give one of 0, 1, 2, 3": {"zero_stage": 4},
-            "the model has no pipe axis: it is no deepspeed.PipelineModule": {"pipe": 2},
+            "the model has no pipe axis: it is not a deepspeed.PipelineModule": {"pipe": 2},
             "AutoTP cannot cut GPT": {"tensor": 2},
             "the model has no sequence axis": {"sequence": 2},
             "the model has no expert axis": {"expert": 2},
@@ -43,7 +43,7 @@ ROWS = (
     refused(
         "a pipeline at stage 2",
         layout(2, 1, pipe=2),
-        {"DeepSpeed trains pipelines in ZeRO stages 0 and 1 alone": {"zero_stage": 2}},
+        {"DeepSpeed trains pipelines only in ZeRO stages 0 and 1": {"zero_stage": 2}},
         "pipeline",
         full=True,
     ),

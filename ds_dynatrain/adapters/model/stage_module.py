@@ -113,7 +113,7 @@ class PipelineShaper(Shaper):
         Raises LayoutError for a tensor axis.
         """
         if layout.tensor > 1:
-            raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
+            raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine has no tensor axis; give tensor=1")
         cuts = self.autoep.expert_cuts(layout) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 

@@ -84,7 +84,8 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
     """
     strange = _foreign_parameter(model, module)
     if strange is not None:
-        raise SwitchRefused(strange, "add parameters before initialize, frozen if need be; change their data in place")
+        way_out = "add parameters before initialize, frozen if necessary; change their data in place"
+        raise SwitchRefused(strange, way_out)
     names = {key: model.tensors[number].name for key, number in model.numbers.items()}
     asked = []
     for group in groups:
@@ -95,7 +96,7 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
         if strays:
             raise SwitchRefused(
                 f"engine.update_param_groups: a group holds a parameter of shape {strays[0]} that is not in the model",
-                "add parameters before initialize, frozen if need be",
+                "add parameters before initialize, frozen if necessary",
             )
         asked.append((tuple(names[id(each)] for each in parameters), rest))
     return RegroupRequest({names[id(each)]: each.requires_grad for each in module.parameters()}, tuple(asked), begun)

@@ -52,8 +52,8 @@ ROWS = (
     Row(
         "exact",
         Verdict.NOTE,
-        "same bits on CPUs: any number of data ranks at ZeRO 1 to 3 (fp32, bf16), of pipeline stages at ZeRO 1 "
-        "(fp32): [exact](exact.md)",
+        "same bits on CPUs for any number of data ranks at ZeRO 1 to 3 (fp32, bf16), and of pipeline stages at ZeRO "
+        "1 (fp32): [exact](exact.md)",
     ),
     Row(
         "exact: a layout",
@@ -64,32 +64,32 @@ ROWS = (
     Row(
         "exact: a smaller last leaf",
         Verdict.AT_START,
-        "stages of a pipeline send buffers of one size",
-        "give a train_batch_size that train_micro_batch_size_per_gpu divides",
+        "pipeline stages send buffers of a fixed size",
+        "choose a train_batch_size that train_micro_batch_size_per_gpu divides",
     ),
     _start(
         "a pipeline of 16 bits",
-        "that was not tried yet",
+        "it was not tried yet",
         "train it in fp32, or leave dynatrain.exact out",
     ),
     _start(
         "fp16",
-        "DeepSpeed has no fp16 on this processor, and exact jobs run on CPUs alone so far",
+        "DeepSpeed has no fp16 on this processor, and exact jobs run only on CPUs so far",
         "train in bf16 or fp32, or leave dynatrain.exact out",
     ),
     _start(
         "reentrant checkpointing in a pipeline",
-        "it leaves out gradients of a segment whose input has none, and segments begin where a stage does",
+        "it computes no gradients in a segment whose input needs none, and segments begin where stages begin",
         'set "pipeline": {"use_reentrant": false}',
     ),
     _start(
         "several gradients between layers",
-        "a stage makes a backward pass for each tensor that it gives",
+        "a stage runs a separate backward pass for each tensor that it passes on",
         "pass one floating-point tensor (and integers), or merge the layers",
     ),
     _start(
         "a key that was not tried",
-        "whether it leaves every bit as it is was not measured",
+        "it was not measured whether results stay bit-equal with it",
         "leave the key out, or dynatrain.exact",
     ),
     _start(
@@ -99,52 +99,52 @@ ROWS = (
     ),
     _start(
         "a model",
-        "its layers send messages of their own, or take shapes that follow from the world",
+        "its layers send messages of their own, or have shapes that depend on the number of ranks",
         "leave dynatrain.exact out",
     ),
     _start(
         "BatchNorm",
-        "its statistics follow each rank's own micro-batches",
-        "use a norm over features, or leave dynatrain.exact out",
+        "its statistics depend on each rank's own micro-batches",
+        "use a norm over features, such as LayerNorm, or leave dynatrain.exact out",
     ),
     _start(
         "a buffer that changes",
-        "a forward pass changes it by its rank's own micro-batches",
+        "a forward pass changes it according to its rank's own micro-batches",
         "keep only integer counts in buffers, or leave dynatrain.exact out",
     ),
     _start(
         "an optimizer",
-        "its result may depend on an element's place",
+        "an update may depend on the position of the element",
         "use one of torch's own without `fused`, or register it with placeless=True if it does not",
     ),
     _start(
         "torch.compile",
-        "it compiles anew in each world, and nothing says that it makes the same kernels",
+        "it compiles again in each world, and may produce different kernels",
         "leave it or dynatrain.exact out",
     ),
     _start(
         "an accelerator",
-        "whether its kernels give the same bits was not measured",
+        "it was not measured whether its kernels give the same bits",
         "set DS_ACCELERATOR=cpu, or leave dynatrain.exact out",
     ),
     _start(
         "MKL_CBWR",
-        "MKL rounds small products by the alignment of their memory",
+        "without it, MKL's rounding of small matrix products depends on the alignment of their memory",
         "set MKL_CBWR=COMPATIBLE in the environment before processes start (AVX2, AVX512 if all have it)",
     ),
     _start(
         "a micro-batch that is no leaf",
-        "only the micro-batches of engine.loader are the same samples in every world",
-        "loop over it, and call backward and step once for each",
+        "only the micro-batches of engine.loader have the same samples in every world",
+        "loop over that loader, and call backward and step once for each micro-batch",
     ),
     _start(
         "a loss that is divided",
-        "the share of a leaf is what its mean loss is multiplied by, and nothing else",
-        "give the mean over the micro-batch and engine.backward(loss, tokens=n)",
+        "exact jobs weight each micro-batch's mean loss by its share of the batch, and allow no other factor",
+        "pass the mean over the micro-batch to engine.backward(loss, tokens=n)",
     ),
     _start(
         "a gradient in several parts",
-        "a parameter got a gradient twice in one backward pass, the first already sent",
+        "a parameter got a second gradient in a backward pass after its first was sent",
         "use torch.utils.checkpoint with use_reentrant=False, or ZeRO stage 1",
     ),
 )
