@@ -116,8 +116,8 @@ class Accelerator(Collectives, Checkpoints, Below):
 
         evaluation: whether the DataLoader evaluates; guessed if not given.
 
-        Raises UnsupportedError for a second DataLoader that trains, and DataError for one whose samples cannot be
-        assigned again.
+        Raises UnsupportedError for a second DataLoader that trains, and DataError if the samples of the DataLoader
+        cannot be divided among a different number of ranks.
         """
         if isinstance(data_loader, (TrainingBatches, EvaluationBatches)):
             return data_loader

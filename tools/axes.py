@@ -74,7 +74,7 @@ def guess(words: Words, hidden: Tensor) -> Tensor:
 
 
 def pipeline() -> nn.Module:
-    """Return a pipeline of twelve blocks between a tied embedding."""
+    """Return a pipeline of twelve blocks whose embedding is tied to its last layer."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     layers = [

@@ -282,8 +282,8 @@ def measured(ranks: int) -> str:
 
 
 def timed(rounds: int) -> str:
-    """Time a pipeline of two stages with even and with proposed boundaries. Return text on what windows cost
-    and find.
+    """Time a pipeline of two stages with even and with proposed boundaries. Return text on the cost of timing windows
+    and on the accuracy of their times.
     """
     begin, heavy = time.perf_counter(), [0.003] * 4 + [0.001] * 8
     given: dict[str, Any] = {"seconds": heavy, "rounds": rounds, "batch": 8 * MICRO_BATCH, "micro_batch": MICRO_BATCH}

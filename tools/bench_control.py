@@ -68,7 +68,7 @@ def tensors() -> tuple[LogicalTensor, ...]:
 STREAMS = {"states": streams.capture(), "print": "0" * 32}
 """Random streams of some member. What members compute for themselves is not part of the measurement."""
 SWITCH_SECONDS = 2e-4
-"""Seconds after which one thread yields to another. In processes of their own, members would not wait for each
+"""Seconds after which one thread yields to another: few, because members in separate processes would not wait for each
 other."""
 
 

@@ -1,4 +1,4 @@
-"""Measure how much of an exact job's step goes to its digest, and to losses and norm alone.
+"""Measure the part of an exact job's step spent on its digest, and the part spent on recording losses and norm.
 
 python tools/bench_exact_digests.py                           # 8M, 1, 2 and 4 ranks, stages 1 and 3
 python tools/bench_exact_digests.py --write docs/figures

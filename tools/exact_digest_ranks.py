@@ -1,4 +1,4 @@
-"""One rank of `bench_exact_digests.py`: an exact job that records the seconds of its steps, and of their records.
+"""One rank of `bench_exact_digests.py`: an exact job that times its steps, and the writing of their records.
 
 torchrun ... exact_digest_ranks.py FOLDER '{"size": "8M", "stage": 1, "steps": 20, "leaves": 8, "samples": 2, ...}'
 """

@@ -292,7 +292,7 @@ OF_TWO = {"stages": "a_part_of_the_processes or pairs_of_two"}
 
 
 def core(part: str, collectives: str = "gloo", limit_seconds: float = SECONDS) -> Found:
-    """Run tests with four ranks on one card, with collectives staged on gloo or by NCCL."""
+    """Run tests with four ranks on one card, with collectives over gloo, through host memory, or by NCCL."""
     if collectives != NCCL:
         return _pytest("tests/gpu/core", ["-k", CORE[part]], limit_seconds)
     chosen = CORE[part] if ranks() == RANKS else OF_TWO.get(part)
@@ -303,7 +303,9 @@ def core(part: str, collectives: str = "gloo", limit_seconds: float = SECONDS) -
 
 
 def elastic(limit_seconds: float = SECONDS) -> Found:
-    """Run a job whose members share the card, join, leave and are killed, with collectives staged on gloo."""
+    """Run a job whose members share the card, join, leave and are killed, with collectives over gloo, through host
+    memory.
+    """
     from gpu_elastic import elastic as walk
 
     return walk(limit_seconds=limit_seconds)

@@ -1,4 +1,5 @@
-"""One rank of the steps "pauses" of `gpu_steps.py`. All share one card, with collectives staged on gloo or by NCCL.
+"""One rank of the steps "pauses" of `gpu_steps.py`. All ranks share one card. Their collectives run over gloo, which
+copies through host memory, or over NCCL.
 
 torchrun ... gpu_switch_ranks.py FOLDER '{"device": "cuda", "size": "125M", "dtype": "bf16", "walk": [...], ...}'
 

@@ -70,7 +70,7 @@ def logged(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def as_met(path: Path, text: str) -> str:
-    """Return a message with the text that `naming` adds."""
+    """Return a message as users see it, with the path and the advice that `checkpoint.files.naming` adds."""
     is_read = "checkpoint" in str(path.parent) and text.startswith("CheckpointDamaged")
     return f"PATH: {text}; {WHERE_DAMAGED}" if is_read else text
 

@@ -22,7 +22,7 @@ from workload import quiet
 import ds_dynatrain
 
 AHEAD, PACE = 20, 3.0
-"""Steps from rank 0's message that the time is up to the last step, and how much work a sample is."""
+"""Steps from rank 0's message that the time is up to the last step, and the factor of a sample's work."""
 
 
 class Neighbors:

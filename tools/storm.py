@@ -95,8 +95,8 @@ class Storm:
             self.faults.append(f"processes {left} are still there")
 
     def settle(self) -> None:
-        """Wait until all nodes that may train do. Check that no process was left behind, and sample what processes
-        hold.
+        """Wait until all nodes that can take part in training do so. Check that no process was left behind, and sample
+        what processes hold.
         """
         size = min(len(self.agents), int(self.job.nodes.partition(":")[2])) * self.job.workers
         status = self.job.wait(lambda: self._rest(size), f"{size} members at rest ({self.agents})", self.rest_seconds)

@@ -1,5 +1,5 @@
-"""Variants of a job that real jobs use besides plain mixed precision: the same model and walk with one thing
-changed.
+"""Variants of the measured job that real jobs use besides plain mixed precision: the same model and series of switches,
+with one thing changed.
 """
 
 from __future__ import annotations

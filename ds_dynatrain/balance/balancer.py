@@ -54,7 +54,8 @@ class Balancer:
     busy: how long the ranks computed in the last window, the same on all working members; None until the first window
         has ended.
     saved_member_seconds: the time for which the balancer's moves have kept members free. Each step adds its seconds
-        times the number of members that such a move made idle and that have not worked since, in the job or not.
+        times the number of members that such a move made idle and that have not worked since, even if they have left
+        the job.
     """
 
     profile: Profile | None = None

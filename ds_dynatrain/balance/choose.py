@@ -176,9 +176,9 @@ def choose(
     If `search.at_most_slower` is given, the result begins with one more layout: the one with the fewest members whose
     step exceeds the best one by at most that fraction.
 
-    present: the layout before the switch. Its axes other than pipe and data are kept. refused: function that returns
-    whether a switch would refuse a layout for reasons that `Search.deal` does not know. switch_seconds: function from a
-    layout to the seconds of a switch from `present`; not called for `present` itself.
+    present: the layout before the switch. Its axes other than pipe and data are kept.
+    refused: function that returns whether a switch would refuse a layout for reasons that `Search.deal` does not know.
+    switch_seconds: function from a layout to the seconds of a switch from `present`; not called for `present` itself.
 
     Raises LayoutError if nothing fits, with the reason for the largest layout tried.
     """
@@ -335,9 +335,8 @@ class _Choosing:
         return _samples(deal, counts)
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[FittingLayout]:
-        """Yield the layouts that fit, with the best boundaries and, if this is the current layout, with its own.
-
-        The current boundaries were chosen for other costs, so they may no longer fit.
+        """Yield the layouts that fit, with the best boundaries. The current layout is also yielded with its current
+        boundaries, if these fit. They were chosen for other costs, so they may no longer fit.
         """
         found = {layout.replace(boundaries=cut): deal for cut in self._boundaries(layout, deal)}
         for each in [*found]:

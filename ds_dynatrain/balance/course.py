@@ -117,9 +117,9 @@ class Course:
     def at(self, step: int, since: int, slow: Slow) -> Course:
         """Return the course with the current knowledge of changed costs and slow members.
 
-        step: the current step. It may be earlier than that of the last window, if a checkpoint was loaded. since: the
-        step at which costs changed. slow: the slow members. A member that has recovered is taken to have recovered at
-        the last window.
+        step: the current step. It may be earlier than that of the last window, if a checkpoint was loaded.
+        since: the step at which costs changed.
+        slow: the slow members. A member that has recovered is taken to have recovered at the last window.
         """
         history = self.history
         known = replace(history, step=min(history.step, step), since=min(history.since, step))
@@ -204,7 +204,8 @@ class Course:
     def moved(self, wanted: WantedMove, step: int, left: Layout, pause_seconds: float) -> Course:
         """Return the course after the wanted move was made. A move that takes back another one is not judged.
 
-        left: the layout before the move. pause_seconds: the seconds for which training paused.
+        left: the layout before the move.
+        pause_seconds: the seconds for which training paused.
         """
         gain, before = 1 - wanted.at_work * (1 - wanted.predicted_gain), wanted.before
         move = PastMove(gain, before.seconds, before.error, wanted.at_work, wanted.at_most_slower)

@@ -326,9 +326,9 @@ class Slow:
 class Slowdown:
     """The training time lost to slow members so far, as predicted.
 
-    home: the layout that was chosen while no member was slow. alone_seconds: the time that would have been lost if the
-    job had stayed in `home`. lost_seconds: the time lost in the layouts used since, and in the pauses of the moves
-    between them.
+    home: the layout that was chosen while no member was slow.
+    alone_seconds: the time that would have been lost if the job had stayed in `home`.
+    lost_seconds: the time lost in the layouts used since, and in the pauses of the moves between them.
     """
 
     home: Layout

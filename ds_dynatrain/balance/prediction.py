@@ -49,8 +49,9 @@ class PredictionOptions:
 class Prediction:
     """The prediction for the current boundaries, and for the layouts that fit, best first.
 
-    present: the prediction for the current boundaries; None if they cannot be trained, or were not asked for. name: the
-    name of `present`: "present" for given boundaries, or "uniform" if none were given. choices: the layouts that fit.
+    present: the prediction for the current boundaries; None if they cannot be trained, or were not asked for.
+    name: the name of `present`: "present" for given boundaries, or "uniform" if none were given.
+    choices: the layouts that fit.
     """
 
     profile: Profile

@@ -102,15 +102,16 @@ class Profile:
 
     Raises ProfileError for an impossible value.
 
-    speeds: the relative speed of each member, by which the seconds of a layer are divided. train_batch_size: the
-    samples of one optimizer step on all members together. micro_batch_size: the samples of a timed micro-batch. source:
-    a description of where the numbers come from.
+    speeds: the relative speed of each member, by which the seconds of a layer are divided.
+    train_batch_size: the samples of one optimizer step on all members together.
+    micro_batch_size: the samples of a timed micro-batch.
+    source: a description of where the numbers come from.
 
     These times of a pipeline are 0 if they were not measured:
 
-    load_seconds: loading the samples of a micro-batch, on the first and on the last stage. message_seconds: the time
-    that one message takes on each of the two stages, whatever its size. beside_seconds: the rest of a step, outside of
-    layers, optimizer step, loading and messages.
+    load_seconds: loading the samples of a micro-batch, on the first and on the last stage.
+    message_seconds: the time that one message takes on each of the two stages, whatever its size.
+    beside_seconds: the rest of a step, outside of layers, optimizer step, loading and messages.
     """
 
     layers: Annotated[tuple[LayerCost, ...], Field(min_length=1), Strict(False)]

@@ -88,9 +88,10 @@ class LinkCosts:
 class StageWork:
     """The seconds that the stages of one pipeline need for one micro-batch.
 
-    forward: [stages], seconds of a forward pass. backward: [stages], seconds of a backward pass. send: [stages - 1],
-    seconds to send the activations from stage s to s + 1, and to send the gradient back. returns: [stages - 1], whether
-    a gradient is sent back. It is not if all earlier layers are frozen.
+    forward: [stages], seconds of a forward pass.
+    backward: [stages], seconds of a backward pass.
+    send: [stages - 1], seconds to send the activations from stage s to s + 1, and to send the gradient back.
+    returns: [stages - 1], whether a gradient is sent back. It is not if all earlier layers are frozen.
     """
 
     forward: Floats

@@ -238,7 +238,8 @@ NEW_SHARE = 0.25
 class Doubted:
     """A window that differs from the earlier ones.
 
-    rows: [layers, COLUMNS], the window's timings. step: the step at which the window ended.
+    rows: [layers, COLUMNS], the window's timings.
+    step: the step at which the window ended.
     """
 
     rows: Rows
@@ -249,10 +250,13 @@ class Doubted:
 class Averaged:
     """The mean over windows.
 
-    rows: [layers, COLUMNS], the mean timings. speeds: the speeds of the ranks in the last window. beside: [BESIDE], the
-    mean times outside the layers. batch: the samples of a step, and the samples of a micro-batch. windows: the number
-    of windows in the mean. since: the step at which costs changed. doubted: the last window, if it differs too much to
-    be included in the mean.
+    rows: [layers, COLUMNS], the mean timings.
+    speeds: the speeds of the ranks in the last window.
+    beside: [BESIDE], the mean times outside the layers.
+    batch: the samples of a step, and the samples of a micro-batch.
+    windows: the number of windows in the mean.
+    since: the step at which costs changed.
+    doubted: the last window, if it differs too much to be included in the mean.
 
     All passes of one window may take a third longer although no layer has changed, for example because another process
     used the core. Costs therefore count as changed only if the next window agrees.

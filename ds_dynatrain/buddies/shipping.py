@@ -47,7 +47,8 @@ class Round:
 
     taken: this member's own copy; None if it could not be taken.
     is_over: whether the thread has finished.
-    is_whole: whether this member's own copy has reached its buddies and the copies of all wards have arrived here.
+    is_whole: whether this member's own copy has reached its buddies, and the copies of all members that it keeps copies
+        for have arrived here.
     is_void: whether the copies of the round do not count, whatever its outcome.
     """
 

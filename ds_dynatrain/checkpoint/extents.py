@@ -131,7 +131,10 @@ def regular(keys: tuple[Ints, ...], length: Ints, offsets: tuple[Ints, ...], beg
 def matrix_in(flat: torch.Tensor, first: int, step: int, length: int, count: int) -> torch.Tensor:
     """Return runs of a flat contiguous tensor as a view with one row per run.
 
-    first: where the first run begins. step: the distance of the runs. Raises RuntimeError if they leave the tensor.
+    first: where the first run begins.
+    step: the distance of the runs.
+
+    Raises RuntimeError if the runs leave the tensor.
     """
     held = flat.narrow(0, first, (count - 1) * step + length)
     return held.as_strided((count, length), (step, 1), held.storage_offset())

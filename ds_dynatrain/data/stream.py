@@ -166,7 +166,7 @@ class StreamOrder(EpochOrder):
         raise TypeError("a stream has no length; give the number of steps to train, such as max_steps")
 
     def size(self, at: Cursor) -> int:
-        """Return the number of samples in the global batch at `at`, which is read; 0 behind the stream's end."""
+        """Read the global batch at `at`, and return its number of samples; 0 behind the stream's end."""
         found = self.stream.count(at, self.train_batch_size)
         if not found and at.step == 0:
             raise DataError(f"the stream {type(self.stream.samples).__name__} has no sample; give one with at least 1")

@@ -49,8 +49,9 @@ def free_in_all(folders: Sequence[Path], wanted: str) -> str:
 
 
 def forget_old(folders: Sequence[Path], keep: int) -> None:
-    """Remove all checkpoints that are older than the newest `keep` joint ones. Remove none if there are fewer joint
-    ones."""
+    """Remove all checkpoints that are older than the newest `keep` joint ones, which are in all folders. Remove none if
+    there are fewer joint ones.
+    """
     kept = joint_tags(folders)[:keep]
     for path in folders if len(kept) == keep else ():
         tags = folder.tags(path)

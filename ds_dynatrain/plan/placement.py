@@ -1,4 +1,6 @@
-"""The node of each slot (rank of the target). The choice matters for longer than the switch itself."""
+"""The node of each slot (rank of the target). It determines the speed of communication in every later step, not only of
+the switch.
+"""
 
 from __future__ import annotations
 

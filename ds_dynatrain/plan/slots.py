@@ -2,7 +2,8 @@
 
 If the member at rank 0 stays, it keeps rank 0. All others get the slots in which they together keep the most bytes
 (`matching`), counted in a sparse table (`kept_bytes`). On several nodes, the node of each slot is chosen first
-(`placement`), because bytes are moved only once, while the placement lasts. The result is the same on every member.
+(`placement`), because the bytes are moved only once, but the placement affects every later step. The result is the same
+on every member.
 """
 
 from __future__ import annotations

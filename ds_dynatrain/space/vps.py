@@ -177,7 +177,7 @@ class VirtualParameterSpace:
 
     @cached_property
     def logical(self) -> Strips:
-        """The places of all coordinates on the line of row-major coordinates."""
+        """For all coordinates of this space, the corresponding coordinates in row-major order."""
         if self.tiling is not None:
             return self.tiling.strips
         return Strips.of(ints([0]), len(self.line), ints([0]))

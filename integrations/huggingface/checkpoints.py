@@ -110,7 +110,7 @@ def resume(trainer: Any, engine: Any, folder: str) -> None:
 
     A stock Trainer's checkpoint with adapters has no frozen weights, which stay as the base model has them. Raises
     ConfigError if the checkpoint was saved with another global batch, or if its epochs have a different number of
-    steps, because steps would then not mean the same samples.
+    steps, because a step would then train other samples.
     """
     path = Path(folder)
     ours = is_ours(path)

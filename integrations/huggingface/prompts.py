@@ -84,7 +84,7 @@ class PromptMixin(Below):
     """Number of values of each metric before the open global batch."""
 
     def begin(self, given: Sequence[Any]) -> None:
-        """Check and settle the arguments. Called before the trainer's constructor.
+        """Check the arguments, and set those that the configuration determines. Runs before the trainer's constructor.
 
         given: the constructor's arguments.
         """

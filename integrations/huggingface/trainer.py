@@ -59,7 +59,7 @@ class ElasticMixin(Below):
         self.finish()
 
     def begin(self, given: Sequence[Any]) -> None:
-        """Check and settle the arguments. Called before Trainer's constructor.
+        """Check the arguments, and set those that the configuration determines. Runs before Trainer's constructor.
 
         given: the constructor's arguments.
         """
@@ -294,7 +294,9 @@ class ElasticMixin(Below):
         """Do nothing, because random streams are already in the checkpoint."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load a stock Trainer's random streams, if there is a file for this rank. Ours were loaded with the state."""
+        """Load a stock Trainer's random streams, if there is a file for this rank. The streams of a ds_dynatrain
+        checkpoint were already loaded with the state.
+        """
         if checkpoint is not None and not checkpoints.is_ours(checkpoint):
             super()._load_rng_state(checkpoint)
 

@@ -155,7 +155,9 @@ def refuse_trainer(trainer: Any) -> None:
 
 
 def refuse_loader(loader: object, has_one: bool) -> None:
-    """Raise UnsupportedError for a second training loader, and DataError if its samples cannot be assigned again."""
+    """Raise UnsupportedError for a second training loader, and DataError if the samples of the loader cannot be divided
+    among a different number of ranks.
+    """
     if has_one:
         raise UnsupportedError(
             "several training DataLoaders: a global batch is of one; join the data sets "

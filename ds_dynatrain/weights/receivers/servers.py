@@ -41,7 +41,10 @@ class Broadcast(Protocol):
     """The trainer's end of a group with a server's workers."""
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Any:
-        """Broadcast the tensor to all workers. src: always 0, the trainer's rank."""
+        """Broadcast the tensor to all workers.
+
+        src: always 0, the trainer's rank.
+        """
 
 
 LOOK_SECONDS = 0.01
