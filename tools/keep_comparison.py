@@ -31,7 +31,7 @@ def ratios(document: str) -> str:
 
 
 def main() -> None:
-    """Put the short table and the ratios into the pages, and the chart next to them."""
+    """Put the short table into its page and the chart next to it, or the ratios of late switches into theirs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what `ds-dynatrain compare --out` was given")
     parser.add_argument("--late", action="store_true", help="keep the ratios alone, of late switches")
@@ -43,7 +43,6 @@ def main() -> None:
         keep(figures, "compare_late", f"{measured}\n\n{ratios(whole)}")
         return
     keep(ROOT / "docs" / "benchmarks.md", "compare", short)
-    keep(figures, "compare", ratios(whole))
     shutil.copyfile(args.folder / "compare.svg", ROOT / "docs" / "compare.svg")
 
 

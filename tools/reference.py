@@ -45,6 +45,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "What the engine gives": (
         "ds_dynatrain.reshard.pending.PendingSwitch",
         "ds_dynatrain.reshard.pending.SwitchEstimate",
+        "ds_dynatrain.report.event.SwitchEvent",
+        "ds_dynatrain.report.event.Side",
+        "ds_dynatrain.report.event.CertificateSummary",
         "ds_dynatrain.engine.changes.Change",
         "ds_dynatrain.engine.changes.Place",
         "ds_dynatrain.reshard.context.OwnGroup",
@@ -52,25 +55,16 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.buddies.extension.Protection",
         "ds_dynatrain.balance.balancer.Balancer",
     ),
-    "Weights": (
-        "ds_dynatrain.weights.weight_source.source",
-        "ds_dynatrain.weights.weight_source.WeightSource",
-        "ds_dynatrain.weights.outputs.ParamMeta",
-    ),
-    "Loaders": (
+    "Loaders and weights": (
         "ds_dynatrain.data.loader.Loader",
         "ds_dynatrain.data.loader.TrainLoader",
         "ds_dynatrain.data.loader.EvaluationLoader",
         "ds_dynatrain.data.loader.MicroBatch",
+        "ds_dynatrain.weights.weight_source.source",
+        "ds_dynatrain.weights.weight_source.WeightSource",
+        "ds_dynatrain.weights.outputs.ParamMeta",
     ),
-    "Reports": (
-        "ds_dynatrain.report.event.SwitchEvent",
-        "ds_dynatrain.report.event.Side",
-        "ds_dynatrain.report.event.CertificateSummary",
-        "ds_dynatrain.report.writer.read_events",
-        "ds_dynatrain.report.table.table",
-    ),
-    "Other tools": (
+    "Other tools, and reports": (
         "ds_dynatrain.integrations.transformers.elastic",
         "ds_dynatrain.integrations.transformers.make_trainers_elastic",
         "ds_dynatrain.integrations.accelerate.Accelerator",
@@ -80,6 +74,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.integrations.ray.coordinate",
         "ds_dynatrain.integrations.ray.join",
         "ds_dynatrain.integrations.ray.SaveWhenPreempted",
+        "ds_dynatrain.report.writer.read_events",
+        "ds_dynatrain.report.table.table",
     ),
 }
 """Names that scripts use, by the title of their table. The first ones are also in `ds_dynatrain` itself."""
