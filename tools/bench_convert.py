@@ -51,8 +51,8 @@ def main() -> None:
     took = "; ".join(f"{one} to {other} {most:.0f} MiB, {seconds:.1f} s" for one, other, most, seconds in found)
     without, with_crcs = reading
     text = (
-        f"Measured on: {machine()}. {whole} At most, beyond the imports: {took}. Reading all of DeepSpeed's: "
-        f"{without:.1f} GB a second of processor time, with CRC32s {with_crcs:.1f}."
+        f"Measured on: {machine()}. {whole} At most, beyond the imports: {took}. Reading all values of "
+        f"DeepSpeed's checkpoint: {without:.1f} GB a second of processor time, with CRC32s {with_crcs:.1f}."
     )
     print(text)
     if asked.write is not None:

@@ -151,7 +151,7 @@ def coordinator(
     http: Annotated[
         str | None,
         typer.Option(
-            help='HOST:PORT of the page for browsers and Prometheus, or "off". Default: a free port for this machine.'
+            help='HOST:PORT of the page for browsers and Prometheus, or "off". Default: a free port, for this machine only.'
         ),
     ] = None,
     http_token_file: Annotated[
