@@ -151,7 +151,8 @@ def coordinator(
     http: Annotated[
         str | None,
         typer.Option(
-            help='HOST:PORT of the page for browsers and Prometheus, or "off". Default: a free port, for this machine only.'
+            help='HOST:PORT of the page for browsers and Prometheus, or "off". '
+            "Default: a free port, only for this machine."
         ),
     ] = None,
     http_token_file: Annotated[

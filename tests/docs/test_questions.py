@@ -1,4 +1,4 @@
-"""Ten questions of somebody who has never seen this project: each answer is a heading, one link away at most."""
+"""Questions of somebody who has never seen this project: each answer is a heading, one link away at most."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ QUESTIONS = [
     ("W&B", "docs/monitoring.md", "W&B, TensorBoard, csv", '"monitor": true'),
     ("it was refused, what now", "docs/troubleshoot.md", "A switch was refused", "refusal.way_out"),
     ("it hangs, what now", "docs/troubleshoot.md", "The job hangs", "py-spy"),
+    ("what is refused", "docs/support.md", "At a glance", "refused"),
+    ("a node dies, what now", "docs/elastic.md", "A death", "checkpoint"),
+    ("back to stock DeepSpeed", "docs/fit.md", "Can I go back?", "engine.save_checkpoint"),
+    ("how do I watch it", "docs/monitoring.md", "A page in the browser", "--http"),
     ("what does it cost in memory", "docs/how-a-switch-works.md", "Memory", "peak_memory_bytes"),
     ("what does it cost in time", "docs/how-a-switch-works.md", "What it costs to leave it on", "%"),
 ]
