@@ -89,6 +89,8 @@ FOR_THE_ENGINE = (
 """Methods that only the engine calls; the page of names leaves them out."""
 AS_IN_TORCH = frozenset(inspect.signature(DataLoader).parameters)
 """Attributes of loaders that mean what they mean in torch; the page of names leaves them out."""
+AS_JSON = "Print one JSON object."
+"""The help of the option --json, which the page of commands mentions below its other text."""
 HOME = "ds_dynatrain"
 HOOKS = f"{HOME}.extension.Extension"
 """The class whose methods docs/extensions.md lists by the time at which they are called."""
@@ -152,7 +154,9 @@ def commands_page(head: str, intro: str, commands: Iterable[tuple[str, Any]]) ->
     """
     lines = [f"# {head}", "", NOTE, "", intro, ""]
     for words, each in commands:
-        lines += [f"## {words}", "", paragraphs(each.help), ""]
+        prints_json = any(one.help == AS_JSON for one in each.params)
+        text = paragraphs(each.help) + (" With `--json`, it prints one JSON object." if prints_json else "")
+        lines += [f"## {words}", "", text, ""]
         lines += table(each)
     return "\n".join(lines)
 
@@ -183,7 +187,7 @@ def table(command: Any) -> list[str]:
     """Return the lines of a table with the arguments and options of a command."""
     rows = []
     for one in command.params:
-        if one.name == "help":
+        if one.name == "help" or one.help == AS_JSON:
             continue
         name = one.name.upper() if is_argument(one) else ", ".join(one.opts)
         is_plain = (
