@@ -177,7 +177,7 @@ class VirtualParameterSpace:
 
     @cached_property
     def logical(self) -> Strips:
-        """For all coordinates of this space, the corresponding coordinates in row-major order."""
+        """The coordinates in row-major order that correspond to the coordinates of this space."""
         if self.tiling is not None:
             return self.tiling.strips
         return Strips.of(ints([0]), len(self.line), ints([0]))

@@ -27,7 +27,7 @@ USAGE = (
     ),
     _start(
         "an elastic launch on an accelerator without NCCL",
-        "a collective of a dead member can only be aborted with NCCL, as far as is known",
+        "only NCCL is known to abort a collective whose member died",
         "launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
     ),
     _start(
@@ -216,8 +216,8 @@ USAGE = (
     ),
     _start(
         "a plain engine beside idle processes",
-        "an idle process waits in its loader, and a switch destroys the plain engine's groups",
-        "use a layout without idle processes, hold a frozen model without ZeRO-3, or destroy the plain engine",
+        "idle processes wait in their loader, and a switch destroys the plain engine's groups",
+        "give all work, hold a frozen model without ZeRO-3, or destroy it",
     ),
     _start(
         "a model of another engine in ZeRO-3",
@@ -244,9 +244,9 @@ USAGE = (
     ),
     _start(
         "an order of tensors by owners",
-        "an order is chosen only among data and sequence ranks, and DeepSpeed before 0.19.8 cannot link masters to "
+        "orders are chosen only among data and sequence ranks, and DeepSpeed before 0.19.8 cannot link masters to "
         "parameters",
-        'leave "owners" out of the dynatrain block',
+        "leave dynatrain.owners out",
     ),
     _switch(
         "late lean switches",
@@ -310,9 +310,8 @@ USAGE = (
     ),
     _switch(
         "a CUDA graph under capture",
-        "it records addresses that a switch changes; a graph that was captured earlier is not detected "
-        "([GPUs](gpu.md))",
-        "end the capture before the boundary, and capture again in engine.on_switch",
+        "it records addresses that a switch changes; graphs captured earlier are not detected ([GPUs](gpu.md))",
+        "end the capture before the boundary; capture again in engine.on_switch",
     ),
     _switch(
         "GatheredParameters",
@@ -327,8 +326,8 @@ USAGE = (
     Row(
         "set_gradient_accumulation_boundary",
         Verdict.NOTE,
-        "in another world, a step inside a global batch would train other samples",
-        "set it with the last micro-batch of a global batch, or call engine.step() after each",
+        "a step inside a global batch would train other samples in another world",
+        "set it at a global batch's last micro-batch, or always call engine.step()",
     ),
     _works(
         "activation checkpointing",

@@ -35,7 +35,7 @@ def test_what_is_offloaded_to_the_cpu_passes(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"device": "nvme"}, r"offload_optimizer\.device = 'nvme': state on disk"),
         ({"ratio": 0.5}, r"offload_optimizer\.ratio = 0\.5: Twin-Flow"),
-        ({"super_offload": True}, r"offload_optimizer\.super_offload: its optimizer steps in a process"),
+        ({"super_offload": True}, r"offload_optimizer\.super_offload: its optimizer runs in a separate process"),
     ],
 )
 def test_what_is_refused_by_name(block: dict[str, Any], words: str) -> None:

@@ -291,7 +291,7 @@ def test_mpu() -> None:
 
 
 def test_mesh_param() -> None:
-    with pytest.raises(UnsupportedError, match=r"^mesh_param: under DeepSpeed's mesh .* drift apart; pass mpu="):
+    with pytest.raises(UnsupportedError, match=r"^mesh_param: with DeepSpeed's mesh, .* drift apart; pass mpu="):
         refuse_unsupported(settings(), nn.Linear(2, 2), None, None, (2, 2))
     refused(settings(data_parallel_size=2, sequence_parallel_size=2), "^data_parallel_size = 2: .* drift apart")
 
@@ -439,9 +439,9 @@ def test_calls_of_an_engine() -> None:
     engine.__dict__["_parts"] = None
     for call, words in (
         (lambda: engine.compile(schedule=[]), r"engine.compile\(schedule=...\): its passes build"),
-        (lambda: engine.compile(compiled_autograd_enabled=True), "compiled_autograd_enabled=True.: it was not tried"),
-        (lambda: engine.set_train_batch_size(8), r"set_train_batch_size\(8\): batch sizes are settled"),
-        (lambda: engine.set_train_micro_batch_size(2), r"set_train_micro_batch_size\(2\): batch sizes are settled"),
+        (lambda: engine.compile(compiled_autograd_enabled=True), "compiled_autograd_enabled=True.: it also traces"),
+        (lambda: engine.set_train_batch_size(8), r"set_train_batch_size\(8\): batch sizes are fixed"),
+        (lambda: engine.set_train_micro_batch_size(2), r"set_train_micro_batch_size\(2\): batch sizes are fixed"),
     ):
         with pytest.raises(UnsupportedError, match=words):
             call()

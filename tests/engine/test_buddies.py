@@ -41,7 +41,7 @@ def attached(engine: Any, kind: type[Buddies] = Buddies) -> Buddies:
 
 
 def test_in_a_launch_of_fixed_size() -> None:
-    with pytest.raises(UnsupportedError, match="buddies in a launch of fixed size: nobody comes or goes there"):
+    with pytest.raises(UnsupportedError, match="buddies in a launch of fixed size: no process could take over"):
         Buddies(settings()).check_launch(False)
     assert not any(isinstance(each, Buddies) for each in made(settings(mode="off")))
 

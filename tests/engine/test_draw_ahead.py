@@ -195,7 +195,7 @@ def test_what_cannot_be(pool: RankPool) -> None:
 def exact_refusal_case() -> None:
     with jobs.job(exactly.settings((2, 2)), small_gpt()) as job:
         one = next(iter(job.loader.windows()))[0]
-        with pytest.raises(UnsupportedError, match=r"exact jobs weight each micro-batch's mean loss"):
+        with pytest.raises(UnsupportedError, match=r"exact jobs multiply each micro-batch's mean loss"):
             with job.engine.micro_batch(one, is_divided=True):
                 pass
 

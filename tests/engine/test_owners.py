@@ -207,4 +207,4 @@ def refused_case() -> str:
 
 def test_what_is_refused(pool: RankPool) -> None:
     for said in pool.run(refused_case):
-        assert '"owners": "nearest" with a pipeline' in said and 'leave "owners" out' in said
+        assert '"owners": "nearest" with a pipeline' in said and "leave dynatrain.owners out" in said

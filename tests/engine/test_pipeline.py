@@ -76,7 +76,7 @@ def refused_at_start() -> None:
     """Each start fails on all ranks alike, with the reason, and leaves nothing behind."""
     two = layout(2, 1)
     cannot = [
-        (settings(layout(2, 1, 2)), "pipelines in ZeRO stages 0 and 1 alone; nearest: data=1 pipe=2 zero_stage=1"),
+        (settings(layout(2, 1, 2)), "pipelines only in ZeRO stages 0 and 1; nearest: data=1 pipe=2 zero_stage=1"),
         (
             {**settings(two), "data_efficiency": {"enabled": True}},
             "^data_efficiency: .* not supported with a Pipeline",
@@ -96,7 +96,7 @@ def refused_later() -> None:
         engine = made.engine
         losses = [engine.train_batch().item()]
         cannot = [
-            ({"zero_stage": 2}, "pipelines in ZeRO stages 0 and 1 alone; nearest: data=2 pipe=2 zero_stage=1"),
+            ({"zero_stage": 2}, "pipelines only in ZeRO stages 0 and 1; nearest: data=2 pipe=2 zero_stage=1"),
             ({"boundaries": (0, 3, 8)}, "boundaries=.* end with layer 8"),
             ({"boundaries": (0, 3)}, "cut 1 stages and pipe is 2"),
             ({"pipe": 4, "data": 1, "boundaries": (0, 2, 4, 5, 5)}, "give stage 3 no layer"),

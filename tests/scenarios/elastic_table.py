@@ -304,7 +304,7 @@ REFUSED = Play(
             "copies in a fixed launch",
             Fixed("copies", 2, {"config": {"dynatrain": {"buddies": {"mode": "copy"}}}}),
             ends={"copies": 1},
-            says={"copies": "buddies in a launch of fixed size: nobody comes or goes there"},
+            says={"copies": "buddies in a launch of fixed size: no process could take over"},
         ),
         Row(
             "Lightning",

@@ -52,8 +52,8 @@ ROWS = (
     Row(
         "exact",
         Verdict.NOTE,
-        "same bits on CPUs for any number of data ranks at ZeRO 1 to 3 (fp32, bf16), and of pipeline stages at ZeRO "
-        "1 (fp32): [exact](exact.md)",
+        "same bits on CPUs for all numbers of data ranks (ZeRO 1 to 3; fp32, bf16) and pipeline stages (ZeRO 1; "
+        "fp32): [exact](exact.md)",
     ),
     Row(
         "exact: a layout",
@@ -114,8 +114,8 @@ ROWS = (
     ),
     _start(
         "an optimizer",
-        "an update may depend on the position of the element",
-        "use one of torch's own without `fused`, or register it with placeless=True if it does not",
+        "an update may depend on the element's position",
+        "use torch's own without `fused`, or register it with placeless=True if it does not",
     ),
     _start(
         "torch.compile",
@@ -129,8 +129,8 @@ ROWS = (
     ),
     _start(
         "MKL_CBWR",
-        "without it, MKL's rounding of small matrix products depends on the alignment of their memory",
-        "set MKL_CBWR=COMPATIBLE in the environment before processes start (AVX2, AVX512 if all have it)",
+        "without it, MKL's rounding depends on the alignment of memory",
+        "set MKL_CBWR=COMPATIBLE (or AVX2, AVX512 if all processors have it) before processes start",
     ),
     _start(
         "a micro-batch that is no leaf",
@@ -139,8 +139,8 @@ ROWS = (
     ),
     _start(
         "a loss that is divided",
-        "exact jobs weight each micro-batch's mean loss by its share of the batch, and allow no other factor",
-        "pass the mean over the micro-batch to engine.backward(loss, tokens=n)",
+        "exact jobs multiply each micro-batch's mean loss by its share, and allow no other factor",
+        "pass the micro-batch's mean to engine.backward(loss, tokens=n)",
     ),
     _start(
         "a gradient in several parts",
