@@ -216,7 +216,7 @@ USAGE = (
     ),
     _start(
         "a plain engine beside idle processes",
-        "idle processes wait in their loader, and a switch destroys the plain engine's groups",
+        "idle processes wait in their loader; a switch destroys the plain engine's groups",
         "give all work, hold a frozen model without ZeRO-3, or destroy it",
     ),
     _start(
