@@ -96,12 +96,10 @@ def main() -> None:
         "GB/s",
         *(f"{name}: {what}" for name in ("fp32", "bf16") for what in ("digest", "in numpy", "plain sum", "bar")),
     )
-    found = {"bench_digest": f"{place}; digests {kind}; bar {BAR:.0f} GB/s.\n\n{table(head, rows)}"}
-    found["bench_digest runs"] = f"{place}; processor time. {cutting(args.repeats)}"
-    for name, text in found.items():
-        print(f"{text}\n")
-        if args.write is not None:
-            keep(args.write, name, text)
+    text = f"{place}; digests {kind}; bar {BAR:.0f} GB/s.\n\n{table(head, rows)}\n\n{cutting(args.repeats)}"
+    print(text)
+    if args.write is not None:
+        keep(args.write, "bench_digest", text)
 
 
 if __name__ == "__main__":
