@@ -87,8 +87,8 @@ def layouts(kind: Kind, processes: int) -> Iterator[Layout]:
 
 
 def config(layout: Layout, clipping: float) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, with one micro-batch per step. With SGD, gradients that are off by a factor
-    show.
+    """Return DeepSpeed's configuration, with one micro-batch per step. It uses SGD, with which gradients that are wrong
+    by a factor change the losses.
     """
     return {
         "train_micro_batch_size_per_gpu": BATCH // layout.data,

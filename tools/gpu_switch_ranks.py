@@ -60,7 +60,9 @@ class Watch:
         self.before = int(self._device.memory_allocated())
 
     def install(self) -> None:
-        """Hook into a transaction, where it measures its own buffers."""
+        """Replace the method with which a transaction measures its memory, to record the bytes of its buffers
+        as well.
+        """
         from ds_dynatrain.reshard.switch import Transaction
 
         watch, own = self, Transaction._measure

@@ -35,7 +35,7 @@ _OPENING = 8
 
 
 class ArrowValues:
-    """An Arrow file with a single column, whose batches are written from the memory of their values."""
+    """An Arrow file with a single column. Each batch is written directly from the memory that holds its values."""
 
     def __init__(self, file: BinaryIO, dtype: torch.dtype) -> None:
         name = name_of(dtype)
