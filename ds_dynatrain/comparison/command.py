@@ -75,7 +75,8 @@ def compare(
 
     Example: ds-dynatrain compare --size 8M --way live --way restart --out compare
 
-    Exit code: 0 if all ways were measured or said why they cannot be, 1 if no live switch was, 2 for bad options.
+    Exit code: 0 if each way was measured or gave the reason why it failed, 1 if no live switch was
+    measured, 2 for bad options.
     """
     with saying("compare"):
         try:  # fail before minutes of measuring
