@@ -137,12 +137,12 @@ def in_checkpoint(model: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 
     Raises UnsupportedError, naming the tensor, if transformers' conversion does more than rearrange runs of elements.
     """
+    classes = {f"{each.__module__}.{each.__qualname__}" for each in type(model).__mro__}
+    if "transformers.modeling_utils.PreTrainedModel" not in classes:  # importing transformers takes seconds
+        return list(outputs)
     try:
-        from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5, names in memory and in the checkpoint are the same
-        return list(outputs)
-    if not isinstance(model, PreTrainedModel):
         return list(outputs)
     found, together = list[Output](), list[Output]()
     # several layers per call, because each call walks over all modules

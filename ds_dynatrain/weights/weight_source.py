@@ -175,8 +175,15 @@ class WeightSource:
             )
         for output in self._outputs:
             for run in output.runs:
-                for _, extent, (values,) in placed(line, (pieces_of(line, run, owned),), (dict(live),)):
-                    yield output.name, replace(extent, start=extent.start - run.start + run.at), values
+                pieces, shift = pieces_of(line, run, owned), run.at - run.start
+                if len(pieces) > 2:
+                    for _, extent, (values,) in placed(line, (pieces,), (dict(live),)):
+                        yield output.name, replace(extent, start=extent.start + shift), values
+                    continue
+                for piece in pieces:  # too few to form a matrix
+                    start, length = piece.start - int(line.bases[run.tensor]) + shift, piece.stop - piece.start
+                    values = live[piece.buffer].detach().narrow(0, piece.offset, length)
+                    yield output.name, Extent(start, length), values.view(1, length)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, this rank's shard) in the order of `metadata`, which has the placements. No communication.
