@@ -220,7 +220,7 @@ def test_torchrun_has_the_options_that_the_page_names() -> None:
     assert found
     for words in found:
         torchrun(words[1:])
-    for option in re.findall(r"`(--[a-z-]+)[^`]*`", text):
+    for option in re.findall(r"`(--[a-z_-]+)[^`]*`", text):
         assert option in known_options(), option
 
 
@@ -238,6 +238,8 @@ def known_options() -> set[str]:
         "--ntasks-per-node",
         "--cpus-per-task",
         "--exclusive",
+        "--gpus-per-node",
+        "--no_ssh",
         "--nodes",
         "--open-mode",
         "--replicas",
