@@ -1,7 +1,7 @@
 """A way out of a collective that will never end: shutting down the sockets of its group makes the collective raise.
 
 gloo cannot abort a collective. If a rank dies, only its neighbours in the ring see a connection end; the other ranks
-wait for their time-out. If a rank hangs, no connection ends, and all ranks wait for their time-out. Calling shutdown(2)
+wait for their timeout. If a rank hangs, no connection ends, and all ranks wait for their timeout. Calling shutdown(2)
 on a group's established connections from another thread makes every collective that is blocked on them raise within
 milliseconds, even while the group is still connecting. The listening sockets are left open, because gloo ends the
 process if it loses one of them.

@@ -55,7 +55,7 @@ def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
     """Return the store that `connect` returns, over a new connection. Raises torch's DistError after `seconds`.
 
     Later calls on the store also raise DistError if the store does not answer within `ANSWER_SECONDS`. torch's own
-    time-out covers only missing keys, and a hanging server blocks its callers forever (measured on 2.13). The limit
+    timeout covers only missing keys, and a hanging server blocks its callers forever (measured on 2.13). The limit
     works on Linux only; on other systems calls may wait forever.
     """
     with suppress(OSError):
@@ -69,7 +69,7 @@ def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
 def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
     """Return the result of `ask`, run in a thread. Raises torch's DistError after `seconds`, and abandons the thread.
 
-    Used for calls without a usable time-out: torch's time-out covers only the time until a connection is accepted, and
+    Used for calls without a usable timeout: torch's timeout covers only the time until a connection is accepted, and
     the kernel accepts a connection even for a process that hangs.
     """
     found = futures.Future[Answer]()

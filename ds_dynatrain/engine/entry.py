@@ -35,7 +35,7 @@ from ds_dynatrain.reshard.context import Boards
 from ds_dynatrain.reshard.membership import Membership
 
 START_SECONDS = 1800.0
-"""Longest wait for processes that build their models at different speeds. It equals DeepSpeed's own time-out."""
+"""Longest wait for processes that build their models at different speeds. It equals DeepSpeed's own timeout."""
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.5
 """Interval at which a process that waits for a job to start checks whether one is already running."""

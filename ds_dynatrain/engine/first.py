@@ -32,7 +32,7 @@ from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS
 from ds_dynatrain.transfer import digest
 
 DRAW_SECONDS = 1800.0
-"""Longest wait for members that initialize a large model's parameters. It equals DeepSpeed's time-out for
+"""Longest wait for members that initialize a large model's parameters. It equals DeepSpeed's timeout for
 collectives."""
 
 

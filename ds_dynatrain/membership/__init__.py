@@ -1,5 +1,4 @@
-"""How members agree, and what they do at a boundary when other members join, leave or die. Start with
-`boundary_machine`.
+"""Agreement between members, and their actions when other members join, leave or die. Start with `boundary_machine`.
 
 A *boundary* is the point between two optimizer steps. A *board* is a key-value store in which members post and read
 records. The folder needs no engine: `boundary_machine` takes facts and returns actions, which `engine/driver` carries

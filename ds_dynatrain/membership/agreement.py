@@ -1,7 +1,7 @@
-"""Agreement of members on one decision: whether to switch at all, and at which step.
+"""Agreement of members on one decision: whether to switch to another layout, and at which step.
 
-Every working member posts its request. The first member compares the requests and decides for all. A member that comes
-late reads the same decision.
+Every working member posts its request in the key-value store. The first member compares the requests and decides for
+all. A member that comes late reads the same decision.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def agree(
     step: int,
     refusal: tuple[str, str] | None = None,
 ) -> Proposal:
-    """Return `proposal` if every working member makes the same request and none refuses. The result is the same on all
-    of them.
+    """Return `proposal` if every working member makes the same request and none refuses. All members get the same
+    result.
 
     place: a name for the point in training, unique in the key-value store.
-    step: the member's own step.
-    refusal: the reason why the member cannot take part, and the advice on what to do; None if it can.
+    step: the number of optimizer steps that this member has done.
+    refusal: the reason why this member cannot take part, and the advice on what to do; None if it can.
 
-    Raises SwitchRefused if a member refuses, if requests differ, or if a member makes no request within the time-out.
+    Raises SwitchRefused if a member refuses, if requests differ, or if a member makes no request within the timeout.
     """
     session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
     when = "" if proposal.at is None else f" at step {proposal.at}"
@@ -55,8 +55,8 @@ def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
 
 
 def say_prepared(control: Control, proposal: Proposal, error: str | None = None) -> None:
-    """Post that this member is ready for the switch, or the error that prevents it. The last member to post also
-    records that all members have posted."""
+    """Post that this member is ready for the switch, or the error that prevents it from taking part. The last member to
+    post also records that all members have posted."""
     key = f"prepared/{proposal.generation}"
     if error is not None:
         control.decide(f"{key}/failed", f"it could not be prepared on member {control.member}: {error}")
@@ -67,6 +67,8 @@ def say_prepared(control: Control, proposal: Proposal, error: str | None = None)
 
 def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[], None]) -> None:
     """Wait until all members are ready for a switch.
+
+    stop: called while waiting; it may raise an error to end the wait.
 
     Raises SwitchFailed if a member reports an error, and MemberMissing if a member does not report in time.
     """
@@ -81,10 +83,11 @@ def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[],
 
 
 def meet(session: Session, proposal: Proposal, step: int, place: str, carry: Any = None) -> Any:
-    """Wait at the boundary of the switch for all other members, check that all are at the same step and loader, and
-    return rank 0's carry.
+    """Wait until all members have reached the step of the switch, check that all use the same data loader and are at
+    the same step, and return a record from rank 0.
 
-    carry: on rank 0, a record for all other members.
+    place: the loader whose batches this member is reading.
+    carry: on rank 0, the record for all other members.
 
     Raises MemberMissing if members do not come in time, and SwitchRefused if a member is at another step or loader.
     """
@@ -105,8 +108,8 @@ def _places(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _judge_places(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a meeting: rank 0's carry or, if a member is at another loader or step than rank 0, the
-    reason and the advice of the refusal."""
+    """Return the answer of rank 0 to the members that meet for a switch: rank 0's record or, if a member is at another
+    loader or step than rank 0, the reason for refusing the switch and advice for the user."""
     (_, wanted, at), carry = found["leader"]
     for member, place, step in found["elsewhere"]:
         if place != wanted:

@@ -68,20 +68,20 @@ class HeldState:
     rank: the engine's rank; None if the engine is idle.
     attempt: the highest generation number that was proposed to the engine.
     board: the key-value store of the engine's current generation.
-    is_clean: whether no optimizer step is under way.
+    is_clean: whether no optimizer step is in progress.
     pending: the switch that is being prepared, if any.
-    is_in_window: whether a late switch is between its votes.
+    is_in_window: whether a late switch (optimizer state moves after training has resumed) is still in progress.
     settle: waits until this member's device has finished all earlier work. A read of the board after this call finds
         everything that other members had posted before the call.
     lacks: returns whether the next world needs communicators that the current one does not have; None if no
         communicators are made before the pause.
-    can_restore: whether the engine has backups.
+    can_restore: whether an extension keeps backup checkpoints of this engine.
     registered: how often parameters were registered again (`update_param_groups`).
     frozen: the layout and rank in which this member has the frozen weights that are in no copy; None if there are none.
     since: returns `Survivor.since`; the call asks the coordinator's store.
-    copies: returns the copies that this process has.
+    copies: returns descriptions of the copies that this process has.
     damaged: reads the copies that this process is to provide, and returns the ranks whose copies are damaged.
-    goes_late: returns whether masters and moments are to move after the pause of a switch to the given layout.
+    goes_late: returns whether a switch to the given layout moves optimizer state after the pause.
     """
 
     number: int
@@ -115,9 +115,9 @@ class OwnFacts:
     is_aborted: whether the current world can no longer be used.
     is_leaving: whether this process was asked to leave.
     engines: the process's engines, in the order in which they were made; the first one decides for all.
-    at: the index of the engine that has reached a boundary.
-    has_waited: whether the time to wait for other members at this boundary is over, so that training goes on without
-        them.
+    at: the index of the engine that is now between two optimizer steps.
+    has_waited: whether the time limit of the wait for other members at this boundary has passed, so that training
+        continues without them.
     """
 
     member: str
@@ -150,8 +150,9 @@ class OwnFacts:
         return not self.is_aborted and (self.world is None or not self.world.paused)
 
     def goes_late(self, world: Generation, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
-        """Return whether masters and moments are to move during a generation's first step.
+        """Return whether optimizer state is to move during the first step of a generation, instead of before this step.
 
+        world: the generation.
         targets: each engine's layout and members in that generation.
         """
         if not self.makes_steps or world.paused or not world.members:
@@ -169,16 +170,16 @@ class GiveUpPreparation:
 
 @dataclass(frozen=True)
 class Open:
-    """Connect, or reconnect, to the boards of a generation."""
+    """Connect, or reconnect, to the boards (the members' key-value stores) of a generation."""
 
     world: Generation
 
 
 @dataclass(frozen=True)
 class Know:
-    """Take over the registry, which maps every member to its number.
+    """Adopt the registry, which maps every member to its number.
 
-    records: on an idle member, the record that `PostJob` has posted for each engine; empty on other members.
+    records: on an idle member, the record that `PostJob` has posted for each engine; () on other members.
     """
 
     registry: Registry
@@ -187,8 +188,9 @@ class Know:
 
 @dataclass(frozen=True)
 class Post:
-    """Post a value on a board of an engine.
+    """Post a value on an engine's board (the members' key-value store).
 
+    engine: the index of the engine.
     is_decision: whether the first value counts, so that a value already posted by another member is kept.
     is_present: whether to post on the board of the current generation rather than on that of the next one.
     """
@@ -202,24 +204,27 @@ class Post:
 
 @dataclass(frozen=True)
 class PostJob:
-    """Post what newcomers need to build their engines, on each engine's board."""
+    """Post a description of each engine, from which newcomers build their own engines."""
 
     registry: Registry
 
 
 @dataclass(frozen=True)
 class Void:
-    """Discard this process's copies whose `Mark.stretch` is smaller than the given one: a state was loaded after they
-    were taken."""
+    """Discard the copies of this process that are out of date, because a state such as a checkpoint was loaded after
+    they were taken.
+
+    before: the `Mark.stretch` of the newest load; copies with a smaller one are discarded.
+    """
 
     before: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class LetGo:
-    """Give up the state of all engines.
+    """Give up the state of all engines, because it will be restored from copies or a checkpoint.
 
-    lost: a description of what is permanently lost.
+    lost: a description of the copies that are permanently lost; "" if there are none.
     """
 
     lost: str = ""
@@ -227,8 +232,11 @@ class LetGo:
 
 @dataclass(frozen=True)
 class Hold:
-    """Continue from whole states, one for each engine. If the whole state of an engine does not list this member, the
-    member gives up its own state of that engine."""
+    """Continue after a failure from the state that the survivors hold. If the whole state of an engine does not list
+    this member, the member gives up its own state of that engine.
+
+    sources: for each engine, the layout and members of the whole state.
+    """
 
     sources: tuple[WholeState, ...]
 
@@ -250,7 +258,7 @@ class Follow:
 
 @dataclass(frozen=True)
 class PassBy:
-    """Record the outcome of a switch in which an idle engine takes no part."""
+    """Record the outcome of a switch in which an idle engine of this process takes no part."""
 
     engine: int
     proposal: Proposal
@@ -259,17 +267,19 @@ class PassBy:
 
 @dataclass(frozen=True)
 class Connect:
-    """Connect all members of an engine's next world before its switch; give the switch up if that fails."""
+    """Connect all members of an engine's next world some steps before its switch; give the switch up if that fails."""
 
     engine: int
 
 
 @dataclass(frozen=True)
 class Transact:
-    """Take part in the prepared switch of one engine, or of all engines in a change of members.
+    """Carry out this member's part in the prepared switch of one engine, or of all engines in a change of members.
 
-    Call `BoundaryMachine.transacted` after a change of members. If that change is late, call it once its record is
-    written.
+    After a change of members, call `BoundaryMachine.transacted`. If optimizer state moves after training has resumed,
+    call it only once the final outcome is recorded.
+
+    engine: the index of the engine; None for all engines.
     """
 
     engine: int | None = None
@@ -277,7 +287,7 @@ class Transact:
 
 @dataclass(frozen=True)
 class Restore:
-    """Restore the state together with all members of the target, from copies of each engine or from a checkpoint.
+    """Restore the state, together with all members of the new world, from copies or from a checkpoint.
 
     Call `BoundaryMachine.restored` afterwards.
 
@@ -298,7 +308,8 @@ class Serve:
 
 @dataclass(frozen=True)
 class Spend:
-    """Record that an attempt was rolled back on all members. The generation numbers of its proposals count as used.
+    """Record that an attempt was rolled back on all members. The generation numbers of its proposals are not used
+    again.
 
     tries: the number of attempts that have failed so far.
     """
@@ -310,7 +321,7 @@ class Spend:
 
 @dataclass(frozen=True)
 class Enter:
-    """Enter the generation, with each engine in the layout and at the rank that its proposal assigns."""
+    """Enter the generation: each engine takes the layout and the rank that its proposal assigns."""
 
     world: Generation
     registry: Registry
@@ -358,7 +369,7 @@ Action = (
 
 
 class ChangeStage(Enum):
-    """Progress of this member towards a new generation."""
+    """Stage that this member has reached on its way to a new generation."""
 
     AGREE = "agree"
     PROVE = "prove"
@@ -373,8 +384,8 @@ class BoundaryMachine:
     """State machine that decides what one process does at a boundary (the point between two optimizer steps).
 
     destinations: returns each engine's new layout and members if this member leads; None if no layout is possible.
-    world: the generation that the process is about to enter; None while it is in the newest one.
-    proposals: the proposals of the current attempt.
+    world: the generation that the process is about to enter; None if the process is already in the newest one.
+    proposals: the proposals of the current attempt, one for each engine.
     """
 
     def __init__(self, destinations: Callable[[DestinationFacts], list[Destination] | None]) -> None:
@@ -404,10 +415,12 @@ class BoundaryMachine:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def advance(self, own: OwnFacts, newest: Generation | None, boards: Sequence[Board]) -> list[Action]:
-        """Return the next actions. Call this method again until it returns none, and from time to time after that.
+        """Return the next actions. Carry them out and call this method again until it returns none; then call it again
+        from time to time.
 
         newest: the last generation that was published.
-        boards: the boards of `world`, one for each engine of the process; () while they are not open.
+        boards: the boards (key-value stores) of `world`, one for each engine of the process; () while they are not
+            open.
 
         Members join and leave only at boundaries of the first engine.
         """
@@ -441,16 +454,17 @@ class BoundaryMachine:
         return any(one is proposal for one in self.proposals)
 
     def transacted(self, own: OwnFacts, is_committed: bool, reason: str) -> list[Action]:
-        """Return the actions that follow `Transact`.
+        """Return the actions that follow a switch (`Transact`).
 
-        is_committed: the outcome of `Transact`, which is the same on all members.
+        is_committed: whether the switch was committed; the same on all members.
+        reason: the reason if it was rolled back.
         """
         if self.world is None:
             return []
         return self._enter(own, self.world) if is_committed else self._failed(self.proposals, reason)
 
     def restored(self, own: OwnFacts, is_whole: bool) -> list[Action]:
-        """Return the actions that follow `Restore`.
+        """Return the actions that follow a restoration (`Restore`).
 
         is_whole: whether the state is restored. If not, a member has died, and a later generation will come.
         """
@@ -462,7 +476,8 @@ class BoundaryMachine:
         return [self._record(), *self._enter(own, self.world)]
 
     def board_is_lost(self, reason: str) -> list[Action]:
-        """Forget what was read on a lost board, and return the actions that connect to the board again."""
+        """Forget all records read from a key-value store whose connection was lost, and return the actions that
+        reconnect to it."""
         self.proposals, self.tries, self._said = (), 0, set()
         if self.stage in (ChangeStage.FOLLOW, ChangeStage.MEET):
             self.stage = ChangeStage.LEARN
@@ -499,8 +514,8 @@ class BoundaryMachine:
     # ---- a switch within the generation ------------------------------------------------------------------------------
 
     def _switch(self, own: OwnFacts) -> list[Action]:
-        """Return the actions for a requested switch of the engine at this boundary. If that engine is idle, this covers
-        every idle engine of the process."""
+        """Return the actions for a requested switch of the engine that is at a boundary. If that engine is idle, return
+        the actions for the first idle engine of the process that has any."""
         here = own.engines[own.at]
         if here.rank is None:
             engines = () if self.world is not None else enumerate(own.engines)
@@ -512,8 +527,8 @@ class BoundaryMachine:
         return connecting or self._meet_for_switch(own.at, here, here.pending, ahead=int(own.makes_steps))
 
     def _give_up_hopeless(self, own: OwnFacts, newest: Generation) -> list[Action]:
-        """Give up, on all members, every requested switch that needs an idle member which is not in the newest
-        generation."""
+        """Give up, on all members, every requested switch that needs an idle member which the newest generation does
+        not list."""
         there = {own.registry.numbers.get(member) for member in newest.members}
         asked = [(place, one.pending) for place, one in enumerate(own.engines) if one.pending is not None]
         hopeless = [(place, one) for place, one in asked if not there >= {*one.members} - {*one.source_members}]
@@ -524,9 +539,9 @@ class BoundaryMachine:
         return [*said, GiveUpPreparation(newest.reason)]
 
     def _connect(self, place: int, here: HeldState, asked: Proposal) -> list[Action]:
-        """Connect the next world's members some steps before a requested switch.
+        """Return the action that connects the next world's members some steps before a requested switch.
 
-        Rank 0 names the step at which all connect: its next step, if this is earlier than the switch.
+        Rank 0 names the step at which all connect: its next step, if this is earlier than the step of the switch.
         """
         if here.lacks is None or asked.at is None:
             return []
@@ -545,8 +560,8 @@ class BoundaryMachine:
         return [Connect(place)] if is_now else []
 
     def _meet_for_switch(self, place: int, here: HeldState, asked: Proposal, ahead: int) -> list[Action]:
-        """Meet at the requested step or, if none was requested, at the next step of rank 0 once all members are
-        prepared.
+        """Begin a prepared switch at the requested step or, if no step was requested, at rank 0's next step once all
+        members are prepared.
 
         No member can have passed rank 0's next step: every step needs rank 0's gradients, and each member reads the
         board again at every boundary.
@@ -646,10 +661,12 @@ class BoundaryMachine:
         return found
 
     def _answers(self, stay: Sequence[str], world: Generation, boards: Sequence[Board]) -> dict[str, Any] | None:
-        """Return a map from each member that may hold state to its report; None until all have reported.
+        """Return a map from the id of each member that may hold state to its report; None until all have reported.
 
-        A member that has handed over its state may end before it reports. Its report is not needed if another member
-        reports that it was released.
+        stay: the ids of the members that stay.
+
+        A leaving member that has handed over its state may end before it reports. Its report is not needed if another
+        member reports that it was released.
         """
         if not boards[0].all_posted("survivor", stay):
             return None
@@ -661,11 +678,11 @@ class BoundaryMachine:
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
     def _prove(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Choose the newest copies that are whole for all engines, and have each member that provides some of them
-        check its own first.
+        """Choose the newest set of copies from which all engines can be restored, and have each member that provides
+        copies check its own first.
 
-        No other copies are read. A restoration therefore waits for each member to read its own copy, and for members
-        that keep copies of dead members to read one more.
+        Only the chosen copies are read. A restoration therefore waits until each member has read its own copy, and
+        until members that keep copies of dead members have read one more.
         """
         found = whole_copies(self._survivors) if self._leader else ()
         if not found:
@@ -709,8 +726,8 @@ class BoundaryMachine:
     # ---- learn and propose -------------------------------------------------------------------------------------------
 
     def _leads(self, own: OwnFacts) -> bool:
-        """Return whether this member leads. The leader is the member of rank 0 or, in a restoration, the first member
-        that has built its engines."""
+        """Return whether this member leads. The leader is the member of rank 0 or, if the state is restored from copies
+        or a checkpoint, the first member that has built its engines."""
         return own.member == self._leader if self.restores else own.engines[0].rank == 0
 
     def _learn(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
@@ -744,11 +761,11 @@ class BoundaryMachine:
         return [Prepare(proposals)]
 
     def _lead(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Lead the change of members: post what newcomers have to build, and post proposals once newcomers have built
-        it and no switch is being prepared.
+        """Return the actions of the member that leads the change: post what newcomers have to build, and post a
+        proposal for each engine once the newcomers have built theirs and no switch is being prepared.
 
-        A switch that was requested in the meantime comes first: members find a proposal at different times, and one of
-        them may already be in that switch.
+        A switch that was requested in the meantime comes first, because members read a proposal at different times, and
+        one of them may already have begun that switch.
         """
         if "job" not in self._said:
             self._said.add("job")
@@ -784,8 +801,8 @@ class BoundaryMachine:
     # ---- the meeting -------------------------------------------------------------------------------------------------
 
     def _meet(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Meet, as a working member, at the step that rank 0 names. This is rank 0's next step, which no member can
-        have passed."""
+        """Begin the change of members, on a working member, at the step that rank 0 names. This is rank 0's next step,
+        which no member can have passed."""
         first, step = self.proposals[0], own.engines[0].step
         if not first.source_members:  # restored, and the board was lost before the record was written
             return self.restored(own, is_whole=True)
@@ -804,10 +821,11 @@ class BoundaryMachine:
         return [self._record(), *self._enter(own, world)]
 
     def _meet_to_end(self, own: OwnFacts, boards: Sequence[Board]) -> list[Action]:
-        """Meet at a boundary that all members have reached. Used when all were asked to leave and time is short.
+        """Choose the step at which all members end. Used when all were asked to leave and time is short.
 
-        A member that has waited for the others in vain names its next step, which none can have passed. The first step
-        named by any member counts.
+        The members end at the first boundary that all of them have reached. A member that has waited in vain for the
+        others names its own next step instead, which no member can have passed. The first step named by any member
+        counts.
         """
         first, step, number = self.proposals[0], own.engines[0].step, own.engines[0].number
         stands = f"stands/{step}"
@@ -819,8 +837,8 @@ class BoundaryMachine:
         return [Post(first.meeting_key, step + 1, is_decision=True)] if own.has_waited else []
 
     def _meet_idle(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Take part, as an idle member, in a switch that is beginning, or follow the outcome of a switch without this
-        member."""
+        """Return the actions of an idle member once a change of members is proposed: take part in the switch when it
+        begins, restore or provide copies, or follow the outcome of a switch that does not need this member."""
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:
             mine = self.registry.numbers[own.member]
@@ -861,21 +879,25 @@ class BoundaryMachine:
 
 
 def who_is_asked(world: Generation) -> tuple[str, ...]:
-    """Return the members that must report, after a failure, what they hold: those that may hold state, or all members
-    if no member may hold any."""
+    """Return the members that must report, after a failure, the state that they hold: those that may hold state, or all
+    members if none of them can."""
     return world.members[: world.survivors] or world.members
 
 
 def _name(own: OwnFacts, engine: int, mark: Mark, rank: int) -> str:
-    """Return the id of the member that had a rank when a copy was taken; "" if the copy comes from an earlier world,
-    whose members are not known."""
+    """Return the id of the member that had a rank when a copy was taken; "" if the copy is from an earlier world, whose
+    members this process does not know.
+
+    engine: the index of the engine.
+    mark: the point in training at which the copy was taken.
+    """
     here, ids = own.engines[engine], {number: one for one, number in own.registry.numbers.items()}
     is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
     return ids.get(here.members[rank], "") if is_this else ""
 
 
 def _survivor(own: OwnFacts, held: HeldState, gives: bool) -> Survivor:
-    """Return this member's report of what one engine holds.
+    """Return this member's report of the state that it holds of one engine.
 
     gives: whether this member stays and can provide its copies.
     """

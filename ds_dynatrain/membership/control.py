@@ -1,4 +1,4 @@
-"""The members' board: small records in the launcher's key-value store.
+"""The board through which members communicate: small records in the launcher's key-value store.
 
 No operation here is a collective: a member posts, reads, or polls until others have posted, and every poll ends. Keys
 are written once and never reused. Records are plain JSON with arrays of numbers appended as raw bytes. In a job with a
@@ -40,7 +40,7 @@ LONGEST_SECONDS = 1800.0
 """Longest wait for work of unknown duration, such as work on a disk: as long as DeepSpeed waits for a collective."""
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 5
-"""Number of missing heartbeats that are tolerated even if the time-out is shorter, because a slow store or a busy
+"""Number of missing heartbeats that are tolerated even if the timeout is shorter, because a slow store or a busy
 machine may be the cause."""
 AGAIN_SECONDS = 0.1
 """Time between two attempts to ask the store for a decision."""
@@ -55,7 +55,7 @@ _MARK = "__array__"
 
 
 class Control:
-    """One member's access to the board (the members' records in a key-value store). Each further thread needs a
+    """One member's access to the board (the members' records in a key-value store). Each additional thread needs a
     `clone`."""
 
     def __init__(
@@ -84,9 +84,9 @@ class Control:
         knows all decisions."""
 
     def clone(self) -> Control:
-        """Return the same board over a connection of its own.
+        """Return another access to the same board, which has a connection of its own.
 
-        Make one clone and keep it, rather than one for each switch: for every new connection torch asks the name server
+        Make one clone and keep it, instead of one for each switch: for every new connection torch asks the name server
         for the peer's name at both ends, and a name server that does not answer delays the whole store for seconds.
         """
         base = connected(self._base.clone, self._base.timeout.total_seconds())
@@ -107,10 +107,10 @@ class Control:
         return self._unpacked(key, self.store.get(key))
 
     def decide(self, key: str, value: Any) -> Any:
-        """Post `value` unless another member was first, and return the value that counts, which is the same on all
-        members.
+        """Post `value` unless another member has already posted one, and return the value that was posted first. All
+        members get the same value.
 
-        In a launch of fixed size a broken connection is replaced, and the store is asked again until the time-out;
+        In a launch of fixed size a broken connection is replaced, and the store is asked again until the timeout;
         asking twice is safe, because a value is written only once. In a job whose members come and go the store is not
         asked again, because it may be a new store without the earlier values. Raises torch's DistError if there is no
         answer.
@@ -128,12 +128,12 @@ class Control:
                 self._connect_anew()
 
     def raise_if_lost(self) -> None:
-        """Raise OutcomeUnknown if this member does not know a decision."""
+        """Raise OutcomeUnknown if an earlier decision could not be read by this member."""
         if self.lost is not None:
             raise self.lost
 
     def _connect_anew(self) -> None:
-        """Connect again after a broken connection. Raises DistError if this fails within the time-out."""
+        """Replace a broken connection. Raises DistError if this fails within the timeout."""
         patience = self._base.timeout
         self._base.set_timeout(timedelta(seconds=self.timeout_seconds))
         try:
@@ -149,8 +149,8 @@ class Control:
                 self.store.delete_key(key)
 
     def count(self, key: str) -> int:
-        """Increase the counter under `key` by 1 and return its new value: the number of calls by all members, this one
-        included."""
+        """Increase the counter under `key` by 1 and return its new value, which is the number of calls by all members
+        so far."""
         return int(self.store.add(key, 1))
 
     def add_to_list(self, key: str, entry: int) -> None:
@@ -158,12 +158,12 @@ class Control:
         self.store.append(key, f"{entry},")  # type: ignore[attr-defined]  # torch leaves it out of its stubs
 
     def read_list(self, key: str) -> list[int]:
-        """Return the numbers on a list in ascending order. Waits until the list has one."""
+        """Return the numbers on a list in ascending order. Waits until the list has at least one number."""
         return sorted(map(int, self.store.get(key).decode().rstrip(",").split(",")))
 
     def answers(self, seconds: float) -> bool:
-        """Return whether the store answers within `seconds`. While an earlier call is still unanswered, a further call
-        takes longer."""
+        """Return whether the store answers within `seconds`. If an earlier call is still unanswered, this call takes
+        longer."""
         try:
             answered(lambda: self.store.check(["alive"]), seconds)
         except td.DistError:
@@ -171,7 +171,7 @@ class Control:
         return True
 
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool:
-        """Return whether the record `key/member` was posted for every member."""
+        """Return whether each of the members has posted its record `key/member`."""
         return bool(self.store.check([f"{key}/{member}" for member in members]))
 
     def gather(
@@ -182,11 +182,11 @@ class Control:
         deadline: float | None = None,
         stop: Callable[[], None] | None = None,
     ) -> dict[int, Any]:
-        """Return the records `key/member` of all members, keyed by member, as soon as all were posted.
+        """Wait until all members have posted their records `key/member`, and return the records, keyed by member.
 
         what: a description of what is awaited, for the error.
-        deadline: a `time.monotonic()` value (default: the board's time-out from now).
-        stop: called while polling; it may raise.
+        deadline: a `time.monotonic()` value (default: the board's timeout from now).
+        stop: called while polling; it may raise an error to end the wait.
 
         Raises MemberMissing, which names the missing members and `what`, when the deadline passes.
         """
@@ -203,15 +203,17 @@ class Control:
         is_there: bool = True,
         is_patient: bool = False,
     ) -> dict[int, Any]:
-        """Return each member's record as soon as all were posted. Unlike `gather`, it accepts any keys.
+        """Wait until all members have posted their records, and return the records, keyed by member. Unlike `gather`,
+        it accepts any keys.
 
         keys: a map from each member to the key of its record.
-        crowd: how many members wait at the same time.
-        longest: the most seconds between two reads, for a small crowd.
+        what, deadline, stop: as in `gather`.
+        crowd: how many members wait at the same time. The more they are, the less often each of them reads.
+        longest: the maximum number of seconds between two reads, for a small crowd.
         is_there: whether the records may have been posted already, so that the first read should not be delayed.
-        is_patient: whether the work takes an unknown time. If so, a member counts as missing once its heartbeat has
-            stopped for the time-out, or after half an hour. A board with a `watch` has no heartbeats, and waits half an
-            hour.
+        is_patient: whether the work takes an unknown time. If so, a member counts as missing once it has sent no
+            heartbeat for longer than the timeout, or after half an hour. A board with a `watch` has no heartbeats;
+            there a member counts as missing after half an hour.
         """
         begin, names, patience = time.monotonic(), list(keys.values()), self.timeout_seconds
         beats = dict[int, Any]()
@@ -260,7 +262,7 @@ class Control:
 
 
 class Teardowns:
-    """Threads of this process that destroy process groups. Any thread may add one.
+    """Threads of this process that destroy process groups in the background. Any thread may add one.
 
     The process waits for these threads before it ends, because torch aborts a process that exits while a group is
     partly destroyed.
@@ -271,12 +273,12 @@ class Teardowns:
         self._lock = threading.Lock()
 
     def add(self, thread: threading.Thread) -> None:
-        """Add a thread that was started and will end by itself."""
+        """Add a thread that has been started and will end by itself."""
         with self._lock:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def finish(self, timeout_seconds: float) -> None:
-        """Wait until no group is partly destroyed, for at most the time-out per group."""
+        """Wait for all of these threads, for at most `timeout_seconds` each."""
         with self._lock:
             threads, self._threads = self._threads, []
         for thread in threads:
@@ -296,8 +298,8 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value that `pack` turned into these bytes. Arrays are views of `data`. Raises TransferError for other
-    bytes."""
+    """Return the value from which `pack` made these bytes. Arrays are views of `data`. Raises TransferError for bytes
+    that `pack` has not made."""
     if not data.startswith(_WITH_ARRAYS):
         return json.loads(data)
     begin = len(_WITH_ARRAYS) + _LENGTH
@@ -309,8 +311,8 @@ def unpack(data: bytes) -> Any:
 
 
 def _placed(parts: list[bytes], held: Any) -> dict[str, list[int]]:
-    """Append an array to `parts`, and return where it lies there. For any other value, raise TypeError, the way `json`
-    does."""
+    """Append an array's bytes to `parts`, and return the array's position and length as JSON. Raises TypeError for any
+    other value, as `json` does."""
     if not isinstance(held, np.ndarray) or held.dtype != np.uint64 or held.ndim != 1:
         raise TypeError(f"a {type(held).__name__} is neither plain JSON nor an array of uint64")
     start = sum(map(len, parts))
@@ -326,29 +328,29 @@ def _found(data: bytes, base: int, held: dict[str, Any]) -> Any:
 
 
 class RecordForged(DynatrainError, td.DistError):  # noqa: N818
-    """Error for a record on the board that no member of the job has written.
+    """Error for a record on the board that was not written by a member of the job.
 
-    It is handled like the loss of the store, because the decision under that key is unknown.
+    It is handled like the loss of the store, because the true value under that key is unknown.
     """
 
 
 class Seal:
-    """Authentication tag that members of a job with a token put before each record.
+    """Authentication of records: members of a job with a token prepend a tag to each record that they post.
 
     secret: a key known only to these members. It differs in each generation, so records of another generation are
-    rejected.
+        rejected.
     """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     def put(self, key: str, data: bytes) -> bytes:
-        """Return a record with its tag."""
+        """Return a record with its authentication tag prepended."""
         return self._tag(key, data) + data
 
     def take(self, key: str, found: bytes) -> bytes:
-        """Return the record without its tag. Raises RecordForged if it was not written by a member of this job under
-        this key."""
+        """Check a record's authentication tag, and return the record without it. Raises RecordForged if no member of
+        this job has written the record under this key."""
         tag, data = found[:TAG_BYTES], found[TAG_BYTES:]
         if not hmac.compare_digest(self._tag(key, data), tag):
             raise RecordForged(

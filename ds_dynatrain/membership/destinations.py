@@ -1,4 +1,5 @@
-"""Destinations of a change, computed by the leader: the layout for each engine, and the member at each of its ranks.
+"""Destinations of a change of members, computed by the member that leads it: the layout for each engine, and the member
+at each of its ranks.
 
 The layout for a world of n members follows a rule, which `dynatrain.layouts` of the configuration names. "data" (the
 default) grows and shrinks the data axis, and leaves the others unchanged. "best" takes the layout that an extension
@@ -31,9 +32,11 @@ layout for them.
 
 @dataclass(frozen=True)
 class Registry:
-    """Map from the ids of all members of a job to their numbers; `following` is the next number to be given.
+    """Map from the id of each member of a job to the member's number; `following` is the number for the next new
+    member.
 
-    Every member that has entered a generation has its registry, so any leader of the next one gives the same numbers.
+    All members of a generation have the same registry, so whichever of them leads the next change gives the same
+    numbers.
     """
 
     numbers: Mapping[str, int] = field(default_factory=dict)
@@ -48,7 +51,7 @@ class Registry:
         return Registry(numbers, following)
 
     def only(self, members: Iterable[str]) -> Registry:
-        """Return a registry of these members only. The numbers of removed members are not given again. Raises KeyError
+        """Return a registry of these members only. The numbers of removed members are not used again. Raises KeyError
         for an unknown member."""
         return Registry({member: self.numbers[member] for member in members}, self.following)
 
@@ -60,15 +63,15 @@ class Registry:
 
 @dataclass(frozen=True)
 class DestinationFacts:
-    """Facts on which a leader bases its choice of destinations.
+    """Facts from which a leader chooses the new layouts.
 
     world: the generation to enter.
     registry: the numbers of all members.
     present: the current layout and members of each engine.
     tries: the number of attempts that have failed.
     restores: whether the state comes from copies or a checkpoint, because the members no longer hold all of it.
-    has_copies: whether the state comes from copies. These lie on the members of the ranks, or on members that keep
-        copies for them.
+    has_copies: whether the state comes from copies. A rank's copy is on the member of that rank, or on another member
+        that keeps it.
     """
 
     world: Generation
@@ -80,16 +83,17 @@ class DestinationFacts:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Numbers of the generation's members, in its order."""
+        """Numbers of the generation's members, in the order in which the generation lists them."""
         return tuple(self.registry.numbers[member] for member in self.world.members)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules that determine the destination of one engine.
+    """Functions that choose the new layout of one engine.
 
     choose: returns the layout for a number of members.
-    assign: returns a layout with its order of tensors, and the member at each rank.
+    assign: takes a layout and the available members; returns the layout with its order of tensors, and the member at
+        each rank.
     """
 
     choose: Callable[[int], ChosenLayout]
@@ -99,8 +103,8 @@ class Rules:
 def destinations(
     asked: DestinationFacts, engines: Sequence[Rules], say: Callable[[str], None]
 ) -> list[Destination] | None:
-    """Return the destination of each engine, which is the current one if nothing has to move; None if no layout is
-    possible.
+    """Return the new layout and members of each engine; None if no layout is possible. If nothing has to move, these
+    are the current ones.
 
     say: logs a message for users.
     """
@@ -160,8 +164,8 @@ def _of_restoring(
 
 
 def _choices(engines: Sequence[Rules], members: int) -> list[ChosenLayout]:
-    """Return a layout for each engine, all with the same number of members: this many, or the most that all engines can
-    use."""
+    """Choose a layout for each engine so that all have the same world size: `members`, or the largest size that all
+    engines can use."""
     while True:
         choices = [engine.choose(members) for engine in engines]
         sizes = {0 if choice.layout is None else choice.layout.world_size for choice in choices}
@@ -180,9 +184,9 @@ Rule = Callable[[int, Layout], Iterator[Layout]]
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """Layout to switch to, or None if there is none.
+    """Layout to switch to, or None if no layout is possible.
 
-    refusals: the reasons why better layouts are not possible.
+    refusals: the reasons why layouts that the rule prefers are not possible.
     """
 
     layout: Layout | None
@@ -190,9 +194,9 @@ class ChosenLayout:
 
 
 def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = None) -> Rule:
-    """Return the rule that `dynatrain.layouts` describes. Raises ConfigError if it describes none.
+    """Return the rule that the setting `dynatrain.layouts` describes. Raises ConfigError for an invalid setting.
 
-    best: the rule to use for "best"; without it, the data axis grows.
+    best: the rule to use for "best"; without it, "best" means the same as "data", which grows the data axis.
     """
     if layouts == BEST:
         return best or growing
@@ -202,8 +206,9 @@ def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = 
 
 
 def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], None]) -> ChosenLayout:
-    """Return the first layout of a rule that has at most `members` ranks and that `check` does not refuse.
+    """Return the first layout yielded by a rule that has at most `members` ranks and that `check` does not refuse.
 
+    present: the current layout.
     check: raises SwitchRefused for a layout in which this model cannot be trained.
     """
     refusals: list[str] = []
@@ -223,7 +228,8 @@ def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], 
 
 
 def growing(members: int, present: Layout) -> Iterator[Layout]:
-    """Yield layouts with as many data ranks as possible, largest first."""
+    """Yield the current layout with other sizes of the data axis, beginning with the largest for which there are enough
+    members."""
     for data in range(members // (present.world_size // present.data), 0, -1):
         try:
             yield present.replace(data=data)

@@ -1,4 +1,5 @@
-"""Liveness of members. A thread of each member increases a number in the key-value store, so no clocks are compared."""
+"""Liveness of members. A thread of each member increases a number in the key-value store; others only check that the
+number changes, so clocks of different machines are never compared."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and wait until it has ended. If a slow store kept it alive after Python's end, the process
-        would abort."""
+        """Stop the thread, and wait until it has ended. If the thread were still waiting for a slow store when Python
+        shuts down, the process would abort."""
         self._stop.set()
         self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
 
@@ -47,10 +48,10 @@ class Heartbeat:
 
 @dataclass
 class Watch:
-    """Checks on the other members, by a member that waits for work.
+    """Checks that an idle member makes on the other members.
 
-    by_heartbeats: whether to judge members by their heartbeats. If not, the coordinator handles deaths, and only the
-        ends of scripts are checked.
+    by_heartbeats: whether to declare members lost that send no heartbeats. If not, the coordinator handles deaths, and
+        only the ends of scripts are checked.
     seen: a map from each member to its last heartbeat and the time at which that heartbeat was first read.
     checked: the time of the last check.
     """
@@ -61,10 +62,11 @@ class Watch:
     checked: float = 0.0
 
     def look(self, members: Iterable[int]) -> bool:
-        """Return whether all `members` have ended their scripts. Cheap to call often; between checks it returns False.
+        """Return whether the scripts of all `members` have ended. Cheap to call often: a call soon after the last check
+        returns False without checking.
 
-        With `by_heartbeats`, raises MemberMissing for a member whose heartbeat has stopped for the time-out, and
-        SystemExit(1) if a script ended with an error.
+        With `by_heartbeats`, raises MemberMissing for a member that has sent no heartbeat for longer than the timeout,
+        and SystemExit(1) if a script ended with an error.
         """
         now = time.monotonic()
         if now - self.checked < BEAT_SECONDS / 4:
@@ -104,8 +106,8 @@ def ended_in_error() -> bool:
 
 
 def ending_error() -> BaseException | None:
-    """Return the exception that ends this script: an uncaught one, or one that is being handled while an engine is
-    closed; None if there is none."""
+    """Return the exception that ends this script: an uncaught one, or the one that is being handled if this is called
+    while an engine is closed; None if there is none."""
     handled = sys.exc_info()[1]  # `initialize` will raise it again
     return getattr(sys, "last_value", None) or (handled if isinstance(handled, Exception) else None)
 
@@ -136,7 +138,7 @@ def say_last_words(control: Control, error: BaseException | None) -> None:
 
 
 class Wait:
-    """Context manager for a wait that reports what it waits for: `with Wait(whom, say) as wait:`.
+    """Context manager for a wait that keeps the job's status up to date: `with Wait(whom, say) as wait:`.
 
     whom: returns a description of the members that are waited for; called every `LONG_SECONDS`.
     say: reports this description in the job's status; called with "" once the wait is over.
@@ -155,8 +157,8 @@ class Wait:
         self.rest()
 
     def look(self) -> None:
-        """Report the members that are waited for if `LONG_SECONDS` have passed. Call it in every iteration of the
-        waiting loop."""
+        """Report the members that are waited for if the last report is `LONG_SECONDS` old. Call it in every iteration
+        of the waiting loop."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + LONG_SECONDS
@@ -167,7 +169,7 @@ class Wait:
             logger.warning("waiting for %g s already, for %s; look at their logs if it goes on", LONG_SECONDS, whom)
 
     def rest(self) -> None:
-        """End the current wait; later calls of `look` start another one."""
+        """End the current wait. The next call of `look` begins a new one."""
         if self._has_told:
             self._has_told = False
             self._say("")

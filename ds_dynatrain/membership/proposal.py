@@ -1,4 +1,5 @@
-"""Proposal that members agree to: one record of which member takes which rank, and its progress as seen on a board."""
+"""Proposals of switches: one record of which member takes which rank, and the keys under which members report
+progress."""
 
 from __future__ import annotations
 
@@ -23,20 +24,20 @@ class Board(Protocol):
 
 @dataclass(frozen=True)
 class Proposal:
-    """A switch that all working members agreed to. The record is the same on every member.
+    """A switch that all working members have agreed to. The record is the same on every member.
 
-    generation: the number of the next world, which is used up even if the switch does not take place.
-    source_layout: the layout to switch from.
-    source_members: the members to switch from.
-    layout: the layout to switch to.
-    members: the members to switch to.
+    generation: the number of the next world, which is not used again even if the switch does not take place.
+    source_layout: the layout before the switch.
+    source_members: the member at each rank before the switch.
+    layout: the layout after the switch.
+    members: the member at each rank after the switch.
     at: the number of optimizer steps after which the switch takes effect; None for the first boundary at which all are
         prepared.
     forms_anew: whether the process groups of the source can no longer be used.
-    late: whether state that no forward pass reads moves during the next global batch.
+    late: whether optimizer state moves during the next global batch, instead of before it.
     cause: the extension that requested the switch, or "" for the script; an extension's switch gives way to the
         script's.
-    predicted_gain: the fraction of a step's time that the switch is expected to save, if this is its reason.
+    predicted_gain: the fraction by which the step time is expected to fall, if this is the reason for the switch.
     """
 
     generation: int
@@ -52,22 +53,22 @@ class Proposal:
 
     @property
     def key(self) -> str:
-        """Prefix of the keys that the members of both worlds use for the switch."""
+        """Prefix of the keys that the members of both worlds use during the switch."""
         return f"switch/{self.generation}"
 
     @property
     def record_key(self) -> str:
-        """Key of the record of whether the switch was committed."""
+        """Key of the record that says whether the switch was committed."""
         return f"record/{self.generation}"
 
     @property
     def meeting_key(self) -> str:
-        """Key of the step, named by rank 0, at which the members meet for the switch."""
+        """Key under which rank 0 posts the step at which the switch begins."""
         return f"meet/{self.generation}"
 
     @property
     def ahead_key(self) -> str:
-        """Prefix of the keys that the members use to connect at an earlier boundary than that of the switch."""
+        """Prefix of the keys that the members use if they connect some steps before the switch."""
         return f"ahead/{self.generation}"
 
     @property
@@ -77,11 +78,11 @@ class Proposal:
 
     @property
     def union(self) -> tuple[int, ...]:
-        """Members that take part in the switch, in either world, in ascending order."""
+        """Members that take part in the switch, before or after it, in ascending order."""
         return tuple(sorted({*self.source_members, *self.members}))
 
     def fingerprint(self) -> str:
-        """Return a short hash of the proposal without its number. Members compare these hashes."""
+        """Return a short hash of the proposal without its generation number. Members compare these hashes."""
         text = json.dumps(to_record(replace(self, generation=0)), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -90,5 +91,5 @@ class Proposal:
         return board.read(f"prepared/{self.generation}/all") is not None
 
     def has_begun(self, board: Board) -> bool:
-        """Return whether rank 0 has reached the boundary of the switch. Called on idle members. Polls; never blocks."""
+        """Return whether rank 0 has begun the switch. Called on idle members. Polls; never blocks."""
         return board.all_posted(f"{self.key}/meet/0", self.source_members[:1])

@@ -48,8 +48,8 @@ WIDTH = 64
 
 
 def heard_by(member: int, members: tuple[int, ...], width: int = WIDTH) -> list[tuple[int, ...]]:
-    """Return the members whose values `member` reads, for each level of a tree from the bottom up; empty if the member
-    leads none.
+    """Return the members whose values `member` reads in a tree reduction, one tuple for each level from the bottom up;
+    empty if it reads none.
 
     On the lowest level the first of every `width` members leads the others. On each higher level the first of every
     `width` leaders leads the other leaders.
@@ -68,7 +68,7 @@ class VoteResult:
     """Result of a vote, the same on all members except for `interrupt`.
 
     commit: whether the decision is to commit.
-    reason: why the decision was not to commit.
+    reason: the reason if the decision is not to commit.
     is_damaged: whether the vote failed because a checkpoint differs from what was saved.
     said: what the first member reports about the vote, in plain JSON.
     interrupt: the exception that stopped this member if it is not an error (Ctrl-C, SystemExit). It has to be raised
@@ -100,8 +100,8 @@ class Session:
     what: the name of the task, for error messages.
     record: the key of the decision; by default one below `key`.
     is_patient: whether the work takes an unknown time, so that members are waited for as long as they are alive.
-    stop: called while waiting; it may raise.
-    longest: the most seconds between two reads of the board.
+    stop: called while waiting; it may raise an error to end the wait.
+    longest: the maximum number of seconds between two reads of the board.
     """
 
     def __init__(
@@ -135,13 +135,15 @@ class Session:
         refusal: tuple[str, str] | None = None,
         answer: Any = None,
     ) -> Any:
-        """Return the first member's `answer` if all members make the same request and none refuses.
+        """Return `answer`, as given by the first member, if all members make the same request and none refuses.
 
         request: what this member asks for, in plain JSON.
+        refused: makes the error to raise, from a reason and advice for the user.
+        differ: makes the reason if two members made different requests.
         refusal: the reason why this member cannot take part, and the advice on what to do; None if it can.
 
-        If a member refuses, makes a different request, or makes none within the time-out, all members raise the error
-        that `refused` makes. A late member reads what the others have decided.
+        If a member refuses, makes a different request, or makes none within the timeout, all members raise the error
+        that `refused` makes. A member that comes late reads what the others have decided.
         """
         me = self.board.member
         mine = {"refusal": refusal and [me, *refusal], "asked": [[me, dict(request)]]}
@@ -165,9 +167,10 @@ class Session:
         return said["answer"]
 
     def first(self, step: str, compute: Callable[[], T], doing: str) -> T:
-        """Return on all members what the first member computes, in plain JSON.
+        """Compute a value on the first member, and return it on all members. The value is plain JSON.
 
         step: a name that is unique in the session.
+        compute: called on the first member only.
         doing: what the members wait for, for error messages.
 
         Raises CheckpointError with the first member's error text on all members if `compute` fails. An interrupt such
@@ -190,26 +193,34 @@ class Session:
         return value
 
     def say(self, step: str, mine: Any) -> None:
-        """Post a value for others to read with `said_by`."""
+        """Post a value of this member, which others can read with `said_by`.
+
+        step: a name for the value, unique in the session.
+        """
         self.board.post(f"{self.key}/{step}/{self.board.member}", mine)
 
     def said_by(self, member: int, step: str, doing: str) -> Any:
-        """Wait for the value that one member posts with `say`, and return it."""
+        """Wait for the value that a member posts with `say`, and return it.
+
+        doing: what is waited for, for error messages.
+        """
         return self._wait({member: f"{self.key}/{step}/{member}"}, doing, self.stop)[member]
 
     def all(self, step: str, mine: Any) -> dict[int, Any]:
-        """Gather a short value of plain JSON from every member, and return a map from member to value on every
-        member."""
+        """Gather a short value of plain JSON from every member; return, on every member, a map from member to value.
+
+        step: a name that is unique in the session.
+        """
         said = self.reduce(step, {str(self.board.member): mine}, or_)
         return {int(member): each for member, each in said.items()}
 
     def have_come(self, step: str) -> bool:
-        """Return whether all members have reached a `reduce`, even one that this member has not called yet. Polls;
+        """Return whether all members have called `reduce` for a step; this member need not have called it yet. Polls;
         never blocks."""
         return self.board.all_posted(f"{self.key}/{step}/0", self.members)
 
     def forget(self, step: str) -> None:
-        """Remove the values that this member has posted in a `reduce`. Needed for steps that recur.
+        """Remove the values that this member has posted in a `reduce`, so that the same step name can be used again.
 
         The answer stays, because other members may not have read it yet; see `forget_answer`.
         """
@@ -218,16 +229,16 @@ class Session:
         self.board.remove(f"{place}/{level}/{member}" for level in range(levels + 1))
 
     def forget_answer(self, step: str) -> None:
-        """Remove the answer of a `reduce`. Takes effect on the first member; call it once all members have read the
-        answer.
+        """Remove the answer of a `reduce`. Does nothing except on the first member, which calls it once all members
+        have read the answer.
 
-        A member that has reached a later `reduce` has read the answer.
+        A member that has called a later `reduce` has read the answer.
         """
         if self.is_first:
             self.board.remove([f"{self.key}/{step}/answer"])
 
     def gather(self, step: str, mine: Any, join: Join) -> Any:
-        """Return the joined values of all members on the first member.
+        """Combine the values of all members with `join`, and return the result on the first member.
 
         All other members get None and do not wait for the first one.
         """
@@ -237,12 +248,16 @@ class Session:
     def reduce(
         self, step: str, mine: Any, join: Join, judge: Callable[[Any], Any] | None = None, doing: str = ""
     ) -> Any:
-        """Join the values of all members, have the first member judge the result, and return the answer on all members.
+        """Combine the values of all members, let the first member compute an answer from the result, and return the
+        answer on all members.
 
+        step: a name that is unique in the session.
         mine: this member's value; values and the answer are records (see `pack`).
-        judge: makes the answer from the joined value. The answer should be short, because all members read it.
+        join: combines two values.
+        judge: makes the answer from the combined value. The answer should be short, because all members read it.
+        doing: what the members wait for, for error messages.
 
-        Raises the same error on all members: MemberMissing if a member posts nothing within the time-out,
+        Raises the same error on all members: MemberMissing if a member posts nothing within the timeout,
         CheckpointError with the error text if `judge` fails, SwitchFailed if a member's `stop` raised it before there
         was an answer.
         """
@@ -276,8 +291,8 @@ class Session:
         """Do `work`, vote on its result, and return the common decision: to commit if no member has failed.
 
         work: does this member's part, and returns its report.
-        join: joins reports, as in `reduce`.
-        judge: called on the first member; makes the decision from all reports.
+        join: combines two reports, as in `reduce`.
+        judge: called on the first member; makes the decision from the combined reports.
 
         Raises OutcomeUnknown if the decision cannot be read. Others may have committed, so this member must not
         continue training.
@@ -308,8 +323,8 @@ class Session:
         return self.decide(self._failed_vote(error))
 
     def decide(self, mine: VoteResult) -> VoteResult:
-        """Write a decision unless another member has already written one, and return the first one written, which
-        counts.
+        """Write a decision unless another member has already written one. Return the decision that was written first,
+        which counts.
 
         Raises torch's DistError if the decision cannot be read.
         """
@@ -324,8 +339,8 @@ class Session:
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Raise CheckpointError if a member has given up, and the errors of the caller's own `stop`. Called while
-        waiting."""
+        """Raise CheckpointError if a member has given up. Called while waiting; also calls the caller's own `stop`,
+        which may raise."""
         if self._stop is not None:
             self._stop()
         found = self.board.read(self.record)
@@ -333,10 +348,10 @@ class Session:
             raise VoteResult(False, is_damaged=found.get("is_damaged", False)).checkpoint_error(found["reason"])
 
     def _reduce_to_leader(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
-        """Join this member's value with those of the members that it leads, post the result for its own leader, and
-        return the result.
+        """Combine this member's value with those of the members that it leads in the tree, post the result for its own
+        leader, and return the result.
 
-        On the first member the result is the joined value of all members.
+        On the first member the result is the combined value of all members.
         """
         board, member = self.board, self.board.member
         levels = heard_by(member, self.members)
@@ -354,7 +369,7 @@ class Session:
         return self.board.wait(keys, doing, None, stop, *how)
 
     def _stop_if_answered(self, key: str, doing: str) -> None:
-        """Raise MemberMissing if an answer was already posted, which means that another leader has found some members
+        """Raise MemberMissing if an answer was already posted: this means that another leader has found some members
         missing.
 
         Called while a leader waits. Also raises the errors of `stop`.
@@ -364,8 +379,8 @@ class Session:
             raise MemberMissing(doing, (), 0.0)
 
     def _missing_record(self, place: str, missing: MemberMissing) -> dict[str, Any]:
-        """Return, as a record for all members, which members have not reached a step. If all have reached it, the
-        record lists those named by `missing`."""
+        """Return a record, to be read by all members, of the members that have not reached a step. If all have reached
+        it, the record lists those named by `missing`."""
         absent = [one for one in self.members if not self.board.all_posted(f"{place}/0", [one])]
         return {"missing": absent or list(missing.members), "seconds": missing.seconds}
 
@@ -376,23 +391,25 @@ def ask_for_different_things(one: int, other: int, asked: Mapping[int, Any]) -> 
 
 
 def joined_requests(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join two groups of requests: keep the first refusal, and one request, or the first two that differ."""
+    """Combine two groups of requests: keep the first refusal, and either one request or, if requests differ, two that
+    do."""
     return {"refusal": one["refusal"] or other["refusal"], "asked": first_and_other(one["asked"], other["asked"])}
 
 
 def first_and_other(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    """Join two lists of (member, value): keep the first entry, and the first one with another value if there is one."""
+    """Combine two lists of (member, value): keep the first entry, and the first entry with a different value if there
+    is one."""
     first, *rest = (*one, *other)
     return [first, *[each for each in rest if each[1] != first[1]][:1]]
 
 
 def _nothing(_one: Any, _other: Any) -> None:
-    """Join two members' empty reports: return None."""
+    """Combine two members' reports that carry no value: return None."""
 
 
 def _error_text(error: BaseException, member: int) -> str:
-    """Return the text of an error for all members. It begins with the member and the error's type, unless the text is
-    sufficient without them."""
+    """Return the text of an error, to be raised on all members. It begins with the member and the error's type, except
+    for errors whose text already names the member or needs no type."""
     if isinstance(error, CheckpointError | MemberMissing):
         return str(error)
     return (

@@ -1,9 +1,9 @@
-"""Survival of the state after a death: whether it is whole at one step, computed from the survivors' reports.
+"""Survival of the state after a death: whether the survivors together hold the whole state of one step.
 
 Without ZeRO every data index holds the whole state, in a *replica* of ranks (one for each position on the other axes;
-experts need as many adjacent replicas as their axis is long). One complete, clean replica has the whole state. With
-ZeRO each element has one owner, so the state is whole only if no member has died, for example if just a collective has
-failed. Otherwise there may be whole copies of an earlier step (`whole`).
+experts need as many adjacent replicas as their axis is long). One complete replica whose members have finished the same
+step has the whole state. With ZeRO each element has one owner, so the state is whole only if no member has died, for
+example if only a collective has failed. Otherwise there may be whole copies of an earlier step (`whole`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Survivor:
     rank: its rank in `layout`; None if it holds no state.
     generation: the number of the engine's world; members of different generations of the job may have the same number.
     step: the number of optimizer steps done.
-    clean: whether no optimizer step was under way.
+    clean: whether no optimizer step was in progress.
     is_aborted: whether a member of that world is dead, or a collective in it has failed.
     copies: the copies that the member has, of its own state and of other members' state.
     frozen: the layout and rank in which the member had the frozen weights that are in no copy; None if there are none.
     registered: how often parameters were registered again (`update_param_groups`).
-    since: the `Mark.stretch` of the newest load of a state. Older copies do not count. None if the member cannot know
-        it, because it was idle and the coordinator was replaced.
+    since: the `Mark.stretch` of the newest load of a state, such as a checkpoint. Older copies do not count. None if
+        the member cannot know this value, because it was idle and the coordinator was replaced.
     entered: the last generation of the job that the member entered.
     """
 
@@ -57,10 +57,11 @@ class WholeState:
 
 
 def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
-    """Return the newest whole state that the survivors hold, with as many ranks as possible; None if they hold none.
+    """Return the whole state that the survivors hold, the newest one and with as many ranks as possible; None if they
+    hold none.
 
-    Ranks of different layouts are not combined: after several losses in a row only some members may already be in the
-    smaller layout.
+    Ranks of different layouts are not combined. They can occur together, because after several losses in a row only
+    some members may already be in the smaller layout.
     """
     holders = [one for one in survivors.values() if one.rank is not None and one.clean]
     if not holders:
@@ -78,9 +79,10 @@ def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
 
 
 def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[int, ...]] | None:
-    """Return the layout and members of the complete replicas; None if there are none.
+    """Return the layout that consists of the complete replicas only, and the member at each of its ranks; None if no
+    replica is complete.
 
-    alive: the surviving member at each rank.
+    alive: the surviving member at each rank of `layout`.
     """
     replicas = whole_replicas(layout, alive)
     if not replicas:
@@ -91,13 +93,15 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
 
 
 def replaced_before(survivors: Iterable[Survivor]) -> tuple[int, ...] | None:
-    """Return the `Mark.stretch` of the newest load that any survivor knows; None if no survivor can know it."""
+    """Return when a state, such as a checkpoint, was last loaded, as a `Mark.stretch`; None if no survivor can know
+    it."""
     known = [tuple(one.since) for one in survivors if one.since is not None]
     return max(known) if known else None
 
 
 def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies, ...]:
-    """Return, for each engine, the survivors' newest copies that are whole for all engines; () if there are none.
+    """Return, for each engine, the newest set of copies from which its whole state can be restored. All engines' sets
+    are of the same point in training; () if there are no such sets.
 
     engines: for each engine, a map from member id to the survivor's report.
     """
@@ -108,10 +112,8 @@ def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies
 
 
 def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> WholeCopies | None:
-    """Return the copies together with members that have the frozen weights missing from these copies.
-
-    Returns None if some of these weights are lost.
-    """
+    """Return the set of copies, extended by the members that hold the frozen weights which these copies lack; None if
+    some of these weights are lost."""
     frozen = dict[Layout, dict[int, int]]()
     for one in survivors.values():
         if one.frozen is not None:
@@ -129,8 +131,9 @@ def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> Whole
 def without(
     survivors: Mapping[str, Survivor], mark: Mark, damaged: Mapping[int, Collection[int]]
 ) -> dict[str, Survivor]:
-    """Return the survivors without the damaged copies of one mark.
+    """Return the survivors' reports without the damaged copies of one point in training.
 
+    mark: the point in training at which the copies were taken.
     damaged: a map from each member to the ranks of its damaged copies.
     """
     return {
@@ -147,13 +150,14 @@ def without(
 def joint_loss(
     engines: Sequence[Mapping[str, Survivor]], name: Callable[[int, Mark, int], str] = lambda engine, mark, rank: ""
 ) -> str:
-    """Return a description of the copies that were lost because every member that had them died; "" if there were no
+    """Return a description of the copies that were lost because every member that had them died; "" if there never were
     copies.
 
-    The description is about the first engine that lacks copies.
+    If several engines lack copies, the description covers only the first of them.
 
-    engines: see `whole_copies`.
-    name: returns the member that had a rank of an engine when the copy was taken, or "" if that member is unknown.
+    engines: for each engine, a map from member id to the survivor's report.
+    name: returns the id of the member that had a rank when the copy was taken, or "" if it is unknown. The arguments
+        are the index of the engine, the mark of the copy, and the rank.
     """
     found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_valid_copies(one))) is not None]
     if not found:
@@ -167,7 +171,7 @@ def joint_loss(
 
 
 def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
-    """Return a description of why existing copies do not count; "" if there are no copies."""
+    """Return the reason why the existing copies cannot be used; "" if there are no copies."""
     there = [one for of_engine in engines for one in of_engine.values() if one.copies]
     if not there:
         return ""

@@ -11,7 +11,8 @@ from ds_dynatrain.report import SwitchEvent
 
 
 class Clock:
-    """Clock that divides the time of a process's first engine into steps, boundaries and saves.
+    """Clock that adds up how much time a process spends in training steps, between steps, and in saves. It covers the
+    process's first engine.
 
     now: returns the time in seconds by any monotonic clock.
     """
@@ -27,7 +28,7 @@ class Clock:
 
     @property
     def tally(self) -> Tally:
-        """Figures up to now, counting only complete steps."""
+        """Time and steps counted so far. A step that is still in progress is not included."""
         return Tally(
             steps=self._steps,
             samples=self._samples,
@@ -37,7 +38,7 @@ class Clock:
         )
 
     def arrive(self, step: int) -> None:
-        """Record the arrival at a boundary.
+        """Record that the process has reached a boundary (the point between two optimizer steps).
 
         step: the number of optimizer steps done.
         """
@@ -50,16 +51,16 @@ class Clock:
         self._is_at_boundary = True
 
     def depart(self, step: int, samples: int) -> None:
-        """Record the departure from a boundary.
+        """Record that training continues after a boundary (the point between two optimizer steps).
 
         step: the number of optimizer steps done.
-        samples: the number of samples done.
+        samples: the number of samples trained on.
         """
         self._held += self._seconds_since_last()
         self._step, self._samples, self._is_at_boundary = step, samples, False
 
     def start_over(self, step: int) -> None:
-        """Count the time since the last boundary as time held at boundaries, because the work done in it is lost.
+        """Count the time of an interrupted step as time spent between steps, because the work done in it is lost.
 
         step: the step from which training resumes.
         """
@@ -69,13 +70,12 @@ class Clock:
             self._step = step
 
     def skip(self) -> None:
-        """Leave the time since the last call of any method out of all figures, because the member was waiting for
-        work."""
+        """Leave the time since the clock's last call out of all figures, because the member was idle."""
         self._seconds_since_last()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context manager for saving a checkpoint at a boundary. The duration of its block counts as saving time."""
+        """Context manager for saving a checkpoint. The duration of its block counts as saving time."""
         begin = self._now()
         try:
             yield
@@ -83,12 +83,12 @@ class Clock:
             self._saving += self._now() - begin
 
     def _has_made_one(self, step: int) -> bool:
-        """Return whether exactly one step was taken since the last boundary. After a load the step number may differ by
-        any amount."""
+        """Return whether exactly one step was taken since the last boundary. After a checkpoint was loaded, the step
+        number may differ by any amount."""
         return step == self._step + 1
 
     def _seconds_since_last(self) -> float:
-        """Return the seconds since the last call; 0 in the first call."""
+        """Return the seconds since the last call of this method; 0 in the first call."""
         since, self._since = self._since, self._now()
         return 0.0 if since is None else self._since - since
 
@@ -117,5 +117,5 @@ def switch_message(engine: int, event: SwitchEvent) -> Switched:
 
 
 def _one_line(text: str) -> str:
-    """Return a text on one line, cut to the longest text that a message takes."""
+    """Return a text on one line, truncated to the maximum length of a text in a message."""
     return clipped(" ".join(text.split()), LONGEST_WORDS)

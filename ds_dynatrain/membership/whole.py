@@ -1,4 +1,4 @@
-"""Choice of the copies that make up a whole state, from the copies that each member reports."""
+"""Choice of a set of copies from which the whole state can be restored, given the copies that each member reports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class Mark:
     """Point in training at which a copy was taken. Copies of different ranks belong together if their marks are equal.
 
     generation: the number of the engine's world.
-    segment: the engine's segment, a part of training in which no step number occurs twice (see `EngineCore.segment`).
+    segment: a name for a part of training in which no step number occurs twice (see `EngineCore.segment`).
     registered: how often parameters were registered again (`update_param_groups`).
     step: the number of optimizer steps done.
     layout: the layout of the engine's world.
-    first: the `moment` of the process's first engine, at whose boundary all engines took copies; empty for that engine.
+    first: for a further engine of a process, the `moment` of the process's first engine; () for the first engine
+        itself.
     """
 
     generation: int
@@ -30,22 +31,23 @@ class Mark:
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """Sort key of the boundary at which the copy was taken, shared by the marks of all engines at that boundary.
+        """Sort key of the point in training at which the copy was taken. Copies that all engines of a process take
+        together have the same key.
 
-        A larger key is always newer, even after a checkpoint of an earlier step was loaded.
+        A later copy always has a larger key, even if a checkpoint of an earlier step was loaded in between.
         """
         return self.first or (self.generation, int(self.segment.partition(".")[2]), self.registered, self.step)
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """First part of `moment`, which grows with every load of a state. Copies with a smaller value hold a state that
-        a load has replaced."""
+        """First part of `moment`. It grows whenever a state, such as a checkpoint, is loaded, so copies with a smaller
+        value are out of date."""
         return self.moment[:2]
 
 
 @dataclass(frozen=True)
 class Had:
-    """A copy that a member has.
+    """Description of a copy that a member has.
 
     mark: the point in training at which the copy was taken.
     rank: the rank whose state the copy contains.
@@ -61,7 +63,7 @@ class Had:
 
 @dataclass(frozen=True)
 class Frozen:
-    """Frozen weights that are in no copy, because many members hold them.
+    """Members that hold the frozen weights of a model. Copies leave such weights out if many members hold them anyway.
 
     layout: a layout without ZeRO.
     members: the member that holds the weights at each rank of this layout.
@@ -73,7 +75,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class WholeCopies:
-    """Copies that make up a whole state.
+    """Set of copies from which the whole state of an engine can be restored.
 
     mark: the point in training at which the copies were taken.
     holders: for each rank, the member that provides its copy.
@@ -95,8 +97,8 @@ class WholeCopies:
 
 
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
-    """Return, for each engine, the newest set of copies with one copy of every rank, all taken at one boundary by all
-    engines; () if there is none.
+    """Return, for each engine, the newest set that has one copy of every rank. The copies of all engines were taken at
+    the same point in training. Returns () if there are no such sets.
 
     If several members have a rank's copy, the member of that rank itself provides it, or else the member that provides
     the fewest other copies.
@@ -116,17 +118,17 @@ def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeC
 
 
 def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | None:
-    """Return the mark of the newest copy, and the ranks without a copy of this mark; None if there are no copies."""
+    """Return the point in training at which the newest copy was taken, and the ranks that have no copy from that point;
+    None if there are no copies at all."""
     for mark, by_rank in _by_mark(had):
         return mark, tuple(rank for rank in range(mark.layout.world_size) if rank not in by_rank)
     return None
 
 
 def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dict[int, bool]]]]:
-    """Return (mark, holders) for each mark, newest first.
+    """Group copies by the point in training at which they were taken, newest first: return a list of (mark, holders).
 
-    The holders are a map from each rank to {member that has the rank's copy: whether the copy is of the member's own
-    state}.
+    holders: a map from each rank to {member that has the rank's copy: whether the copy is of the member's own state}.
     """
     found: dict[Mark, dict[int, dict[int, bool]]] = {}
     for member, copies in sorted(had.items()):

@@ -118,7 +118,7 @@ def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
     """Return the combined request of all members, each of which decides on the parameters that it holds.
 
     Raises SwitchRefused if members that hold the same parameter disagree on it, if they give different numbers of
-    groups, or (on all members) if one member does not make the request within the time-out.
+    groups, or (on all members) if one member does not make the request within the timeout.
     """
     said = {
         "requires_grad": dict(mine.requires_grad),

@@ -84,7 +84,7 @@ class Settlement:
 
         buffers: this rank's buffers, which are overwritten.
         drifting: state kind -> tensor numbers, the same on all ranks.
-        seconds: the time-out, after which this raises the transport's error.
+        seconds: the timeout, after which this raises the transport's error.
         """
         deadline = time.monotonic() + seconds
         sends, receives = [], []

@@ -132,7 +132,7 @@ def connect(preparation: Preparation, old_world: World | None, session: Session)
     Called on all members of either world. Does nothing without an accelerator, or if the groups are connected already.
 
     Raises MemberMissing if a member does not arrive, and RuntimeError if connecting does not succeed within the
-    time-out. Connections made so far are closed together with the preparation.
+    timeout. Connections made so far are closed together with the preparation.
     """
     world = preparation.world
     if not is_accelerated() or world is None or preparation.connections is not None:
@@ -641,7 +641,7 @@ class Transaction:
     def _arrive(self) -> dict[str, Any]:
         """Wait until the late kinds have moved; return this member's report on all kinds for the second vote.
 
-        Re-raise an error of the thread that moves them. Every wait in that thread has a time-out.
+        Re-raise an error of the thread that moves them. Every wait in that thread has a timeout.
         """
         self._final.stop()
         while self._thread is not None and self._thread.is_alive():

@@ -1,7 +1,7 @@
 """Sync points: points between two steps at which members' scripts meet, so that late scripts end where others do.
 
 All members run one script. A member that joined late, or was idle for some epochs, has run through fewer of them, so it
-would start another epoch after the others have left their loops. No time-out can tell this case from a long evaluation,
+would start another epoch after the others have left their loops. No timeout can tell this case from a long evaluation,
 so members exchange facts. The members that have begun the most epochs, the *leaders*, post each *sync point* that they
 reach: an epoch or an evaluation begins, something is saved, or the script has ended. At each of its own sync points, a
 late member waits until it knows which one its leader reached next:
@@ -36,7 +36,7 @@ LONGEST_POLL_SECONDS = 0.05
 GROWTH = 1.1
 SAID_AFTER_SECONDS = 10.0
 LONGEST_SECONDS = 1800.0
-"""Longest wait for another member, equal to the time-out of training's collectives.
+"""Longest wait for another member, equal to the timeout of training's collectives.
 
 A member that takes longer has stopped.
 """

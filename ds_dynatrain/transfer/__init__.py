@@ -1,7 +1,7 @@
 """Transfer of bytes from shard to shard, and the digests that prove that they arrived.
 
-`execute` carries out a member's plan over a `Transport`; `digest` and `digest_pieces` compute the numbers that a
-certificate compares; `allocate` and `prefault` prepare memory before it is needed.
+`execute` carries out a member's plan over a `Transport`. `digest` and `digest_pieces` compute the numbers that are
+compared before and after a switch. `allocate` and `prefault` prepare memory before it is needed.
 
 May import `plan`; start with `executor`.
 """

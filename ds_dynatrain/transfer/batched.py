@@ -29,10 +29,11 @@ Message = tuple[torch.Tensor, int]
 
 
 class DeviceLink(Protocol):
-    """A library that sends messages between devices."""
+    """A communication library that sends messages directly between devices."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Queue messages that start together, after all work that this thread has queued earlier."""
+        """Queue a group of messages that start together. They run after all work that this thread has queued
+        earlier."""
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
         """Call `work`, which queues messages, and wait until the device has completed them all.
@@ -46,7 +47,8 @@ class DeviceLink(Protocol):
 
 @dataclass(frozen=True)
 class Batching:
-    """The settings that decide which moves go in batches. All fields except `members` are equal on all members.
+    """The settings that decide which moves are sent in batches between accelerators. All fields except `members` are
+    equal on all members.
 
     members: the peers with which this member exchanges batches; both members of a pair list each other.
     kinds: the state kinds that are on accelerators both before and after the switch.
@@ -61,7 +63,8 @@ class Batching:
 
     @property
     def bundle_bytes(self) -> int:
-        """Most bytes that one member sends another in a batch, such that staging stays within the budget."""
+        """Maximum number of bytes that one member sends to another in a batch, chosen so that staging memory stays
+        within the budget."""
         return max(1, min(BUNDLE_BYTES, self.budget_bytes // (2 * max(1, self.most_peers))))
 
 
@@ -84,28 +87,30 @@ class Bundles:
 
     @staticmethod
     def of(exchange: Exchange, most: int) -> Bundles:
-        """Divide an exchange into bundles of at most `most` bytes per direction; both members get the same bundles."""
+        """Divide an exchange into batches with at most `most` bytes in each direction. Both members get the same
+        batches."""
         sends = MessageOutline.of(MoveRegions.of(exchange.sends, "source"), most, most)
         receives = MessageOutline.of(MoveRegions.of(exchange.receives, "target"), most, most)
         return Bundles(exchange.peer, sends, receives, bundled(sends.parcels, most), bundled(receives.parcels, most))
 
     def batch(self, number: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:
-        """Return the outgoing and the incoming messages of a batch. Either is empty if the peer has fewer bundles."""
+        """Return the outgoing and the incoming messages of a batch. One of the two may be empty, because the two
+        directions can have different numbers of bundles."""
         out, into = self.outgoing, self.incoming
         return out[number] if number < len(out) else (), into[number] if number < len(into) else ()
 
     def staged(self, number: int) -> int:
-        """Return the staging bytes that the packed messages of a batch need."""
+        """Return the number of bytes of staging memory that the packed messages of a batch need."""
         return sum(parcel.nbytes for parcels in self.batch(number) for parcel in parcels if parcel.is_packed)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of one member.
+    """All batches that one member exchanges with its peers.
 
     exchanges: the messages with each peer, grouped into batches.
-    count: number of batches.
-    staging_bytes: device memory for the packed messages of a batch.
+    count: the number of batches.
+    staging_bytes: the device memory that the packed messages of a batch need at most.
     """
 
     exchanges: tuple[Bundles, ...] = ()
@@ -114,7 +119,8 @@ class Batches:
 
     @staticmethod
     def of(exchanges: Iterable[Bundles]) -> Batches:
-        """Combine the batches with each peer, and compute their number and the staging memory that they need."""
+        """Combine the messages exchanged with each peer into common batches, and compute the number of batches and the
+        staging memory that they need."""
         found = tuple(exchanges)
         count = max((max(len(each.outgoing), len(each.incoming)) for each in found), default=0)
         staged = (sum(each.staged(number) for each in found) for number in range(count))
@@ -122,7 +128,8 @@ class Batches:
 
 
 def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], ...]:
-    """Group messages, in order, into bundles of at most `most` bytes; no message may be longer than `most`."""
+    """Group messages, in order, into bundles of at most `most` bytes. A single message must not be longer than
+    `most`."""
     found, room = list[list[Parcel]](), 0
     for parcel in parcels:
         if parcel.nbytes > room or not found:
@@ -135,12 +142,12 @@ def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], .
 
 @dataclass
 class BatchedMoves:
-    """The execution of a member's batches, with at least one peer.
+    """The execution of a member's batches of messages between accelerators. The member has at least one peer.
 
     source: the member's buffers before the switch.
     target: the member's buffers after the switch.
     transport: the transport over which members tell each other that they are ready.
-    link: the library that moves the bytes.
+    link: the library that sends the messages.
     lent: the regions from which the member sends.
     into: the regions into which the member receives.
     """
@@ -198,9 +205,9 @@ class BatchedMoves:
             regions.unpack(parcel.matrices, data)
 
     def _memory(self, parcel: Parcel, regions: Regions, at: int) -> tuple[torch.Tensor, int]:
-        """Return the memory of a message, and the next free offset in the staging.
+        """Return the memory of a message, and the next free offset in the staging memory.
 
-        The memory lies in the message's buffer or, if the message is packed, in the staging from `at` on.
+        A packed message lies in the staging memory from offset `at` on, any other message in its buffer.
         """
         if not parcel.is_packed or self._room is None:
             return regions.view(parcel.matrices[0]), at

@@ -1,4 +1,5 @@
-"""Digests of values on an accelerator: one kernel launch handles all runs of a state kind, and reads each byte once.
+"""Digests of values on an accelerator. One kernel launch handles all byte ranges (runs) of a state kind, and reads each
+byte once.
 
 A program of the kernel handles one slice of the positions in a block (see `digests` for the formula) and iterates over
 the blocks of its run: it sums value * factor, and multiplies by the slice's weights once at the end. Weights are thus
@@ -33,7 +34,7 @@ _MASK = (1 << 64) - 1
 
 
 class DeviceRuns(NamedTuple):
-    """Runs of bytes on a device, one per row.
+    """Ranges of bytes (runs) on a device, as arrays with one entry per range.
 
     address: address of the first byte.
     begin: offset of the first byte in its logical tensor.
@@ -48,12 +49,12 @@ class DeviceRuns(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The work of each kernel program.
+    """The work of the kernel's programs, as arrays with one entry per program.
 
-    run: the number of the run that it reads.
-    slice: the slice of each block that it reads.
-    first: the first block that it reads.
-    number: the number of blocks that it reads.
+    run: the index of the byte range that the program reads.
+    slice: the slice of each block that the program reads.
+    first: the first block that the program reads.
+    number: the number of blocks that the program reads.
     """
 
     run: Ints
@@ -63,7 +64,7 @@ class Programs(NamedTuple):
 
 
 def programs(runs: DeviceRuns) -> Programs:
-    """Divide runs among kernel programs that together read every byte once.
+    """Divide byte ranges (runs) among kernel programs that together read every byte once.
 
     A run is cut into spans of at most WALK blocks. A span within one block gets one program for each slice of the block
     that contains bytes of the run. A longer span gets one program for every slice.
@@ -82,15 +83,17 @@ def programs(runs: DeviceRuns) -> Programs:
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """Runs in the buffers of one device, and the kernel programs for them. The table does not depend on the buffers'
-    addresses.
+    """Byte ranges (runs) in the buffers of one device, and the kernel programs that digest them. The table does not
+    depend on the buffers' addresses.
 
     device: the device of the buffers.
     columns: the fields of `DeviceRuns` as rows of int64, with addresses relative to the buffers.
     source: the buffer number of each run.
     programs: the fields of `Programs` as rows of int32.
-    ends: the distinct pairs (buffer number, remainder of a run's relative address by WORD_BYTES), as two arrays.
-    width: the bytes per read that offsets and lengths permit, before the buffers' addresses are known.
+    ends: the distinct pairs of a buffer number and the remainder of a run's relative address by WORD_BYTES, as two
+        arrays.
+    width: the number of bytes (4, 2 or 1) that a program may read at once, as far as offsets and lengths permit; the
+        buffers' addresses may reduce it.
 
     The tensors `columns`, `source` and `programs` are on the host or on the device, whichever is faster.
     """
@@ -104,9 +107,9 @@ class DeviceTable:
 
     @staticmethod
     def of(runs: DeviceRuns, source: Ints, device: torch.device) -> DeviceTable:
-        """Build the table for `runs`, whose addresses are relative to the buffers.
+        """Build the table for runs whose addresses are relative to their buffers.
 
-        source: the buffer of each run. A large table is placed on the device.
+        source: the buffer number of each run. A large table is placed on the device.
         """
         where = device if len(source) >= MANY_RUNS else torch.device("cpu")
         done = np.stack([column.astype(np.int32) for column in programs(runs)])  # enough for tensors of 256 TiB
@@ -126,7 +129,11 @@ class DeviceTable:
         return sum(each.nbytes for each in (self.columns, self.source, self.programs))
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
-        """Return the digest of each of `tensors` tensors, computed from the buffers `data`. Requires Triton."""
+        """Return the digest of each tensor. Requires Triton.
+
+        data: the buffers.
+        tensors: the number of tensors.
+        """
         if not self.programs.shape[1]:
             return np.zeros(tensors, dtype=np.uint64)
         from ds_dynatrain.transfer.digest_kernel import launch
@@ -150,7 +157,8 @@ def has_kernel(device: torch.device) -> bool:
 
 @cache
 def weights(device: torch.device) -> torch.Tensor:
-    """Return the weight of each 32-bit word of a block, without the block's factor, as int64 (see `digests`)."""
+    """Return the weight of each 32-bit word of a block as int64. The factor of the block is not included (see
+    `digests`)."""
     low, high = tables()
     both = np.stack([low, high + (low << np.uint64(32))], axis=1).reshape(-1)
     return torch.from_numpy(both.view(np.int64)).to(device)
@@ -177,10 +185,13 @@ def by_arithmetic(data: torch.Tensor, begin: int) -> int:
 
 
 def _slice_of(byte: Ints) -> Ints:
-    """Return the slice of its block in which a byte of a tensor lies."""
+    """Return the slice (a fixed part of each block) to which a byte of a tensor belongs.
+
+    byte: the offset of the byte in the tensor.
+    """
     return byte % BLOCK_BYTES // (BLOCK_BYTES // SLICES)
 
 
 def _width(*columns: Ints) -> int:
-    """Return the largest of 4, 2 and 1 that divides all numbers."""
+    """Return the largest of 4, 2 and 1 that divides all the given numbers."""
     return gcd(WORD_BYTES, *(int(np.bitwise_or.reduce(column)) for column in columns))

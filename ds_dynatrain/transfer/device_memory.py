@@ -1,8 +1,8 @@
-"""Access to accelerator memory of other processes: CUDA IPC through the driver API, with one copy and no message.
+"""Access to accelerator memory of other processes by CUDA IPC through the driver API, with one copy and no message.
 
-A handle is 64 bytes of plain data that name an allocation of the driver. Torch's allocator keeps many tensors in one
-allocation, so a reference also needs an offset. Memory that torch maps in segments (`expandable_segments`) has no
-handle, and some containers do not permit IPC; `Neighbors.meet` tests it before any member relies on it.
+A handle is 64 bytes of plain data that identify an allocation of the driver. Torch's allocator keeps many tensors in
+one allocation, so a reference also needs an offset. Memory that torch maps in segments (`expandable_segments`) has no
+handle, and some containers do not permit IPC; `Neighbors.meet` tests whether it works before any member relies on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_PITCH = (1 << 31) - 1
 
 
 class Shared(NamedTuple):
-    """A reference with which other processes can find memory.
+    """A reference by which other processes can find accelerator memory.
 
     handle: the handle of an allocation.
     offset: the offset into the allocation, in bytes.
@@ -62,7 +62,7 @@ class _Copy2D(ctypes.Structure):
 
 
 class _Handle(ctypes.Structure):
-    """C structure `CUipcMemHandle`: names an allocation for other processes."""
+    """C structure `CUipcMemHandle`: identifies an allocation to other processes."""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
@@ -78,7 +78,8 @@ class DeviceMemory:
         self._driver = driver
 
     def share(self, tensor: torch.Tensor) -> Shared:
-        """Return a reference with which other processes can read a tensor. Raises TransferError if there is none."""
+        """Return a reference by which other processes can read a tensor. Raises TransferError if the tensor cannot be
+        shared."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         address = ctypes.c_uint64(tensor.data_ptr())
         with torch.cuda.device(tensor.device):
@@ -101,7 +102,7 @@ class DeviceMemory:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(opened))
 
     def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
-        """Queue a copy from an open allocation into a local uint8 tensor.
+        """Queue a copy from an open allocation of another process into a local uint8 tensor.
 
         address: an address in the allocation.
         matrix: the bytes to read, relative to `address`.
@@ -151,7 +152,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 class MemoryProbe:
-    """A few bytes on this process's accelerator, with which other members test whether they can read its memory."""
+    """A few bytes on this process's accelerator, by which other members test whether they can read its memory."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device, self._memory = device, None if device is None else device_memory(device)
@@ -167,7 +168,10 @@ class MemoryProbe:
                 self.record = [shared.handle.hex(), shared.offset, values]
 
     def can_read(self, record: list[Any] | None) -> bool:
-        """Return whether this process can read the probe of another process. record: the probe's `record`."""
+        """Return whether this process can read the probe of another process.
+
+        record: the attribute `record` of that probe; None if the probe cannot be shared.
+        """
         if self._memory is None or record is None:
             return False
         handle, offset, values = record

@@ -15,12 +15,12 @@ WARPS, UNROLL = 4, 8
 
 
 def launch(runs: torch.Tensor, programs: torch.Tensor, width: int, weights: torch.Tensor, sums: torch.Tensor) -> None:
-    """Add the digest of each run to the entry of its tensor in `sums`.
+    """Add the digest of each byte range to the entry of its tensor in `sums`.
 
     All tensors are int64 and on one device.
 
-    runs, programs: the columns of `DeviceRuns` and of `Programs`, one per row.
-    width: bytes per read.
+    runs, programs: the fields of `DeviceRuns` and `Programs`, one per row.
+    width: the number of bytes (4, 2 or 1) that a program reads at once.
     """
     with torch.cuda.device(sums.device):
         _weigh[(programs.shape[1],)](

@@ -48,9 +48,10 @@ _MASK = (1 << 64) - 1
 def digest(values: torch.Tensor, start: int = 0) -> int:
     """Return the digest, in [0, 2^64), of consecutive elements of one logical tensor.
 
-    values: the elements, 1-D and contiguous, of any type and on any device; the digest does not depend on the device.
-    start: the index of the first element in the tensor. Digests of disjoint parts of a tensor add up modulo 2^64 to the
-    digest of the whole.
+    values: the elements, 1-D and contiguous, of any dtype and on any device; the digest does not depend on the device.
+    start: the index of the first element in the tensor.
+
+    Digests of disjoint parts of a tensor add up, modulo 2^64, to the digest of the whole tensor.
     """
     if values.device.type != "cpu":
         return digest_on_device(values, start)
@@ -59,7 +60,7 @@ def digest(values: torch.Tensor, start: int = 0) -> int:
 
 
 def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
-    """Return the same digest as `digest`, computed on the device of the values."""
+    """Return the same digest as `digest`, computed on the device of `values`."""
     size, data = values.element_size(), bytes_of(values)
     if values.numel() == 0:
         return 0
@@ -70,7 +71,7 @@ def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
 
 
 class Form(NamedTuple):
-    """The element size in bytes and the device of a buffer; these are known before the buffer exists."""
+    """The element size in bytes and the device of a buffer. Both are known before the buffer is allocated."""
 
     itemsize: int
     device: torch.device
@@ -87,7 +88,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Series of runs on one device that are digested one after another, without the accelerator's kernel.
+    """Series of byte ranges on one device that are digested one after another, without the accelerator's kernel.
 
     table: one column per series: the numbers of its tensor and its buffer, and the fields of `HostRuns`.
     """
@@ -100,7 +101,11 @@ class Rows:
         return self.table.nbytes
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
-        """Return the digest of each of `tensors` tensors, computed without the kernel from the bytes of buffers."""
+        """Return the digest of each tensor, computed without the accelerator's kernel.
+
+        data: the buffers as bytes.
+        tensors: the number of tensors.
+        """
         sums, found = [0] * tensors, summer()
         on_host = [values.numpy() if values.device.type == "cpu" else None for values in data]
         for begin in range(0, self.table.shape[1], AT_ONCE):
@@ -116,14 +121,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class ReadyDigest:
-    """A digest computation prepared for some buffers of one state kind.
+    """A computation of digests, prepared for some buffers of one state kind (such as masters).
 
     buffers: the name of each buffer.
-    forms: the form of each buffer.
-    reach: the smallest possible size of each buffer, in elements.
-    tensors: number of tensors with a digest.
+    forms: the element size and the device of each buffer.
+    reach: the minimum size of each buffer, in elements.
+    tensors: the number of tensors, each of which gets a digest.
     parts: the prepared computation for each device.
-    nbytes: memory that the prepared tables use on all devices.
+    nbytes: the memory that the prepared tables use on all devices, in bytes.
     """
 
     buffers: tuple[BufferId, ...]
@@ -135,7 +140,11 @@ class ReadyDigest:
 
     @staticmethod
     def of(pieces: Pieces, forms: Sequence[Form], bases: Ints) -> ReadyDigest:
-        """Prepare the digests of pieces. forms: the form of each buffer of `pieces`. bases: as in `digest_pieces`."""
+        """Prepare the computation of the digests of tensors that pieces cover.
+
+        forms: the element size and the device of each buffer of `pieces`.
+        bases: sorted coordinates; tensor i has the coordinates bases[i] to bases[i + 1].
+        """
         reach, columns = _reach(pieces, bases), _cut_at_tensors(pieces, bases)
         parts, nbytes, buffers_on = list[Rows | DeviceTable](), 0, dict[torch.device, list[int]]()
         for number, form in enumerate(forms):
@@ -148,7 +157,8 @@ class ReadyDigest:
         return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(parts), nbytes)
 
     def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:
-        """Return the digest of each tensor. Raises TransferError if the buffers do not fit."""
+        """Return the digest of each tensor. Raises TransferError if a buffer is missing, too short, on another device,
+        or of another element size."""
         data, sums = [], np.zeros(self.tensors, dtype=np.uint64)
         for name, form, reach in zip(self.buffers, self.forms, self.reach, strict=True):
             values = _named(buffers, name)
@@ -168,7 +178,8 @@ class ReadyDigest:
 
 
 def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], bases: Ints) -> UInt64s:
-    """Return the digests of many tensors of one state kind, computed from the pieces that one rank holds.
+    """Return the digests of many tensors of one state kind, computed from the pieces (ranges of elements) that one rank
+    holds.
 
     The result has one uint64 per tensor.
 
@@ -189,7 +200,7 @@ def _named(buffers: Mapping[BufferId, torch.Tensor], name: BufferId) -> torch.Te
 
 
 def _reach(pieces: Pieces, bases: Ints) -> tuple[int, ...]:
-    """Return how many elements each buffer must have to contain the pieces.
+    """Return the number of elements that each buffer must have at least, so that it contains its pieces.
 
     Raises TransferError for a piece outside the range of coordinates, or with a negative offset.
     """
@@ -207,7 +218,8 @@ def _reach(pieces: Pieces, bases: Ints) -> tuple[int, ...]:
 
 
 def _cut_at_tensors(pieces: Pieces, bases: Ints) -> Ints:
-    """Cut pieces at tensor boundaries; return (tensor, flat index, length, buffer, offset) of each part."""
+    """Cut pieces at the boundaries between tensors; return a table with the rows tensor, index of the first element in
+    the tensor, length, buffer and offset in the buffer, and one column per part."""
     tensor, part = split_by_tensor(bases, pieces)
     return np.stack([tensor, part.start - bases[tensor], part.stop - part.start, part.buffer, part.offset])
 
@@ -219,7 +231,8 @@ def _table(columns: Ints, sizes: Ints, device: torch.device) -> DeviceTable:
 
 
 def _rows(columns: Ints, sizes: Ints, device: torch.device) -> Rows:
-    """Combine runs at equal steps into series; without compiled code, only runs that lie close together.
+    """Combine ranges of equal length at equal distances into series. Without compiled code, only ranges that lie close
+    together are combined.
 
     columns: the result of `_cut_at_tensors`.
     sizes: the element size of each buffer.

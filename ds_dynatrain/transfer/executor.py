@@ -1,4 +1,4 @@
-"""The executor, which carries out a member's moves in a switch. Every wait has a timeout.
+"""The executor, which carries out a member's moves of state in a switch. Every wait has a timeout.
 
 `ReadyPlan` prepares all copies and messages while training runs. It identifies buffers by name, because their addresses
 are not known yet. During the pause of the switch only the copies themselves remain to be done.
@@ -32,7 +32,7 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Phase:
-    """The exchanges of a member that do not depend on each other.
+    """A member's exchanges with other members that can run in any order.
 
     exchanges: (peer, sent messages, received messages), excluding the moves in `pulls` and `batches`.
     pulls: this member's reads of other members' accelerator memory.
@@ -52,10 +52,11 @@ class Phase:
         batching: Batching | None,
         is_relayed: bool = False,
     ) -> Phase:
-        """Prepare exchanges.
+        """Prepare exchanges: decide which moves become messages, reads of accelerator memory, or batches.
 
         chunk, longest: as in `MessageOutline.of`.
-        is_relayed: whether the exchanges are relays, which read target buffers.
+        is_relayed: whether the exchanges pass received data on to other members of the node, so that they read target
+            buffers.
         """
         pulls, batches = list[Exchange](), list[Exchange]()
         if sharing is not None:
@@ -74,18 +75,18 @@ class Phase:
 
 @dataclass(frozen=True)
 class ReadyPlan:
-    """A member's plan with all the details that `execute` needs.
+    """A member's plan of moves with all the details that `execute` needs.
 
     plan: the member's plan.
     on_host: whether all buffers of all members are in host memory.
-    local: regions that local moves read, and regions that they write.
-    copies: the local moves as pairs of matrices of bytes.
-    phases: the rounds, which read source buffers; and the relays, if there are any, which read target buffers.
-    at_once: number of exchanges that may run at the same time.
+    local: regions that moves within the member read, and regions that they write.
+    copies: these local moves as pairs of matrices of bytes.
+    phases: the exchanges that read source buffers and then, if there are any, the relays, which read target buffers.
+    at_once: the number of exchanges that may run at the same time.
     derived: regions that casts read, and regions that they write; all of them are in target buffers.
     casts: the casts as pairs of matrices of elements.
     staging: memory for packed messages, already touched.
-    bytes_sent: bytes that reach other members in any way.
+    bytes_sent: bytes that this member sends to other members by any means.
     sharing: the settings for reads of other members' accelerator memory.
     """
 
@@ -111,10 +112,12 @@ class ReadyPlan:
     ) -> ReadyPlan:
         """Prepare a plan for buffers whose addresses are not known yet.
 
-        budget_bytes: most bytes of staging memory.
-        batching: the settings for moves through the collectives library.
+        budget_bytes: maximum number of bytes of staging memory.
+        on_host: whether all buffers of all members are in host memory.
+        sharing: the settings for reads of other members' accelerator memory; None for no such reads.
+        batching: the settings for moves through the collectives library; None for no such moves.
 
-        The other arguments are fields of this class. Raises TransferError if the budget is too small.
+        Raises TransferError if the budget is too small.
         """
         if budget_bytes < MINIMUM_BUDGET_BYTES:
             raise TransferError(
@@ -151,7 +154,7 @@ class ReadyPlan:
 
 
 def _casts(read: MoveRegions, written: MoveRegions) -> list[tuple[Matrix, Matrix]]:
-    """Return casts as pairs of matrices (read, written) of elements."""
+    """Convert casts from bytes to elements; return them as pairs of matrices (read, written)."""
     found = list[tuple[Matrix, Matrix]]()
     for each in pairs(read, written):
         sizes = read.keys[each[0].which][2], written.keys[each[1].which][2]
@@ -172,10 +175,10 @@ keep their order."""
 class TransferStats:
     """Bytes that a member moved in a switch, and the duration of each phase.
 
-    bytes_sent: bytes that reach other members in any way.
+    bytes_sent: bytes that this member sent to other members by any means.
     bytes_local: bytes copied within the member.
     bytes_in_place: bytes that did not have to move.
-    staging_peak: most bytes of staging memory in use at once.
+    staging_peak: the largest number of bytes of staging memory in use at once.
     seconds_local: duration of the local copies.
     seconds_exchange: duration of the exchanges with other members.
     seconds_derived: duration of the casts.
@@ -264,12 +267,13 @@ def execute(
 
 @dataclass(frozen=True)
 class _Running:
-    """A phase of the plan while it is carried out, between buffers in memory.
+    """A phase of the plan during its execution, bound to buffers in memory.
 
     streams: for each exchange, the stream of received messages and the stream of sent ones. Receives are started before
         sends, so that buffers are ready for the peers' data.
     others: reads from other accelerators, and batches between accelerators.
-    lent, into: the regions that the phase reads and writes.
+    lent: the regions that the phase reads.
+    into: the regions that the phase writes.
     """
 
     streams: list[tuple[Stream, Stream]]
@@ -281,9 +285,10 @@ class _Running:
     def of(
         ready: ReadyPlan, phase: Phase, source: Buffers, target: Buffers, transport: Transport, link: DeviceLink | None
     ) -> _Running:
-        """Return the transfers of one phase, which have not been started yet.
+        """Bind one phase of the plan to buffers in memory. No message is started yet.
 
         source: the buffers that the phase reads.
+        target: the buffers that the phase writes.
         """
         streams, others, lent, into = list[tuple[Stream, Stream]](), list[Pulling | BatchedMoves](), [], []
         for peer, sends, receives in phase.exchanges:
@@ -312,7 +317,7 @@ class _Running:
             stream.advance()
 
     def run(self, at_once: int, deadline: float) -> None:
-        """Carry the phase out: finish its exchanges in order, with up to `at_once` of them under way at a time."""
+        """Finish the phase: complete its exchanges in order, with up to `at_once` of them in progress at a time."""
         for other in self.others:
             other.run(deadline)
         for number, (incoming, outgoing) in enumerate(self.streams):
@@ -331,11 +336,11 @@ TAGS = 256
 
 @dataclass(frozen=True)
 class ActingTransport:
-    """A transport for the messages of this process's own member, or of an absent member for which it stands in.
+    """A transport for a process that may send messages in the name of an absent member.
 
     transport: the transport that carries the messages.
-    member: the member for which messages are sent.
-    stand_ins: the member that stands in for each absent one; the same on all members.
+    member: the member in whose name messages are sent: this process's own member, or one that it stands in for.
+    stand_ins: a map from each absent member to the member that stands in for it; the same on all members.
     """
 
     transport: Transport
@@ -368,7 +373,7 @@ def execute_standing_in(
 
     sources: the source buffers of each of these members; the member itself may be left out if it has no state.
     target: the target buffers of the member itself.
-    stand_ins: the member that stands in for each absent one; the same on all members.
+    stand_ins: a map from each absent member to the member that stands in for it; the same on all members.
 
     The buffers of absent members must be in host memory. Raises the errors of `execute`.
     """

@@ -63,8 +63,8 @@ class _Region(ctypes.Structure):
 def machine() -> str:
     """Return a name that is the same in all processes that might be able to read each other's memory.
 
-    Such processes run under the same boot of the kernel, in the same process and network namespaces. The name is empty
-    if the system does not support reading the memory of other processes.
+    Such processes run under the same boot of the kernel, in the same process and network namespaces. Returns "" if the
+    system does not support reading the memory of other processes.
     """
     if sys.platform != "linux":
         return ""
@@ -77,10 +77,11 @@ def machine() -> str:
 
 
 def permit_readers(who: int = ANYBODY) -> None:
-    """Let other processes of this user read this process's memory even where Yama would forbid it; ignore failures.
+    """Let other processes of this user read this process's memory even where Yama (a Linux security module) would
+    forbid it. Failures are ignored.
 
     who: `ANYBODY`, or `NOBODY` to revoke the permission. `Neighbors.close` revokes it for the whole process, so call
-    this again afterwards if it is still needed.
+        this again afterwards if it is still needed.
     """
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(who & (1 << 64) - 1), 0, 0, 0)
 
@@ -89,7 +90,7 @@ def read_memory(process: int, address: int, into: torch.Tensor) -> None:
     """Fill a contiguous uint8 tensor in host memory with bytes of another process.
 
     process: the ID of the process.
-    address: the address of the first byte there.
+    address: the address of the first byte in that process.
 
     Raises TransferError if the kernel does not permit it, or if there is no such process or memory.
     """
@@ -107,7 +108,7 @@ def read_memory(process: int, address: int, into: torch.Tensor) -> None:
 
 @dataclass(eq=False)
 class NeighborMessage:
-    """A message to or from a neighbor.
+    """A message to or from a neighbor (a member on the same machine).
 
     line: the connection to the neighbor.
     what: "send" or "receive".
@@ -134,13 +135,13 @@ class NeighborMessage:
 
 @dataclass
 class NeighborLine:
-    """The connection to one neighbor.
+    """The connection to one neighbor (a member on the same machine).
 
     member: the neighbor's member number.
-    process: the ID of its process.
+    process: the ID of the neighbor's process.
     outbox: packets that could not be sent yet.
-    numbers: number of messages begun so far, keyed by (direction, tag).
-    offers: a map from key to (address, length) for messages that the neighbor offers and this member has not read yet.
+    numbers: the number of messages begun so far, keyed by (direction, tag).
+    offers: messages that the neighbor offers and this member has not read yet: a map from key to (address, length).
     sent: messages to the neighbor that it has not read yet.
     wanted: messages awaited from the neighbor.
     is_over: whether the neighbor has closed the connection.
@@ -157,7 +158,7 @@ class NeighborLine:
     is_over: bool = False
 
     def begin(self, message: NeighborMessage, tag: int) -> NeighborMessage:
-        """Offer a message with the given tag to the neighbor, or begin to wait for the neighbor's next one."""
+        """Offer a message to the neighbor, or begin to wait for the neighbor's next message with the given tag."""
         if not message.host.numel():
             message.is_done = True
             return message
@@ -196,11 +197,10 @@ class NeighborLine:
             self.is_over = True
 
     def settle(self) -> None:
-        """Read all messages that are both offered by the neighbor and awaited by this member, in the order of the
-        offers.
+        """Read all messages that the neighbor offers and that this member awaits, in the order of the offers.
 
-        Raises TransferError if the offered length is not the awaited one, or if the neighbor's memory can no longer be
-        read.
+        Raises TransferError if an offered message has another length than the awaited one, or if the neighbor's memory
+        can no longer be read.
         """
         for key in [key for key in self.offers if key in self.wanted]:
             (address, length), message = self.offers.pop(key), self.wanted.pop(key)
@@ -214,14 +214,14 @@ class NeighborLine:
             self._say(TAKEN, key)
 
     def close(self) -> None:
-        """Drop queued packets and close the socket, which wakes any thread that waits for it."""
+        """Drop queued packets and close the socket, which also wakes any thread that waits for the socket."""
         self.outbox.clear()
         with suppress(OSError):  # wakes a thread that waits for it
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def _say(self, kind: int, key: Key, address: int = 0, length: int = 0) -> None:
-        """Queue a packet, and send it if the socket does not block."""
+        """Queue a packet, and send it now unless the socket would block."""
         self.outbox.append(PACKET.pack(kind, *key, address, length))
         self.flush()
 
@@ -235,7 +235,7 @@ class NeighborLine:
 
 @dataclass(eq=False)
 class Neighbors:
-    """The members on this machine that can read this member's memory, and whose memory this member can read.
+    """The neighbors of a member: those on the same machine, where each of the two can read the other's memory.
 
     Build it with `meet`, and `close` it after use.
 
@@ -308,7 +308,7 @@ class Neighbors:
 
     @property
     def members(self) -> frozenset[int]:
-        """Numbers of the neighbors."""
+        """Member numbers of the neighbors."""
         return frozenset(self.lines)
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
@@ -326,7 +326,7 @@ class Neighbors:
         """Wait for packets from any neighbor, and process them.
 
         line: the connection whose message is awaited.
-        what: a description of that message.
+        what: a description of that message, for errors.
         since: when the wait began.
 
         Raises MemberMissing when the deadline passes, and TransferError if the neighbor of `line` has disconnected.
@@ -364,7 +364,8 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class RoutedTransport:
-    """A transport that reaches neighbors (`near`) through their memory, and all other members through `far`."""
+    """A transport that reaches members on the same machine (`near`) through their memory, and all other members through
+    `far`."""
 
     near: Neighbors
     far: Transport
@@ -380,7 +381,12 @@ class RoutedTransport:
 
 
 def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether a member is on this machine and its memory can be read, which is tested by reading its probe."""
+    """Return whether a member is on this machine and its memory can be read. This is tested by reading a few bytes
+    whose values the member has announced.
+
+    card: the record that the member has shared.
+    here: this member's own record.
+    """
     if not here["machine"] or card["machine"] != here["machine"]:
         return False
     address, expected = card["probe"]
@@ -415,7 +421,7 @@ def _answer(
 ) -> tuple[int, socket.socket]:
     """Accept the connection of the next neighbor with a lower number; return its process ID and the socket.
 
-    missing: a map from process ID to the number of each member that has not connected yet. Connections from other
+    missing: a map from process ID to member number, for the members that have not connected yet. Connections from other
         processes are closed.
 
     The kernel identifies the connecting process, and nothing is read from the socket, so a silent process cannot block

@@ -1,4 +1,4 @@
-"""Memory for a switch, allocated and touched while training still runs.
+"""Memory for a switch, allocated and touched in advance, while training still runs.
 
 Touching memory for the first time is slower than any transport (about 2.5 GB/s with 4 KiB pages), because the kernel
 must find and zero each page. `allocate` requests 2 MiB pages if the system supports them, which makes the first touch

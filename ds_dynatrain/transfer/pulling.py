@@ -30,7 +30,8 @@ RECORD = struct.Struct(f"={HANDLE_BYTES}sqq")
 
 @dataclass(frozen=True)
 class Sharing:
-    """The settings that decide which moves are pulls. Both members of each pair must have the same settings.
+    """The settings that decide which moves are pulls (reads of another member's accelerator memory). Both members of
+    each pair must have the same settings.
 
     memory: access to other processes' accelerator memory.
     members: the members with which this member shares memory, in both directions.
@@ -46,13 +47,13 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Pull:
-    """The pulls between this member and a peer, in both directions.
+    """The reads of accelerator memory between this member and a peer, in both directions.
 
     peer: the other member.
     lent: regions of this member that the peer reads.
     theirs: regions of the peer that this member reads.
     mine: regions of this member that are filled with the bytes read from `theirs`.
-    copies: the pairs of `theirs` and `mine`, grouped into pairs of matrices.
+    copies: the regions of `theirs` and `mine` as pairs of matrices (read, written).
     """
 
     peer: int
@@ -63,14 +64,14 @@ class Pull:
 
     @staticmethod
     def of(exchange: Exchange) -> Pull:
-        """Build the pulls that replace an exchange of messages."""
+        """Replace an exchange of messages by direct reads of accelerator memory."""
         theirs, mine = MoveRegions.of(exchange.receives, "source"), MoveRegions.of(exchange.receives, "target")
         return Pull(exchange.peer, MoveRegions.of(exchange.sends, "source"), theirs, mine, pairs(theirs, mine))
 
 
 @dataclass
 class Pulling:
-    """The execution of a member's pulls.
+    """The execution of a member's pulls (reads of other members' accelerator memory).
 
     memory: access to other processes' accelerator memory.
     pulls: the pulls with each peer.
@@ -139,7 +140,7 @@ class Pulling:
 
 
 def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> bytes:
-    """Return the location of a buffer in the format that other members expect.
+    """Return the location of an accelerator's buffer, packed into bytes for other members.
 
     Raises TransferError if the buffer is in host memory.
     """

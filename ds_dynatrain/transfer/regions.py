@@ -1,7 +1,7 @@
-"""Regions: the bytes of local buffers that moves read or write.
+"""Regions: the ranges of bytes in local buffers that the moves of a switch read or write.
 
-`MoveRegions` refer to buffers by name and are computed once, while training runs. `Regions` are the same bytes at the
-addresses that the buffers have when the bytes move.
+`MoveRegions` refer to buffers by name and are computed once, while training runs. `Regions` are the same ranges at the
+addresses that the buffers have when the bytes are moved.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ Key = tuple[str, BufferId, int]
 
 @dataclass(frozen=True, eq=False)
 class MoveRegions:
-    """The bytes that each move reads (side "source") or writes (side "target"), in buffers given by name.
+    """The bytes that each move reads or writes, as rows at equal distances in buffers that are given by name.
 
     moves: the moves.
-    side: "source" or "target".
+    side: "source" for the bytes that moves read, "target" for those that they write.
     keys: the buffers that the moves use.
-    reach: the smallest possible size of each buffer, in bytes.
-    which, begin, length, number, step: for each move, the index of its buffer in `keys`, its first byte there, the
-        number of bytes in a row, the number of rows, and their distance. A move whose rows lie end to end in both
-        buffers has a single row.
+    reach: the minimum size of each buffer in bytes.
+    which: for each move, the index of its buffer in `keys`.
+    begin: for each move, the offset of its first byte in the buffer.
+    length: for each move, the number of bytes in a row.
+    number: for each move, the number of rows. A move whose rows lie end to end in both buffers has a single row.
+    step: for each move, the distance between the beginnings of two rows, in bytes.
     """
 
     moves: Moves
@@ -72,11 +74,11 @@ class MoveRegions:
 
     @property
     def end(self) -> Ints:
-        """The byte after the last one of each move."""
+        """For each move, the offset of the end of its last row in the buffer, in bytes."""
         return self.begin + (self.number - 1) * self.step + self.length
 
     def among(self, buffers: Buffers) -> Regions:
-        """Return the same regions in the memory of the given buffers.
+        """Find the regions in the given buffers, and return them with the memory of these buffers.
 
         Raises TransferError, naming kind and buffer, if a buffer is missing or too short, or has a wrong shape or
         element size.
@@ -104,10 +106,10 @@ class MoveRegions:
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """The bytes that each move reads or writes, in memory.
+    """The bytes that each move reads or writes, in the memory of actual buffers.
 
     data: the buffers as bytes (uint8).
-    which, begin, length, number, step: as in `MoveRegions`, with indices into `data`.
+    which, begin, length, number, step: as in `MoveRegions`; `which` are indices into `data`.
     bases: the address of each buffer.
     sizes: the length of each buffer in bytes.
     is_on_host: whether all buffers are in host memory.
@@ -137,11 +139,13 @@ class Regions:
         object.__setattr__(self, "_flat", flat)
 
     def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy matrices of bytes one after another into `staged`. On an accelerator the copies are only queued."""
+        """Copy matrices of bytes from these buffers into `staged`, end to end. On an accelerator the copies are only
+        queued."""
         self.copy_to(regions_of(staged), _placed(found), is_queued=True)
 
     def unpack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy bytes that `pack` has packed from `staged` to matrices. On an accelerator the copies are only queued."""
+        """Copy bytes from `staged` to matrices in these buffers, the reverse of `pack`. On an accelerator the copies
+        are only queued."""
         regions_of(staged).copy_to(self, ((place, matrix) for matrix, place in _placed(found)), is_queued=True)
 
     def wait(self) -> None:
@@ -152,7 +156,7 @@ class Regions:
     def copy_to(self, other: Regions, both: Iterable[tuple[Matrix, Matrix]], is_queued: bool = False) -> None:
         """Copy matrices of bytes from these buffers into the buffers of `other`; the matrices must not overlap.
 
-        both: pairs (matrix here, matrix in `other`).
+        both: pairs of a matrix in these buffers and a matrix in the buffers of `other`.
         is_queued: whether to return before an accelerator has completed the copies.
         """
         for mine, theirs in both:
@@ -162,7 +166,7 @@ class Regions:
                 copy_matrix(self.data[mine.which], mine, other.data[theirs.which], theirs, is_queued)
 
     def view(self, matrix: Matrix) -> torch.Tensor:
-        """Return the bytes of a matrix that has a single run, as a view of its buffer."""
+        """Return the bytes of a matrix with a single row, as a view of its buffer."""
         return self.data[matrix.which].narrow(0, matrix.begin, matrix.length)
 
     def select(self, moves: Ints) -> Regions:
@@ -175,16 +179,17 @@ class Regions:
         return self.bases[self.which] + self.begin if len(self.data) else self.begin
 
     def rows(self) -> tuple[Ints, Ints]:
-        """Return the addresses of the first byte and of the end of each row of all regions."""
+        """Return the addresses at which each row of each region begins and ends."""
         move, nth = interval.expand(self.number)
         begin = self.addresses()[move] + nth * self.step[move]
         return begin, begin + self.length[move]
 
 
 def pairs(read: MoveRegions, written: MoveRegions, moves: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:
-    """Return the regions of moves as pairs of matrices of bytes; regions that are adjacent in both buffers are merged.
+    """Return what moves read and write as pairs of matrices of bytes (read, written). Regions that are adjacent in both
+    buffers are merged.
 
-    moves: the numbers of the moves, by default all.
+    moves: the indices of the moves, by default all.
     """
     number, sides = read.number[moves], (read, written)
     joined = (number[1:] == 1) & (number[:-1] == 1)
@@ -204,12 +209,15 @@ def pairs(read: MoveRegions, written: MoveRegions, moves: Ints | slice = slice(N
 def copy_matrix(
     origin: torch.Tensor, read: Matrix, into: torch.Tensor, written: Matrix, is_queued: bool = False
 ) -> None:
-    """Copy a matrix of elements from one 1-D tensor to a matrix of equal shape in another, with a cast if types differ.
+    """Copy a matrix of elements from one 1-D tensor to a matrix of equal shape in another, with a cast if dtypes
+    differ.
 
-    The matrix is copied in one call, or run by run if its runs overlap or step backwards. Casts round as in torch (to
-    nearest, ties to even).
+    The matrix is copied in one call, or row by row if its rows overlap or have a negative step. Casts round as in torch
+    (to nearest, ties to even).
 
-    is_queued: as in `Regions.copy_to`.
+    origin: the tensor to read.
+    into: the tensor to write.
+    is_queued: whether to return before an accelerator has completed the copy.
     """
     number, length = read.number, read.length
     if number == 1 or min(read.step, written.step) >= length:  # torch has no negative strides
@@ -223,7 +231,8 @@ def copy_matrix(
 
 
 def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
-    """Raise TransferError if `written` regions overlap `read` regions, so that unread bytes could be overwritten."""
+    """Raise TransferError if regions to be written overlap regions to be read, because bytes could then be overwritten
+    before they are read."""
     memory = []
     for parts in (read, written):
         base, size = interval.join([(part.bases, part.sizes) for part in parts])
@@ -241,7 +250,10 @@ def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
 
 
 def _touching(parts: list[Regions], start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Return the begin and end addresses of all regions in buffers that overlap the given runs of addresses."""
+    """Return the begin and end addresses of all rows in buffers that overlap given ranges of addresses.
+
+    start, stop: the begin and end addresses of these ranges.
+    """
     found = []
     for part in parts:
         touched, _, _, _ = interval.intersect(part.bases, part.bases + part.sizes, start, stop)
@@ -250,12 +262,13 @@ def _touching(parts: list[Regions], start: Ints, stop: Ints) -> tuple[Ints, Ints
 
 
 def regions_of(staged: torch.Tensor) -> Regions:
-    """Return regions whose only buffer is `staged`, so that matrices can be copied to or from it."""
+    """Return regions whose only buffer is `staged`. They have no moves, and serve to copy matrices to or from the
+    buffer."""
     return Regions((staged,), *(np.empty(0, np.int64),) * 5)
 
 
 def _placed(found: Sequence[Matrix]) -> Iterator[tuple[Matrix, Matrix]]:
-    """Yield each matrix with its position in staged bytes, in which the matrices lie end to end."""
+    """Yield each matrix together with its position in a staging buffer that holds all matrices end to end."""
     at = 0
     for matrix in found:
         yield matrix, Matrix(0, at, matrix.length, matrix.number, matrix.length)

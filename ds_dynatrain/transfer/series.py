@@ -1,4 +1,4 @@
-"""Series: runs of equal length at equal steps, which numpy can copy or digest in one call.
+"""Series: byte ranges (runs) of equal length at equal distances, which numpy can copy or digest in one call.
 
 If the tensor axis cuts a dimension, each row of a weight is a separate run, and handling the runs one by one would cost
 microseconds per run.
@@ -17,7 +17,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Matrix(NamedTuple):
-    """A series of `number` runs of `length` bytes in buffer number `which`; run i begins at byte begin + i * step."""
+    """A matrix of bytes in a buffer: `number` rows of `length` bytes; row i begins at byte begin + i * step.
+
+    which: the number of the buffer.
+    """
 
     which: int
     begin: int
@@ -27,15 +30,15 @@ class Matrix(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of all runs."""
+        """Number of bytes in all rows together."""
         return self.number * self.length
 
 
 def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
-    """Group consecutive rows into series; return (first row, number of rows) of each.
+    """Group consecutive rows of a table into series; return the first row and the number of rows of each series.
 
     same: one value per row; only rows with equal values can share a series.
-    begins: one or more arrays with the position of each row; within a series each of them has a constant step.
+    begins: one or more arrays with a position for each row; within a series, neighbors differ by a constant step.
     """
     count = len(same)
     goes_on = np.zeros(count, dtype=bool)  # whether a row and the two before it are equally spaced
@@ -59,7 +62,13 @@ def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
 
 
 def rows_of(data: Bytes, begin: int, step: int, count: int, length: int) -> Bytes:
-    """Return the runs of a series in a flat array of bytes as a writable view of shape (count, length)."""
+    """Return a series of byte ranges in a flat array as a writable view of shape (count, length).
+
+    begin: the offset of the first range.
+    step: the distance between the beginnings of two ranges.
+    count: the number of ranges.
+    length: the number of bytes in each range.
+    """
     try:
         return np.ndarray((count, length), np.uint8, data, begin, (step, 1))
     except ValueError as error:

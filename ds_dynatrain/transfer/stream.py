@@ -29,10 +29,10 @@ DIRECT_BYTES = 256 * 1024
 
 
 class Part(NamedTuple):
-    """A part of a move that is sent in one message: the bytes [start, stop) of `number` rows, beginning with row
-    `first`.
+    """A part of a move that is sent in one message: the bytes from `start` to `stop` of each of `number` rows,
+    beginning with row `first`.
 
-    move: the number of the move.
+    move: the index of the move.
     """
 
     move: int
@@ -51,8 +51,8 @@ def messages(lengths: Iterable[int], numbers: Iterable[int], chunk: int, longest
 
     lengths: the number of bytes in a row of each move.
     numbers: the number of rows of each move.
-    chunk: most bytes of a message of packed rows.
-    longest: most bytes of a message with part of a single long row.
+    chunk: the maximum size of a message that packs short rows, in bytes.
+    longest: the maximum size of a message with part of a single long row, in bytes.
     """
     found, packed, room = list[tuple[Part, ...]](), list[Part](), chunk
     for move, (length, number) in enumerate(zip(lengths, numbers, strict=True)):
@@ -74,10 +74,10 @@ def messages(lengths: Iterable[int], numbers: Iterable[int], chunk: int, longest
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message, and the places in local buffers that contain its bytes.
+    """A message, and the regions of local buffers that contain its bytes.
 
     nbytes: the length of the message.
-    matrices: the places in the order of the message.
+    matrices: the regions in the order in which the message contains them.
     """
 
     nbytes: int
@@ -91,12 +91,12 @@ class Parcel:
 
 @dataclass(frozen=True)
 class MessageOutline:
-    """The messages of one direction of an exchange.
+    """The messages of one direction of an exchange between two members.
 
     places: the regions that the moves read or write.
     parcels: the messages in sending order.
-    longest: bytes of the longest message.
-    slots: most staging slots that this direction uses at once for packed messages.
+    longest: the size of the longest message, in bytes.
+    slots: the maximum number of staging slots that this direction uses at once for packed messages.
     """
 
     places: MoveRegions
@@ -106,9 +106,11 @@ class MessageOutline:
 
     @staticmethod
     def of(places: MoveRegions, chunk: int, longest: int) -> MessageOutline:
-        """Divide moves into messages with `messages`, and find the bytes of each message in local buffers.
+        """Divide moves into messages, and find the bytes of each message in local buffers.
 
-        Both members get the same messages, but a message may be packed on one member only.
+        chunk, longest: as in `messages`.
+
+        Sender and receiver get the same messages, but a message may need packing on only one of the two.
         """
         parcels, reach, slots = list[Parcel](), 0, 0
         columns = [column.tolist() for column in (places.which, places.begin, places.step)]
@@ -125,7 +127,8 @@ class MessageOutline:
 
 
 def _add(found: list[Matrix], matrix: Matrix) -> None:
-    """Append a matrix to a list of matrices, or extend the last one by it if both lie end to end in one buffer."""
+    """Append a matrix to a list or, if it directly follows the last one in the same buffer, extend the last one by
+    it."""
     which, begin, step, number, length = matrix
     if number == 1 or step == length:
         length, step, number = number * length, 0, 1
@@ -138,12 +141,12 @@ def _add(found: list[Matrix], matrix: Matrix) -> None:
 
 @dataclass(eq=False)
 class Staging:
-    """A pool of reusable slots of staging memory; a running exchange uses at most 2 * SLOTS of them.
+    """A pool of reusable slots of staging memory; an exchange in progress uses at most 2 * SLOTS of them.
 
     chunk: the size of a slot in bytes.
     is_pinned: whether slots are page-locked, which makes an accelerator's copies asynchronous and four to seven times
         as fast.
-    peak: most bytes in use at once so far.
+    peak: the largest number of bytes in use at once so far.
     """
 
     chunk: int
@@ -153,7 +156,7 @@ class Staging:
     _used: int = 0
 
     def reserve(self, slots: int) -> None:
-        """Allocate slots until `slots` of them are free, and touch their memory so that first use is fast."""
+        """Allocate memory until `slots` slots are free, and touch the memory so that its first use is fast."""
         while len(self._free) < slots:
             slot = self._slot()
             if not self.is_pinned:  # pinned memory is allocated already
@@ -168,12 +171,13 @@ class Staging:
         return slot[:nbytes]
 
     def give(self, staged: torch.Tensor) -> None:
-        """Put a slot that `take` returned back into the pool."""
+        """Return a slot, obtained from `take`, to the pool."""
         self._used -= staged.numel()
         self._free.append(staged.as_strided((self.chunk,), (1,)))
 
     def _slot(self) -> torch.Tensor:
-        """Allocate a slot, page-locked if requested; from the first failure to lock memory on, use ordinary memory."""
+        """Allocate a slot, page-locked if requested. Once locking memory has failed, all further slots use ordinary
+        memory."""
         if self.is_pinned:
             with suppress(RuntimeError):
                 return torch.empty(self.chunk, dtype=torch.uint8, pin_memory=True)
@@ -224,7 +228,8 @@ class Stream:
             self._next += 1
 
     def finish(self, deadline: float) -> None:
-        """Wait for the oldest started message, and unpack it if it was received. Do nothing if none is started."""
+        """Wait for the oldest started message and, if it was received, unpack it. Does nothing if no message is
+        started."""
         if not self._under_way:
             return
         handle, parcel, staged = self._under_way.popleft()

@@ -2,8 +2,8 @@
 
 Every transport has this contract. `send` and `receive` return immediately. Messages between two members with the same
 tag arrive in sending order, and are matched in order with the receives of that tag. A message and its receive have
-equal length. A tensor belongs to the transport until the `wait` of its handle returns. A failed wait raises an error
-that names the member; the transport is then unusable and must be discarded with its group.
+equal length. A tensor must not be used between `send` or `receive` and the return of the handle's `wait`. A failed wait
+raises an error that names the member; the transport is then unusable and must be discarded with its group.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ RELAY_BYTES = 16 << 20
 
 
 class Handle(Protocol):
-    """A send or receive that has been started."""
+    """Handle of a message whose sending or receiving has been started."""
 
     def wait(self, deadline: float) -> None:
-        """Wait until the message is done; `deadline` is a `time.monotonic()` value.
+        """Wait until the message is sent or received; `deadline` is a `time.monotonic()` value.
 
         Raises MemberMissing when the deadline passes, and TransferError if the connection fails earlier.
         """
@@ -91,7 +91,7 @@ class GroupTransport:
         return self._begin(self._group.send, "send to", bytes_of(tensor).to("cpu"), member, tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Start to receive into a tensor. A tensor on an accelerator is filled during `wait`."""
+        """Start to receive a message into a tensor. A tensor on an accelerator is filled during `wait`."""
         data = bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
         landing = None if host is data else (data, host)
@@ -118,7 +118,8 @@ class GroupTransport:
 
 @dataclass
 class _GroupHandle:
-    """The running messages of one tensor, and the copy to the accelerator after a staged receive."""
+    """The messages that carry one tensor and, if it is received into an accelerator's memory, the copy to that
+    memory."""
 
     works: list[dist.Work]
     what: str
@@ -151,7 +152,7 @@ class _GroupHandle:
 
 
 def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
-    """Run a call in a daemon thread, and return its future. The thread does not keep the process alive."""
+    """Run a function in a daemon thread, which does not keep the process alive; return its future."""
     ended: futures.Future[T] = futures.Future()
 
     def run() -> None:
@@ -182,11 +183,11 @@ def send_down(
 ) -> int:
     """Broadcast tensors from the first member of `tree` to all others in it. All members of `tree` must call this.
 
-    Return how many bytes this member has sent.
+    Returns the number of bytes that this member has sent.
 
     tree: the members as a binary tree: the member at index i sends to the members at 2i + 1 and 2i + 2.
     mine: this member.
-    tensors: the values to send or, on other members, tensors to fill.
+    tensors: the values to send or, on members other than the first, tensors to fill.
     deadline: a `time.monotonic()` value.
 
     Raises the errors of `Handle.wait`.

@@ -1,4 +1,4 @@
-"""The weights of a digest, and the weighted sum over runs of bytes on the CPU.
+"""The weights of a digest, and the weighted sum over ranges of bytes on the CPU.
 
 The sum is computed by compiled code (`weigh.c`) if it was built, and by numpy otherwise. Both give the same number;
 compiled code is two to five times as fast (`tools/bench_digest.py`).
@@ -37,9 +37,9 @@ _HALF = np.uint64(32)
 
 
 class HostRuns(NamedTuple):
-    """A series of `number` runs of `length` bytes.
+    """A series of `number` byte ranges (runs) of `length` bytes each.
 
-    Run i begins at byte first + i * stride in memory, and at byte begin + i * step of the logical tensor.
+    Run i begins at byte first + i * stride of a buffer, and at byte begin + i * step of the logical tensor.
     """
 
     first: int
@@ -61,15 +61,17 @@ def summer() -> Compiled | InNumpy:
 
 
 class Compiled:
-    """The compiled implementation of the weighted sum."""
+    """The compiled implementation of a digest's weighted sum."""
 
     def sum(self, data: Bytes, runs: HostRuns) -> int:
-        """Return the weighted sum of runs, not yet reduced mod 2^64. Raises IndexError if a run leaves `data`."""
+        """Return the weighted sum of a series of runs, not yet reduced mod 2^64. Raises IndexError if a run leaves
+        `data`."""
         return weigh.runs(data, *runs, *tables(), FACTOR_SEED)
 
 
 class InNumpy:
-    """The numpy implementation of the weighted sum. Scratch rows are reused, so memory does not grow with the data."""
+    """The numpy implementation of a digest's weighted sum. Work buffers are reused, so the memory needed does not grow
+    with the data."""
 
     def __init__(self) -> None:
         self._low, self._high = tables()
@@ -77,10 +79,10 @@ class InNumpy:
         self._padded = np.empty(BLOCK_UNITS, dtype=np.uint64)
 
     def sum(self, data: Bytes, runs: HostRuns) -> int:
-        """Return the weighted sum of runs, like `Compiled.sum`.
+        """Return the weighted sum of a series of runs, not yet reduced mod 2^64.
 
         Several runs are copied into one array at the distances that they have in the tensor. The zeros between them add
-        nothing.
+        nothing to the sum.
         """
         first, stride, count, length, begin, step = runs
         if not count * length:
@@ -101,7 +103,7 @@ class InNumpy:
         return total
 
     def _run(self, data: Bytes, begin: int) -> int:
-        """Return the weighted sum of bytes that start at byte `begin` of the logical tensor."""
+        """Return the weighted sum of consecutive bytes that start at byte `begin` of the logical tensor."""
         end, aligned = begin + data.size, (data.ctypes.data - begin) % UNIT_BYTES == 0
         total = 0
         for block in range(begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1):
@@ -110,9 +112,10 @@ class InNumpy:
         return total
 
     def _weigh(self, part: Bytes, begin: int, aligned: bool) -> int:
-        """Return the sum of `part`, which lies in one block and starts at byte `begin`, without the block's factor.
+        """Return the weighted sum of bytes within one block, without the block's factor.
 
-        aligned: whether whole units of the logical tensor lie at addresses that are multiples of a unit.
+        begin: the offset of the first byte in the logical tensor.
+        aligned: whether whole units (8 bytes) of the tensor lie at addresses that are multiples of a unit.
         """
         lead = begin % UNIT_BYTES
         if aligned and (lead | part.size) % UNIT_BYTES == 0:
@@ -128,7 +131,8 @@ class InNumpy:
         return high + int(np.add.reduce(work))
 
     def _pad(self, part: Bytes, lead: int) -> UInt64s:
-        """Return `part` as whole aligned units, padded with `lead` zero bytes before it and with zeros at its end."""
+        """Return bytes as whole aligned units of 8 bytes, padded with `lead` zero bytes before them and with zeros at
+        the end."""
         count = (lead + part.size + UNIT_BYTES - 1) // UNIT_BYTES
         units = self._padded[:count]
         units[0] = units[-1] = 0
@@ -138,7 +142,8 @@ class InNumpy:
 
 @cache
 def tables() -> tuple[UInt64s, UInt64s]:
-    """Return the odd multipliers a (for whole units) and b (for their high words), BLOCK_UNITS each, read-only."""
+    """Return the weights of the units of a block, as two read-only arrays of odd numbers: a for whole units, and b for
+    their upper halves."""
     position = np.arange(BLOCK_UNITS, dtype=np.uint64)
     low, high = mixed_odd(position, LOW_SEED), mixed_odd(position, HIGH_SEED)
     low.flags.writeable = high.flags.writeable = False
@@ -146,7 +151,10 @@ def tables() -> tuple[UInt64s, UInt64s]:
 
 
 def factors(first: int, count: int) -> UInt64s:
-    """Return the odd factors of the blocks first ... first + count - 1."""
+    """Return the factors of `count` consecutive blocks, which are odd numbers.
+
+    first: the number of the first block.
+    """
     return mixed_odd(np.arange(first, first + count, dtype=np.uint64), FACTOR_SEED)
 
 
@@ -156,9 +164,8 @@ def _factor(block: int) -> int:
 
 
 def mixed_odd(values: UInt64s, seed: int = 0) -> UInt64s:
-    """Return the numbers seed + (value + 1) * gamma, mixed by splitmix64 (Steele, Lea, Flood 2014; Vigna's constants)
-    and made odd.
-    """
+    """Return an odd pseudo-random number for each value: seed + (value + 1) * gamma, mixed by splitmix64 (Steele, Lea,
+    Flood 2014; Vigna's constants)."""
     mixed: UInt64s = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
