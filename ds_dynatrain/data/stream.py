@@ -2,21 +2,23 @@
 
 The number of a sample is its place in the stream, so a position in a stream is counted in global batches, as in any
 other order, and no sample depends on the world. A rank reads the samples of a global batch when that batch begins, in
-its own process. A member that joins and a job that resumes read the stream from its start up to their position, and
-compare the global batch before it with a hash that is part of the position. States that streams offer themselves are
-not used: that of `datasets` leaves out the samples in a shuffle buffer, so these would never be trained.
+its own process or from one worker process, which reads ahead. A member that joins and a job that resumes read the
+stream from its start up to their position, and compare the global batch before it with a hash that is part of the
+position. States that streams offer themselves are not used: that of `datasets` leaves out the samples in a shuffle
+buffer, so these would never be trained.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from ds_dynatrain.data.order import Cursor, EpochOrder
 from ds_dynatrain.errors import DataError
@@ -27,23 +29,37 @@ KEPT_BATCHES = 2
 """Number of global batches that are kept once read, because a discarded batch is trained again."""
 
 
+@dataclass(frozen=True)
+class Rest(IterableDataset[Any]):
+    """The samples of a stream from number `start` on."""
+
+    samples: Any
+    start: int
+
+    def __iter__(self) -> Iterator[Any]:
+        if hasattr(self.samples, "iter_from"):
+            return iter(self.samples.iter_from(self.start))
+        return itertools.islice(self.samples, self.start, None)
+
+
 class SampleStream:
     """A stream as a data set, whose sample i is the i-th of the current pass. Only the newest samples can be read.
 
     samples: an object whose `__iter__` starts anew. If it has a method `iter_from(number)`, which returns an iterator
         that begins with that sample, nothing before it is read. If it has a method `set_epoch`, it is called with the
         number of each pass.
+    read: function that iterates over a `Rest` of the stream, here or in a worker process.
 
     Raises `DataError` for an iterator, which cannot be read from its start a second time.
     """
 
-    def __init__(self, samples: Any) -> None:
+    def __init__(self, samples: Any, read: Callable[[Rest], Iterator[Any]] = iter) -> None:
         if iter(samples) is samples:
             raise DataError(
                 f"{type(samples).__name__} is an iterator, which can be read only once; give an object whose __iter__ "
                 "starts anew, such as a torch IterableDataset"
             )
-        self.samples = samples
+        self.samples, self.read = samples, read
         self._epoch, self._at, self._is_at_end = -1, 0, False
         self._iterator: Iterator[Any] = iter(())
         self._read: dict[int, Any] = {}
@@ -83,17 +99,12 @@ class SampleStream:
         self._epoch, self._is_at_end, self._read = -1, False, {}
         if hasattr(self.samples, "set_epoch"):
             self.samples.set_epoch(cursor.epoch)
-        if hasattr(self.samples, "iter_from"):
-            self._iterator, self._at = iter(self.samples.iter_from(before)), before
-        else:
-            self._iterator = iter(self.samples)
-            self._at = sum(1 for _ in itertools.islice(self._iterator, before))
-        if self._at == before:
-            self._read_to(start)
+        self._iterator, self._at = self.read(Rest(self.samples, before)), before
+        self._read_to(start)
         if start and self._at <= before:
             raise DataError(
-                f"the stream {name} has {self._at} samples, and global batch {cursor.step} of epoch {cursor.epoch} "
-                f"begins at sample {start}; give the stream with which the position was counted"
+                f"the stream {name} has no more than {before} samples, and global batch {cursor.step} of epoch "
+                f"{cursor.epoch} begins at sample {start}; give the stream with which the position was counted"
             )
         known = self._loaded
         if known is not None and known[0] == cursor and known[1] != self._hash(before, start):

@@ -101,7 +101,8 @@ class LoadingEngine(SwitchingEngine):
             raise DataError(
                 f"loader {loader.name!r}: the ranks read different samples as global batch {loader.cursor.step} of "
                 f"epoch {loader.cursor.epoch}; every rank must read the whole stream, in the same order: do not divide "
-                "it between nodes or workers, and seed its shuffling, and a sampler's generator, alike on all ranks"
+                "it between nodes or workers (in webdataset: nodesplitter=None), and seed its shuffling, and a "
+                "sampler's generator, alike on all ranks"
             )
 
     def deal(self, slot: Slot, last: bool) -> None:

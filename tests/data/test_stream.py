@@ -35,6 +35,15 @@ class Numbers(IterableDataset[int]):
             yield 100 * self.epoch + number
 
 
+class Piped:
+    """A WebLoader of webdataset."""
+
+    pipeline = (DataLoader(Numbers(8)),)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pipeline[0])
+
+
 class Seekable(Numbers):
     """A stream that can begin anywhere."""
 
@@ -194,7 +203,9 @@ def test_a_stream_with_fewer_samples_than_before() -> None:
     for _ in range(5):
         next(turning)
     short.load_state_dict(long.state_dict())
-    with pytest.raises(DataError, match=r"has 9 samples, and global batch 5 of epoch 0 begins at sample 20"):
+    with pytest.raises(
+        DataError, match=r"has no more than 16 samples, and global batch 5 of epoch 0 begins at sample 20"
+    ):
         next(iter(short))
 
 
@@ -204,6 +215,8 @@ def test_a_stream_with_fewer_samples_than_before() -> None:
         (iter([1, 2]), {}, "is an iterator, which can be read only once"),
         (Numbers(8), {"shuffle": True}, "a stream cannot be shuffled here"),
         (Numbers(8), {"seeds_samples": True}, "an exact job reads samples by their index"),
+        (DataLoader(Numbers(8), batch_size=None), {}, "each item of its stream is a whole batch; give the stream"),
+        (Piped(), {}, "Piped: each item is a whole batch of its own DataLoader; give the stream"),
     ],
 )
 def test_streams_that_are_refused(data: Any, arguments: dict[str, Any], said: str) -> None:
@@ -216,9 +229,19 @@ def test_an_empty_stream() -> None:
         next(iter(TrainLoader(DataSource.build(Numbers(0)), Member(Job([0], 4, 4), 0))))
 
 
-def test_workers_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    assert DataSource.build(DataLoader(Numbers(8), num_workers=3)).num_workers == 0
-    assert "num_workers=3 has no effect" in caplog.text
+def test_a_worker_reads_ahead_and_gives_the_same_samples(caplog: pytest.LogCaptureFixture) -> None:
+    """A pass, a position in another process, and a pass after that; several workers count as one."""
+    epochs = {}
+    for workers in (0, 3):
+        source = DataSource.build(DataLoader(Numbers(70), num_workers=workers), collate_fn=numbers)
+        loader, other = (TrainLoader(source, Member(Job([0], 4, 4), 0)) for _ in "ab")
+        first = list(loader)
+        turning = iter(loader)
+        second = [next(turning) for _ in range(3)]
+        other.load_state_dict(loader.state_dict())
+        epochs[workers] = [first, second, list(other), source.num_workers]
+    assert epochs[3][:3] == epochs[0][:3] and epochs[3][3] == 1
+    assert "read by one worker on each rank, in the stream's order, not by 3" in caplog.text
 
 
 SAMPLES = [
