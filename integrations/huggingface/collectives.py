@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ds_dynatrain.integrations.shared.together import together
+
 if TYPE_CHECKING:
     from typing import Any as Below
 else:
@@ -24,14 +26,8 @@ class Collectives(Below):
     """The ds_dynatrain engine; None before it is made."""
 
     def _together(self, name: str, call: Callable[[], T], alone: T) -> T:
-        """Run a collective of the working ranks.
-
-        Returns `alone` if the other ranks have moved on, or if the world is lost during the call.
-        """
-        engine = self.engine
-        if engine is None:
-            return call()
-        return alone if engine.idle else engine._parts.together(name, call, lambda: alone)
+        """Run a collective of the working ranks; see the function of this name."""
+        return together(self.engine, name, call, alone)
 
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor the way Accelerate does. Returns this process's own tensor if the world is lost meanwhile."""

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from ds_dynatrain.data import TrainLoader
 from ds_dynatrain.errors import ConfigError, DataError
-from ds_dynatrain.integrations.shared.batches import EngineBatches, refuse_stream
+from ds_dynatrain.integrations.shared.batches import EngineBatches, is_stream
 
 MOST_SET = 2**32 - 1
 """The largest seed that `set_seed` takes.
@@ -62,10 +62,9 @@ class TrainingBatches(EngineBatches, _Prepared):
         return self.loader.samples
 
     def bind(self, engine: Any) -> None:
-        """Read from `engine`. Raises ConfigError if processes would use different orders of samples, and
-        UnsupportedError for a stream."""
-        refuse_stream(self._torch, "Accelerate")
-        seed = None if is_in_order(self._torch) else self._seed(engine._parts.job.job_seed)
+        """Read from `engine`. Raises ConfigError if processes would use different orders of samples."""
+        is_fixed = is_in_order(self._torch) or is_stream(self._torch.dataset)
+        seed = None if is_fixed else self._seed(engine._parts.job.job_seed)
         if engine.generation == 1 and not engine.idle:
             seeds = set(gather_object([seed]))
             if len(seeds) > 1:

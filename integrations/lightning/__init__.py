@@ -4,7 +4,8 @@
 
 `strategy` is Lightning's DeepSpeedStrategy over our engine, with its own view of the world, of data and of models.
 `steps` trains the micro-batches of a global batch with a user's `training_step`. `carried` is the state that a process
-takes over when it begins to work, and that a checkpoint holds. `checkpoints` writes and reads checkpoints. `settings`
+takes over when it begins to work, and that a checkpoint holds. `collectives` are those of a world that may be lost.
+`checkpoints` writes and reads checkpoints. `settings`
 reads the DeepSpeed configuration, `refusals` lists unsupported features, and `callbacks` requests switches. Private
 names of Lightning are listed in `names` and checked at import.
 """

@@ -5,6 +5,7 @@ It consists of plain values and tensors.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import lightning.pytorch
@@ -59,6 +60,21 @@ class TrainerProgress:
             setattr(trainer._logger_connector, name, move_data_to_device(held, trainer.strategy.root_device))
         trainer.should_stop = state["should_stop"]
 
+    def settle(self, steps: int, batches: int, is_last: bool) -> None:
+        """Set the counts of the loops to those before a global batch, which may be one that is trained again.
+
+        steps: number of optimizer steps of the job.
+        batches: number of batches of this epoch before the global batch.
+        is_last: whether the global batch is the last one of the epoch.
+        """
+        loop = self._trainer.fit_loop
+        progress, optimizer = loop.epoch_loop.batch_progress, loop.epoch_loop.automatic_optimization.optim_progress
+        _advance(progress, batches - progress.current.completed)
+        _advance(optimizer.optimizer.step, steps - optimizer.optimizer_steps)
+        loop._data_fetcher.fetched = batches
+        if is_last:
+            loop._data_fetcher.length = batches + 1
+
     def loaded(self, load: Any) -> dict[str, Any]:
         """Return the state that Lightning has to restore from the checkpoint that `load` reads.
 
@@ -85,6 +101,14 @@ class TrainerProgress:
             "callbacks": state["callbacks"],
             "lr_schedulers": state["lr_schedulers"],
         }
+
+
+def _advance(progress: Any, change: int) -> None:
+    """Add a number to the counts of what is complete, and set all other counts to the same."""
+    for tracker in (progress.total, progress.current):
+        number = tracker.completed + change
+        for each in fields(tracker):
+            setattr(tracker, each.name, number)
 
 
 def _take(loop: Any, state: dict[str, Any], prefix: str = "") -> None:

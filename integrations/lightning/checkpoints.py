@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch
 import torch
 
-from ds_dynatrain.errors import CheckpointError, ConfigError, UnsupportedError
+from ds_dynatrain.errors import CheckpointError, ConfigError, UnsupportedError, WorldChanged
 from ds_dynatrain.integrations.lightning.carried import TrainerProgress
 from ds_dynatrain.integrations.lightning.refusals import refuse_other_epochs
 from ds_dynatrain.integrations.shared import folders
@@ -48,6 +48,7 @@ class Checkpoints(Below):
     """Mix-in over Lightning's DeepSpeedStrategy that saves and loads with the engine."""
 
     engine: Any
+    is_lost: bool
     _progress: TrainerProgress
     _training: GlobalBatches | None
     trust_pickle: bool
@@ -65,6 +66,8 @@ class Checkpoints(Below):
 
         checkpoint: the values from Lightning, callbacks and hooks, which are saved too.
 
+        If the world is lost meanwhile, nothing is saved, and a warning is logged.
+
         Raises CheckpointError, on all processes alike, if the checkpoint cannot be saved. Raises ConfigError for values
         that are not plain.
         """
@@ -78,8 +81,20 @@ class Checkpoints(Below):
         self._progress.saving = plain({name: held for name, held in checkpoint.items() if name not in _IN_THE_ENGINE})
         try:
             folders.save(self.engine, folder / _TAG)
+        except (CheckpointError, WorldChanged) as error:
+            if not self.is_lost:
+                raise
+            logger.warning(
+                "%s is left out, for the world has changed in its save (%s); earlier checkpoints are kept",
+                *(folder, error),
+            )
         finally:
             self._progress.saving = None
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove an old checkpoint the way Lightning does. It is kept if the new one could not be saved."""
+        if not self.is_lost:
+            super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Continue from a folder, in any world and layout: one of ours, or one of Lightning's DeepSpeed strategy."""

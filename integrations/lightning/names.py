@@ -18,12 +18,13 @@ NAMES = {
     f"{_LOOPS}.loop": "_Loop",
     f"{_LOOPS}.loop._Loop": "_load_from_state_dict state_dict",
     f"{_LOOPS}.fit_loop._FitLoop": "setup_data _should_reload_train_dl",
+    f"{_LOOPS}.evaluation_loop._EvaluationLoop": "_on_evaluation_model_train",
     f"{_LOOPS}.fetchers": "_DataLoaderIterDataFetcher _PrefetchDataFetcher",
     f"{_LOOPS}.optimization.automatic": "_AutomaticOptimization",
     f"{_LOOPS}.optimization.automatic._AutomaticOptimization": "run _make_zero_grad_fn _optimizer_step",
     f"{_CONNECTORS}.logger_connector.result": "_ResultCollection",
-    f"{_CONNECTORS}.logger_connector.logger_connector._LoggerConnector": "on_batch_start reset_metrics",
-    f"{_CONNECTORS}.signal_connector._SignalConnector": "_register_signal register_signal_handlers",
+    f"{_CONNECTORS}.logger_connector.logger_connector._LoggerConnector": "on_batch_start reset_metrics reset_results",
+    f"{_CONNECTORS}.signal_connector._SignalConnector": "register_signal_handlers",
     "lightning.pytorch.trainer.call": (
         "_call_callbacks_load_state_dict _call_callbacks_state_dict _call_lightning_module_hook _call_strategy_hook"
     ),

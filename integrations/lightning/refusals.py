@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 
 from ds_dynatrain.data import DataSource
-from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.integrations.lightning.settings import layout_of
 from ds_dynatrain.integrations.shared.batches import GlobalBatches
@@ -27,14 +26,6 @@ def _has_callback(*names: str) -> Callable[[Any], bool]:
 
 
 STRATEGY = (
-    Refusal(
-        "a launch whose nodes come and go",
-        lambda strategy: worker_place() is not None,
-        "Lightning's loops call collectives of their own at every step, and a member that dies would leave the others "
-        "in them",
-        "start a fixed number of nodes, of which a layout may leave some idle; or take Hugging Face's Trainer, "
-        "Accelerate or a loop with ds_dynatrain.initialize",
-    ),
     Refusal(
         "a layout with pipe, tensor, expert or sequence",
         lambda strategy: any((layout_of(strategy.config).get(axis) or 1) > 1 for axis in AXES),

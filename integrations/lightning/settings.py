@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.integrations.shared.refusal import BLOCK
 
@@ -60,7 +61,8 @@ def sizes_of(config: Mapping[str, Any], batch_size: int, accumulation: int, proc
     accumulation: the number of accumulation steps in Lightning's settings.
     processes: number of processes that were started.
 
-    Raises ConfigError if the DataLoader and the configuration disagree.
+    Raises ConfigError if the DataLoader and the configuration disagree, and in an elastic launch if the global batch is
+    not given.
     """
     micro = _number(config, _MICRO)
     if micro not in (None, batch_size):
@@ -68,14 +70,35 @@ def sizes_of(config: Mapping[str, Any], batch_size: int, accumulation: int, proc
             f"{_MICRO} is {micro} and the training DataLoader has batches of {batch_size}: it is the most samples that "
             "a micro-batch ever holds; make them equal, or leave the key out"
         )
+    given = _number(config, _GLOBAL)
+    if given is None and worker_place() is not None:
+        raise ConfigError(
+            f"{_GLOBAL} is not given: where nodes come and go it is the job's, not a node's; give the number of "
+            "samples of an optimizer step in the DeepSpeed configuration (it stays the same in every world)"
+        )
     ranks = layout_of(config).get("data") or processes
-    return Sizes(_number(config, _GLOBAL) or batch_size * accumulation * ranks, batch_size)
+    return Sizes(given or batch_size * accumulation * ranks, batch_size)
 
 
 def for_engine(config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Return the configuration from which an engine is made. It has no accumulation, which follows from the world."""
     rest = {name: value for name, value in config.items() if name != "gradient_accumulation_steps"}
     return {**rest, _GLOBAL: sizes.global_batch, _MICRO: sizes.micro_batch}
+
+
+def settle_stream(trainer: Any) -> None:
+    """Set what Lightning sets for a data set without a length: an epoch is as long as it is, and evaluated at its end.
+
+    Raises ConfigError for an interval of evaluations in parts of an epoch.
+    """
+    trainer.fit_loop.max_batches = float("inf")
+    if trainer.val_check_interval == 1.0:
+        trainer.val_check_batch = float("inf")
+    elif isinstance(trainer.val_check_interval, float):
+        raise ConfigError(
+            f"val_check_interval={trainer.val_check_interval} is a part of an epoch, and a stream has no length; give "
+            "a whole number of steps, or 1.0 for the end of a pass"
+        )
 
 
 def for_model(config: Mapping[str, Any]) -> dict[str, Any]:

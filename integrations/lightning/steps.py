@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.data import MicroBatch
+from ds_dynatrain.errors import WorldChanged
 
 if TYPE_CHECKING:
     from typing import Any as Below
@@ -50,11 +51,35 @@ class WindowOptimization(Below):
         return 0 if self._one is None else self._one.samples
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        """Train each micro-batch the way Lightning does.
+        """Train each micro-batch the way Lightning does; again, in the new world, if the global batch is discarded.
 
         Returns the output of the last micro-batch, with the mean loss of this rank's samples.
         """
-        trainer, window = self.trainer, kwargs["batch"]
+        engine, window = self.trainer.strategy.engine, kwargs["batch"]
+        while True:
+            steps = engine.global_steps
+            try:
+                found = self._train(window, optimizer, batch_idx, kwargs)
+            except WorldChanged:
+                if not engine.is_discarded:
+                    raise
+            if not engine.is_discarded or engine.global_steps > steps:
+                return found
+            window, batch_idx = self._fetch_again()
+            kwargs = {**kwargs, "batch_idx": batch_idx} if "batch_idx" in kwargs else kwargs
+
+    def _fetch_again(self) -> tuple[Window, int]:
+        """Return the global batch that was discarded as the new world trains it, and its number in the epoch."""
+        trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop
+        (window, *_), progress = next(trainer.fit_loop._data_fetcher), loop.batch_progress
+        progress.is_last_batch = trainer.fit_loop._data_fetcher.done
+        progress.increment_ready()
+        progress.increment_started()
+        return window, loop.batch_idx
+
+    def _train(self, window: Window, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """Train each micro-batch once."""
+        trainer = self.trainer
         found: dict[str, Any] = {}
         total, samples = 0.0, 0
         try:

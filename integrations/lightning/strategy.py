@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,13 +15,15 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 import ds_dynatrain
 from ds_dynatrain.adapters.deepspeed.start import start_without_compiler
+from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.engine.changes import Change
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.integrations.lightning import refusals, settings
 from ds_dynatrain.integrations.lightning.carried import PROGRESS, TrainerProgress
 from ds_dynatrain.integrations.lightning.checkpoints import Checkpoints
+from ds_dynatrain.integrations.lightning.collectives import Collectives, surviving
 from ds_dynatrain.integrations.lightning.steps import Window, WindowOptimization
-from ds_dynatrain.integrations.shared.batches import GlobalBatches, refuse_stream
+from ds_dynatrain.integrations.shared.batches import GlobalBatches, is_stream
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.report.monitors import metrics
 
@@ -32,14 +33,30 @@ else:
     Below = DeepSpeedStrategy
 
 
+ENDLESS = 2**40
+"""More global batches than a pass over any stream has."""
+
+
 class Windows(GlobalBatches):
     """Training loader over which Lightning iterates. Its items are `Window`s."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the global batch that was fetched last is the last one of its pass."""
+        return not self.loader.order.size(self.loader.cursor)
+
+    def __len__(self) -> int:
+        """Return the number of global batches in a pass; more than there are in a stream, whose end is not known.
+
+        Lightning fetches a batch ahead if it knows no length, and would do so in a world that does not train it.
+        """
+        return ENDLESS if is_stream(self.dataset) else super().__len__()
 
     def __iter__(self) -> Iterator[Any]:
         return (Window(parts) for parts in super().__iter__())
 
 
-class DynatrainStrategy(Checkpoints, Below):
+class DynatrainStrategy(Checkpoints, Collectives, Below):
     """Lightning's DeepSpeedStrategy, with its arguments, over our engine.
 
     config: DeepSpeed's configuration, with a `dynatrain` block; by default Lightning's own, stage 2, over all
@@ -106,6 +123,12 @@ class DynatrainStrategy(Checkpoints, Below):
         self.set_world_ranks()
         self.lightning_module.trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
 
+    def _count(self) -> None:
+        """Set Lightning's counts to those of the job. Called when a global batch has been fetched."""
+        if self._training is not None:
+            step = self._training.loader.cursor.step
+            self._progress.settle(self._engine.global_steps, step - 1, is_last=self._training.is_at_end)
+
     def _log_switch(self, event: SwitchEvent) -> None:
         """Give the numbers of a switch to all loggers, which write them on rank 0."""
         trainer = self.lightning_module.trainer
@@ -115,23 +138,6 @@ class DynatrainStrategy(Checkpoints, Below):
                 each.log_metrics(named, step=trainer.global_step)
             except Exception as error:  # an error of a logger must not make the switch fail
                 logger.warning("switch %d was not written to Lightning's loggers (%s)", event.generation, error)
-
-    def barrier(self, *arguments: Any, **named: Any) -> None:
-        """Wait for the working processes, the way Lightning does. An idle process does not wait."""
-        if not self._is_idle:
-            super().barrier(*arguments, **named)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast among the working processes, the way Lightning does. An idle process gets its own object back."""
-        return obj if self._is_idle else super().broadcast(obj, src)
-
-    def reduce(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """Reduce over the working processes, the way Lightning does. An idle process gets its own tensor back."""
-        return tensor if self._is_idle else super().reduce(tensor, *arguments, **named)
-
-    def all_gather(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """Gather from the working processes, the way Lightning does. An idle process gets its own tensor back."""
-        return tensor if self._is_idle else super().all_gather(tensor, *arguments, **named)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -151,13 +157,18 @@ class DynatrainStrategy(Checkpoints, Below):
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
-        """Set up process groups the way Lightning does, on CPUs too."""
+        """Set up process groups the way Lightning does, on CPUs too; in an elastic launch, join the job."""
         if self.root_device.type != "cpu":
             _validate_device_index_selection(self.parallel_devices)
         reset_seed()
         self.set_world_ranks()
         start_without_compiler()
-        self._init_deepspeed_distributed()
+        if worker_place() is None:
+            self._init_deepspeed_distributed()
+            return
+        self._process_group_backend = self._get_process_group_backend()
+        ds_dynatrain.init_distributed(self._process_group_backend, timeout=self._timeout)
+        self.set_world_ranks()  # now of the job, no longer of this node
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -186,12 +197,18 @@ class DynatrainStrategy(Checkpoints, Below):
                 "max_epochs to the first one, or go on in another run by ckpt_path"
             )
         self._settled()
+        if self._training is not None and is_stream(self._training.dataset):
+            settings.settle_stream(trainer)
         self._steps = trainer.fit_loop.epoch_loop.automatic_optimization = WindowOptimization(trainer)
         super().setup(trainer)
         engine, self._progress = self.engine, TrainerProgress(trainer)
         engine.on_change(self._see_change)
         engine.on_switch(self._log_switch)
         engine.register_for_checkpointing(PROGRESS, self._progress)
+        self._follow_metrics(self.lightning_module)
+        trainer.fit_loop.epoch_loop.val_loop.run = surviving(trainer.fit_loop.epoch_loop.val_loop)
+        if settings.saves_on_sigterm(self.config) or worker_place() is not None:
+            _leave_sigterm(trainer)
         self.set_world_ranks()
         if self.cluster_environment.creates_processes_externally:
             self._launcher = None  # the launcher would compare the current world with the one that was started
@@ -242,7 +259,7 @@ class DynatrainStrategy(Checkpoints, Below):
         if schedule is not None:  # one from the configuration refers to an optimizer that a switch replaces
             schedule.optimizer = forwarder
         if self._training is not None:
-            self._training.bind(self._engine, reshuffle=True)
+            self._training.bind(self._engine, self._count, reshuffle=True)
         return self._engine, forwarder
 
     def _initialize_deepspeed_train(self, model: Any) -> None:
@@ -253,15 +270,6 @@ class DynatrainStrategy(Checkpoints, Below):
         super()._initialize_deepspeed_train(model)
         if self._schedule is not None:
             self.lr_scheduler_configs = [self._schedule]
-
-    def on_train_start(self) -> None:
-        """Leave SIGTERM to the engine if the engine saves on it.
-
-        Lightning's handler would broadcast at any point of the script.
-        """
-        connector = self.lightning_module.trainer._signal_connector
-        if settings.saves_on_sigterm(self.config) and signal.SIGTERM in connector._original_handlers:
-            connector._register_signal(signal.SIGTERM, connector._original_handlers[signal.SIGTERM])
 
     def teardown(self) -> None:
         """Tear down everything except the engine, which stays for evaluations until the script ends."""
@@ -277,7 +285,6 @@ class DynatrainStrategy(Checkpoints, Below):
         if trainer.state.stage != RunningStage.TRAINING:
             return dataloader
         refusals.refuse_loader(dataloader, self._training is not None)
-        refuse_stream(dataloader, "Lightning")
         size, accumulation = int(dataloader.batch_size), int(trainer.accumulate_grad_batches)
         self._sizes = settings.sizes_of(self.config, size, accumulation, self.world_size)
         trainer.accumulate_grad_batches = 1  # a batch of this loader is an optimizer step
@@ -300,3 +307,12 @@ def _leave_windows(module: Any) -> None:
         return batch if isinstance(batch, Window) else stock(batch, dataloader_idx)
 
     module._on_before_batch_transfer = hook
+
+
+def _leave_sigterm(trainer: Any) -> None:
+    """Leave SIGTERM to the engine, which saves on it or leaves the job.
+
+    Lightning would broadcast that it has come, from its handler and at every step.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, IterableDataset
 
 from ds_dynatrain.data import Cursor, MicroBatch, TrainLoader
-from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.errors import ConfigError
 
 Window = tuple[MicroBatch, ...]
 """This rank's micro-batches of one global batch."""
@@ -105,15 +105,6 @@ class GlobalBatches(EngineBatches):
 def is_stream(dataset: object) -> bool:
     """Return whether the samples of a data set have no index."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-
-
-def refuse_stream(loader: DataLoader[Any], framework: str) -> None:
-    """Raise UnsupportedError for a training DataLoader over a stream. Called where epochs need a length."""
-    if is_stream(loader.dataset):
-        raise UnsupportedError(
-            f"{type(loader.dataset).__name__} is an iterable dataset, whose epochs have no length for {framework}; "
-            "give a data set with __getitem__ and __len__, or write the loop with engine.loader, which reads streams"
-        )
 
 
 def refuse_other_epochs(loader: DataLoader[Any], saved: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ds_dynatrain.adapters.groups.device import compute_device, is_accelerated
 from ds_dynatrain.integrations.lightning import DynatrainStrategy, SwitchCallback
@@ -86,6 +86,16 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.inputs[index]
         return x, x.sum(0, keepdim=True)
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same without an index."""
+
+    def __init__(self, length: int) -> None:
+        self.points = Points(length)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (self.points[index] for index in range(len(self.points)))
 
 
 class Module(lightning.LightningModule):
@@ -238,6 +248,8 @@ def run(
     drop_last: bool = False,
     is_late: bool = False,
     monitors: bool = False,
+    data: type[Any] = Points,
+    shuffle: bool = True,
     **named: Any,
 ) -> dict[str, Any]:
     """A whole job. save: after each so many steps, into `folder`. resume: from this one in it. tests: after `fit`.
@@ -260,7 +272,8 @@ def run(
     trainer = trainer_of(folder, strategy, listening, enable_checkpointing=save is not None or monitors, **named)
     held = Late() if is_late else Module(**(module or {}))
     found: dict[str, Any] = {"rows": noting.rows}
-    training = DataLoader(Points(samples), batch_size=batch, shuffle=True, num_workers=workers, drop_last=drop_last)
+    settings: dict[str, Any] = {"batch_size": batch, "num_workers": workers, "drop_last": drop_last}
+    training = DataLoader(data(samples), shuffle=shuffle, **settings)
     evaluating = DataLoader(Points(EVALUATED), batch_size=3)
     try:
         trainer.fit(held, training, evaluating, ckpt_path=None if resume is None else str(folder / resume))

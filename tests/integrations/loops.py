@@ -85,6 +85,7 @@ def run(
     config: Mapping[str, Any] | None = None,
     processes: int = 1,
     accumulates: bool = True,
+    data: type[Any] = trainers.Texts,
 ) -> dict[str, Any]:
     """The whole job; rows of optimizer steps and of evaluations.
 
@@ -100,7 +101,18 @@ def run(
     try:
         found.update(
             _train(
-                accelerator, folder, schedule or {}, shuffle, epochs, samples, batch, save, load, processes, accumulates
+                accelerator,
+                folder,
+                schedule or {},
+                shuffle,
+                epochs,
+                samples,
+                batch,
+                save,
+                load,
+                processes,
+                accumulates,
+                data,
             )
         )
     except SystemExit as end:
@@ -114,13 +126,13 @@ def run(
 
 def _train(
     accelerator: Any, folder: Path, schedule: Mapping[int, Mapping[str, Any]], shuffle: bool, epochs: int, samples: int,
-    batch: int, save: int | None, load: bool, processes: int, accumulates: bool,
+    batch: int, save: int | None, load: bool, processes: int, accumulates: bool, data: type[Any],
 ) -> dict[str, Any]:  # fmt: skip
     model = trainers.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     total = samples // BATCH * epochs * processes
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
-    training = DataLoader(trainers.Texts(samples), batch_size=batch, shuffle=shuffle)
+    training = DataLoader(data(samples), batch_size=batch, shuffle=shuffle)
     evaluating = DataLoader(Numbered(EVALUATED), batch_size=4)
     model, optimizer, training, evaluating, scheduler = accelerator.prepare(
         model, optimizer, training, evaluating, scheduler
@@ -169,10 +181,18 @@ def _train(
         "rows": rows,
         "rank": accelerator.process_index,
         "ranks": accelerator.num_processes,
-        "steps per epoch": len(training) // accelerator.gradient_accumulation_steps,
+        "steps per epoch": steps_in(training) // accelerator.gradient_accumulation_steps,
         "tally": tally.batches,
         "words": None if words is None else words["transformer.wte.weight"].clone(),
     }
+
+
+def steps_in(training: Any) -> int:
+    """The micro-batches of an epoch; 0 if nobody knows."""
+    try:
+        return len(training)
+    except TypeError:
+        return 0
 
 
 def _evaluate(accelerator: Any, model: Any, evaluating: Any) -> dict[str, Any]:

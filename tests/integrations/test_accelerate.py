@@ -104,6 +104,18 @@ def test_a_loop_without_accumulate(four: RankPool, stock: Rows, tmp_path: Path) 
     assert furthest(of_rank_0(answers)["rows"], stock) < NEAR
 
 
+def test_a_stream_in_a_world_that_changes(alone: RankPool, four: RankPool, tmp_path: Path) -> None:
+    """As over the data set in its order on one rank; what it saves goes on in another world."""
+    job = {"folder": tmp_path, "shuffle": False, "seconds": 120}
+    still = of_rank_0(alone.run(loops.run, block={}, batch=12, processes=4, **job))["rows"]
+    job["data"] = loops.trainers.Stream
+    found = of_rank_0(four.run(loops.run, schedule=SCHEDULE, save=5, **OF_TWO, **job))
+    assert furthest(found["rows"], still) < NEAR
+    again = {**OF_TWO, "block": {"layout": {"data": 3}}, "config": {"train_batch_size": loops.BATCH}, "load": True}
+    rows = of_rank_0(four.run(loops.run, stage=2, **again, **job))["rows"]
+    assert furthest(rows, [row for row in still if row["step"] > 5]) < NEAR
+
+
 def test_by_configuration(alone: RankPool, tmp_path: Path) -> None:
     """What DeepSpeed's configuration has, names of checkpoints, hooks and trackers are stock Accelerate's."""
     theirs, ours = (

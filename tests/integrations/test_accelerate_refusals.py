@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,6 @@ ASKED: dict[str, dict[str, Any]] = {
     LAYOUT: {"block": {"layout": {"tensor": 2}}},
 }
 """By the name of a refusal, what asks for it."""
-
-
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """Samples without an index."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
 
 def said_by(call: Callable[[], Any]) -> str:
@@ -118,7 +111,6 @@ def used_case(folder: Path) -> dict[str, str]:
     found = {"save before prepare": said_by(lambda: accelerator.save_state(str(folder)))}
     engine, optimizer = accelerator.prepare(model, optimizer)
     found |= {
-        "stream": said_by(lambda: accelerator.prepare(DataLoader(Stream(), batch_size=3))),
         "second model": said_by(lambda: accelerator.prepare(model, optimizer.optimizer)),
     }
     sampler = WeightedRandomSampler([1.0] * 24, 24)
@@ -140,7 +132,6 @@ def used_case(folder: Path) -> dict[str, str]:
 def test_how_it_is_used(alone: RankPool, tmp_path: Path) -> None:
     said = alone.run(used_case, folder=tmp_path)[0]
     assert "there is no engine yet" in said["save before prepare"]
-    assert "Stream is an iterable dataset" in said["stream"]
     assert "a second model" in said["second model"]
     assert "WeightedRandomSampler" in said["sampler"]
     assert "outside of a loop over the training DataLoader" in said["evaluating"]

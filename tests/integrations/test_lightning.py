@@ -108,3 +108,16 @@ def test_a_checkpoint_of_lightnings_goes_on_in_another_world(
     job = {**JOB, "block": {"layout": {"data": data}}, "config": {"train_batch_size": 12}}
     answers = four.run(lit.run, folder=kept, resume=f"step={step}.ckpt", stage=2, **job, seconds=120)
     assert furthest(without_means(of_rank_0(answers)["rows"]), without_means(stock["rows"], after=step)) < NEAR
+
+
+@pytest.mark.parametrize("interval", [2, pytest.param(1.0, marks=pytest.mark.full)])
+def test_a_stream_in_a_world_that_changes(four: RankPool, tmp_path: Path, interval: float) -> None:
+    """Three passes of six steps, with evaluations in them or at their ends, as over the data set in its order."""
+    job: dict[str, Any] = {"max_epochs": 3, "val_check_interval": interval, "module": {"schedule": "epoch"}}
+    job |= {"folder": tmp_path, "shuffle": False, "seconds": 120}
+    still = of_rank_0(four.run(lit.run, block={}, **job))
+    block, schedule = OF_TWO["block"], {2: {"data": 4, "zero_stage": 3}, 8: {"data": 3, "zero_stage": 2}}
+    job |= {"data": lit.Stream, "workers": 1, "accumulate_grad_batches": 2}
+    found = of_rank_0(four.run(lit.run, block=block, schedule=schedule, **job))
+    assert furthest(without_means(found["rows"]), without_means(still["rows"])) < NEAR
+    assert found["steps"] == still["steps"] == 18

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,14 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import ds_dynatrain
-from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.errors import CheckpointError, ConfigError, DataError, UnsupportedError
 from ds_dynatrain.integrations.lightning import DynatrainStrategy, SwitchCallback, names, refusals
 from ds_dynatrain.integrations.shared.names import check
 from tests.engine.pool import RankPool
 from tests.integrations import lit
-
-
-class Stream(IterableDataset[Any]):
-    """Samples without an index."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
 
 class Manual(lit.Module):
@@ -107,8 +99,6 @@ def points(**named: Any) -> DataLoader[Any]:
 def strategy_case() -> dict[str, str]:
     """The message of each refusal of a strategy."""
     found = {name: said_by(lambda asked=asked: DynatrainStrategy(**asked)) for name, asked in OF_STRATEGY.items()}
-    with replaced(refusals, worker_place=lambda: object()):
-        found["a launch whose nodes come and go"] = said_by(DynatrainStrategy)
     found["no block"] = said_by(lambda: DynatrainStrategy(config={"zero_optimization": {"stage": 1}}))
     return found
 
@@ -136,7 +126,7 @@ def data_case(folder: Path) -> dict[str, str]:
     sampler = WeightedRandomSampler([1.0] * 24, 24)
     own = torch.utils.data.BatchSampler(range(24), 3, False)
     found = {
-        "stream": said_by(lambda: fit(DataLoader(Stream(), batch_size=3))),
+        "stream": said_by(lambda: fit(DataLoader(lit.Stream(24), batch_size=3), val_check_interval=0.5)),
         "two": said_by(lambda: fit({"one": points(), "other": points()})),
         "list": said_by(lambda: fit([[1, 2], [3, 4]])),
         "sampler": said_by(lambda: fit(points(sampler=sampler, shuffle=False))),
@@ -170,7 +160,7 @@ def saved_by_hand(folder: Path) -> Path:
 
 def test_its_data_and_its_folders(alone: RankPool, tmp_path: Path) -> None:
     said = alone.run(data_case, folder=tmp_path)[0]
-    assert "Stream is an iterable dataset" in said["stream"]
+    assert "is a part of an epoch, and a stream has no length" in said["stream"]
     assert "several training DataLoaders" in said["two"] and "several training DataLoaders" not in said["list"]
     assert "the training loader is a list" in said["list"]
     assert "sampler of its own" in said["sampler"] and "sampler of its own" in said["batch sampler"]

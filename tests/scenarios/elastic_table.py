@@ -306,12 +306,6 @@ REFUSED = Play(
             ends={"copies": 1},
             says={"copies": "buddies in a launch of fixed size: no process could take over"},
         ),
-        Row(
-            "Lightning",
-            Start("lightning", settings={"script": "elastic_lightning.py"}),
-            ends={"lightning": 1},
-            says={"lightning": "a launch whose nodes come and go: Lightning's loops call collectives of their own"},
-        ),
     ),
 )
 
@@ -328,4 +322,18 @@ TRAINER = Play(
     full=True,
 )
 
-PLAYS = (*COMES_AND_GOES, *OTHER_AXES, NOTHING_KEPT, FALLBACK, EXACT, TRAINER, REFUSED)
+LIGHTNING = Play(
+    "a Trainer of Lightning",
+    began(
+        Row("a node joins", Start("b"), members=2, layout="data=2"),
+        Row("another one joins", Start("c"), members=3, layout="data=3"),
+        Row("a node dies", Kill("b"), members=2, layout="data=2", redone=MANY, says={"a": COPIES}),
+        Row("the node of rank 0 gets SIGTERM", Terminate("a"), members=1, layout="data=1", ends={"a": 1}),
+        Row("scripts end", End(), ends={"c": 0}),
+    ),
+    script="elastic_lightning.py",
+    config=stage(1, buddies={"mode": "copy"}),
+    is_held_to_launch=True,
+)
+
+PLAYS = (*COMES_AND_GOES, *OTHER_AXES, NOTHING_KEPT, FALLBACK, EXACT, TRAINER, LIGHTNING, REFUSED)
