@@ -89,13 +89,17 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The same without an index."""
+    """The same without an index, in the orders in which Lightning shuffles epochs."""
 
     def __init__(self, length: int) -> None:
-        self.points = Points(length)
+        self.points, self.epoch = Points(length), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return (self.points[index] for index in range(len(self.points)))
+        drawn = torch.Generator().manual_seed(self.epoch)
+        return (self.points[index] for index in torch.randperm(len(self.points), generator=drawn).tolist())
 
 
 class Module(lightning.LightningModule):
@@ -249,7 +253,6 @@ def run(
     is_late: bool = False,
     monitors: bool = False,
     data: type[Any] = Points,
-    shuffle: bool = True,
     **named: Any,
 ) -> dict[str, Any]:
     """A whole job. save: after each so many steps, into `folder`. resume: from this one in it. tests: after `fit`.
@@ -273,7 +276,7 @@ def run(
     held = Late() if is_late else Module(**(module or {}))
     found: dict[str, Any] = {"rows": noting.rows}
     settings: dict[str, Any] = {"batch_size": batch, "num_workers": workers, "drop_last": drop_last}
-    training = DataLoader(data(samples), shuffle=shuffle, **settings)
+    training = DataLoader(data(samples), shuffle=data is Points, **settings)
     evaluating = DataLoader(Points(EVALUATED), batch_size=3)
     try:
         trainer.fit(held, training, evaluating, ckpt_path=None if resume is None else str(folder / resume))

@@ -107,7 +107,7 @@ def test_a_loop_without_accumulate(four: RankPool, stock: Rows, tmp_path: Path) 
 def test_a_stream_in_a_world_that_changes(alone: RankPool, four: RankPool, tmp_path: Path) -> None:
     """As over the data set in its order on one rank; what it saves goes on in another world."""
     job = {"folder": tmp_path, "shuffle": False, "seconds": 120}
-    still = of_rank_0(alone.run(loops.run, block={}, batch=12, processes=4, **job))["rows"]
+    still = of_rank_0(alone.run(loops.run, block={}, batch=12, epochs=3, **job))["rows"]
     job["data"] = loops.trainers.Stream
     found = of_rank_0(four.run(loops.run, schedule=SCHEDULE, save=5, **OF_TWO, **job))
     assert furthest(found["rows"], still) < NEAR

@@ -1,6 +1,8 @@
 """A user's script with a Trainer of Lightning, which evaluates and saves; otherwise as `elastic_worker.py`.
 
 torchrun ... elastic_lightning.py SETTINGS OUT
+
+Where SETTINGS has `steps`, it neither evaluates nor saves; `evaluation`: seconds for each batch of an evaluation.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Module(lightning.LightningModule):
         self.mean(loss)
         self.log("val_loss", loss, sync_dist=True)
         self.log("metric", self.mean)
-        time.sleep(settings.get("evaluation", 0) / 4)
+        time.sleep(settings.get("evaluation", 0))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=settings["config"]["optimizer"]["params"]["lr"])
@@ -80,13 +82,15 @@ class Telling(Callback):
 if __name__ == "__main__":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {key: value for key, value in settings["config"].items() if key != "optimizer"}
+    is_alone = "steps" in settings
     trainer = lightning.Trainer(
         accelerator="cpu", devices=settings["workers"], strategy=DynatrainStrategy(config=config), max_epochs=-1,
-        callbacks=[
+        callbacks=[Telling()] if is_alone else [
             Telling(),
             ModelCheckpoint(out / "lightning", every_n_train_steps=7, save_last=True),
             EarlyStopping("val_loss", patience=100_000),
         ],
-        default_root_dir=out, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        limit_val_batches=0 if is_alone else 1.0, enable_checkpointing=not is_alone, default_root_dir=out,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Module(), DataLoader(Texts(), batch_size=6, shuffle=True), DataLoader(Texts(), batch_size=6))

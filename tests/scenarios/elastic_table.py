@@ -336,4 +336,21 @@ LIGHTNING = Play(
     is_held_to_launch=True,
 )
 
-PLAYS = (*COMES_AND_GOES, *OTHER_AXES, NOTHING_KEPT, FALLBACK, EXACT, TRAINER, LIGHTNING, REFUSED)
+SLOW = {"evaluation": 0.2}
+
+LIGHTNING_AT_STAGE_3 = Play(
+    "a Trainer of Lightning at stage 3, mostly in evaluations",
+    (
+        Row("nodes start", Start("a b c", coordinator="coordinator", settings=SLOW), members=3, layout="data=3"),
+        Row("a node dies", Kill("a"), members=2, layout="data=2", redone=MANY, says={"any": COPIES}),
+        Row("a node joins", Start("d", settings=SLOW), members=3, layout="data=3"),
+        Row("another one dies", Kill("b"), members=2, layout="data=2", redone=MANY),
+        Row("scripts end", End(), ends={"c": 0, "d": 0}),
+    ),
+    script="elastic_lightning.py",
+    config=stage(3, buddies={"mode": "copy"}),
+    is_held_to_launch=True,
+    full=True,
+)
+
+PLAYS = (*COMES_AND_GOES, *OTHER_AXES, NOTHING_KEPT, FALLBACK, EXACT, TRAINER, LIGHTNING, LIGHTNING_AT_STAGE_3, REFUSED)
