@@ -1,16 +1,20 @@
-"""Rewrite the tables of pages that are made from the support table, and from the records of runs on accelerators.
+"""Rewrite the tables of pages that are made from the support table, and from records of runs.
 
-python tools/support_pages.py docs/support.md docs/gpu.md docs/fit.md README.md
+python tools/support_pages.py docs/support.md docs/gpu.md docs/fit.md docs/versions.md README.md
+
+The table of frameworks is made from docs/figures/frameworks.json.
 
 It rewrites what is between a page's `<!-- table: NAME ... -->` and `<!-- end -->` marks, and leaves the rest alone.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import all_tables
@@ -66,8 +70,24 @@ def table() -> str:
     return "\n".join(lines)
 
 
-PROOFS = {"proved": table, "gpus": status}
-"""Tables of where the package has run: the full one of docs/gpu.md, and the short answer on several pages."""
+FRAMEWORKS = Path(__file__).parents[1] / "docs" / "figures" / "frameworks.json"
+TRIED = ("static", "switch", "elastic", "resume")
+"""Columns of the table of frameworks that say how it went."""
+
+
+def frameworks() -> str:
+    """Return a Markdown table of the frameworks that were tried, and of what their own requirements pin."""
+    rows: list[dict[str, Any]] = json.loads(FRAMEWORKS.read_text(encoding="utf-8"))
+    columns = ("framework", "what it pins", *TRIED, "tried by")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        by = ", ".join(f"[{Path(each).stem}](../{each})" if "/" in each else each for each in row["by"])
+        lines.append(f"| {' | '.join((row['what'], row['pin'], *(row[name] for name in TRIED), by))} |")
+    return "\n".join(lines)
+
+
+PROOFS = {"proved": table, "gpus": status, "frameworks": frameworks}
+"""Tables of where the package has run: the full one of docs/gpu.md, the short answer on several pages, frameworks."""
 
 
 def main(files: Sequence[Path]) -> None:

@@ -38,27 +38,25 @@ class Collectives(Below):
         return self.engine is not None and bool(self.engine.is_discarded)
 
     def _together(self, name: str, call: Callable[[], T], alone: T) -> T:
-        found = together(self.engine, name, call, alone)
-        self._refuse_part_of_evaluation()
-        return found
+        return self._whole(together(self.engine, name, call, alone))
 
-    def _refuse_part_of_evaluation(self) -> None:
-        """Raise WorldChanged in an evaluation whose world was lost."""
-        module = self.lightning_module
-        if self.is_lost and (module.trainer.evaluating or module.trainer.validating):
+    def _whole(self, found: T) -> T:
+        """Return a result. Raises WorldChanged outside of training if the world was lost."""
+        if self.is_lost and not self.lightning_module.trainer.training:
             raise WorldChanged("the world was lost in this evaluation, which saw only a part of the samples")
+        return found
 
     def validation_step(self, *arguments: Any, **named: Any) -> Any:
         """Evaluate a batch the way Lightning does. Raises WorldChanged if the world is lost meanwhile."""
-        found = super().validation_step(*arguments, **named)
-        self._refuse_part_of_evaluation()
-        return found
+        return self._whole(super().validation_step(*arguments, **named))
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
         """Test a batch the way Lightning does. Raises WorldChanged if the world is lost meanwhile."""
-        found = super().test_step(*arguments, **named)
-        self._refuse_part_of_evaluation()
-        return found
+        return self._whole(super().test_step(*arguments, **named))
+
+    def predict_step(self, *arguments: Any, **named: Any) -> Any:
+        """Predict a batch the way Lightning does. Raises WorldChanged if the world is lost meanwhile."""
+        return self._whole(super().predict_step(*arguments, **named))
 
     def barrier(self, *arguments: Any, **named: Any) -> None:
         """Wait for the working processes, the way Lightning does. An idle process does not wait."""

@@ -57,7 +57,7 @@ class WindowOptimization(Below):
         """
         engine, window = self.trainer.strategy.engine, kwargs["batch"]
         while True:
-            steps = engine.global_steps
+            steps, found = engine.global_steps, dict[str, Any]()
             try:
                 found = self._train(window, optimizer, batch_idx, kwargs)
             except WorldChanged:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,12 +31,32 @@ def test_every_row_is_shown(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "names"), [("gpu.md", ["proved", "gpus"]), ("fit.md", ["gpus"]), ("../README.md", ["gpus"])]
+    ("page", "names"),
+    [
+        ("gpu.md", ["proved", "gpus"]),
+        ("fit.md", ["gpus"]),
+        ("../README.md", ["gpus"]),
+        ("versions.md", ["frameworks"]),
+    ],
 )
 def test_pages_say_what_was_proved(page: str, names: list[str]) -> None:
     text = (DOCS / page).read_text()
     assert [text.count(f"<!-- table: {name} -->") for name in names] == [1] * len(names)
-    assert filled([text]) == [text], "run: python tools/support_pages.py docs/gpu.md docs/fit.md README.md"
+    assert filled([text]) == [text], (
+        "run: python tools/support_pages.py docs/gpu.md docs/fit.md docs/versions.md README.md"
+    )
+
+
+def test_frameworks_say_how_it_went_and_by_what_it_is_known() -> None:
+    """A cell says yes, that it was not tried, or why it is refused and what to do instead."""
+    for row in json.loads(support_pages.FRAMEWORKS.read_text()):
+        cells = [row[name] for name in support_pages.TRIED]
+        assert all(re.fullmatch(r"yes|not tried|refused|refused: .+; .+", cell) for cell in cells), row
+        assert "refused" not in cells or any(cell.startswith("refused: ") for cell in cells), row
+        assert row["by"] and all(
+            (DOCS.parent / each).is_file() if "/" in each else re.fullmatch(r"by hand, 20\d\d-\d\d-\d\d", each)
+            for each in row["by"]
+        ), row
 
 
 def test_the_short_answer_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,8 @@ def test_a_checkpoint_of_lightnings_goes_on_in_another_world(
 @pytest.mark.parametrize("interval", [2, pytest.param(1.0, marks=pytest.mark.full)])
 def test_a_stream_in_a_world_that_changes(four: RankPool, tmp_path: Path, interval: float) -> None:
     """Three passes of six steps, with evaluations in them or at their ends, as over the data set."""
-    job: dict[str, Any] = {"max_epochs": 3, "val_check_interval": interval, "module": {"schedule": "epoch"}}
-    job |= {"folder": tmp_path, "seconds": 120}
+    job: dict[str, Any] = {"max_epochs": 3, "max_steps": 18, "module": {"schedule": "epoch"}}
+    job |= {"folder": tmp_path, "val_check_interval": interval, "seconds": 120}
     still = of_rank_0(four.run(lit.run, block={}, **job))
     block, schedule = OF_TWO["block"], {2: {"data": 4, "zero_stage": 3}, 8: {"data": 3, "zero_stage": 2}}
     job |= {"data": lit.Stream, "workers": 1, "accumulate_grad_batches": 2}

@@ -14,8 +14,9 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import ds_dynatrain
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.errors import CheckpointError, ConfigError, DataError, UnsupportedError
-from ds_dynatrain.integrations.lightning import DynatrainStrategy, SwitchCallback, names, refusals
+from ds_dynatrain.integrations.lightning import DynatrainStrategy, SwitchCallback, names, refusals, settings
 from ds_dynatrain.integrations.shared.names import check
 from tests.engine.pool import RankPool
 from tests.integrations import lit
@@ -99,6 +100,8 @@ def points(**named: Any) -> DataLoader[Any]:
 def strategy_case() -> dict[str, str]:
     """The message of each refusal of a strategy."""
     found = {name: said_by(lambda asked=asked: DynatrainStrategy(**asked)) for name, asked in OF_STRATEGY.items()}
+    with replaced(settings, worker_place=lambda: object()):
+        found["no global batch"] = said_by(lambda: settings.sizes_of({"dynatrain": {}}, 6, 1, 1))
     found["no block"] = said_by(lambda: DynatrainStrategy(config={"zero_optimization": {"stage": 1}}))
     return found
 
@@ -106,6 +109,7 @@ def strategy_case() -> dict[str, str]:
 def test_what_a_strategy_is_given(alone: RankPool) -> None:
     said = alone.run(strategy_case)[0]
     assert "needs a configuration with a 'dynatrain' block" in said.pop("no block")
+    assert "train_batch_size is not given: where nodes come and go" in said.pop("no global batch")
     assert said == {each.name: f"{each.name}: {each.why}; {each.instead}" for each in refusals.STRATEGY}
 
 
