@@ -2,7 +2,8 @@
 
 torchrun ... elastic_lightning.py SETTINGS OUT
 
-Where SETTINGS has `steps`, it neither evaluates nor saves; `evaluation`: seconds for each batch of an evaluation.
+Where SETTINGS has `steps`, it neither evaluates nor saves; `evaluation`: seconds for each batch of an evaluation; `stream`: whether
+it trains on a stream, which a worker reads.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import lightning
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ds_dynatrain.integrations.lightning import DynatrainStrategy
 from tests.scenarios.models import MODELS, Texts, build
@@ -27,6 +29,19 @@ from tests.scenarios.models import MODELS, Texts, build
 settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
 out = Path(sys.argv[2])
 log = (out / f"{os.getpid()}.jsonl").open("a", buffering=1)
+
+
+class Stream(IterableDataset[Any]):
+    """The texts without an index, in the orders in which Lightning shuffles epochs."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        texts, drawn = Texts(), torch.Generator().manual_seed(self.epoch)
+        return (texts[index] for index in torch.randperm(len(texts), generator=drawn).tolist())
 
 
 class Module(lightning.LightningModule):
@@ -93,4 +108,8 @@ if __name__ == "__main__":
         limit_val_batches=0 if is_alone else 1.0, enable_checkpointing=not is_alone, default_root_dir=out,
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Module(), DataLoader(Texts(), batch_size=6, shuffle=True), DataLoader(Texts(), batch_size=6))
+    if settings.get("stream"):
+        training = DataLoader(Stream(), batch_size=6, num_workers=1)
+    else:
+        training = DataLoader(Texts(), batch_size=6, shuffle=True)
+    trainer.fit(Module(), training, DataLoader(Texts(), batch_size=6))

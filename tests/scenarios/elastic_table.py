@@ -336,10 +336,10 @@ LIGHTNING = Play(
     is_held_to_launch=True,
 )
 
-SLOW = {"evaluation": 0.2}
+SLOW = {"evaluation": 0.2, "stream": True}
 
 LIGHTNING_AT_STAGE_3 = Play(
-    "a Trainer of Lightning at stage 3, mostly in evaluations",
+    "a Trainer of Lightning at stage 3 on a stream, mostly in evaluations",
     (
         Row("nodes start", Start("a b c", coordinator="coordinator", settings=SLOW), members=3, layout="data=3"),
         Row("a node dies", Kill("a"), members=2, layout="data=2", redone=MANY, says={"any": COPIES}),
