@@ -2,8 +2,8 @@
 
 torchrun ... elastic_lightning.py SETTINGS OUT
 
-Where SETTINGS has `steps`, it neither evaluates nor saves; `evaluation`: seconds for each batch of an evaluation; `stream`: whether
-it trains on a stream, which a worker reads.
+Where SETTINGS has `steps`, it neither evaluates nor saves; `evaluation`: seconds for each batch of an evaluation;
+`stream`: whether it trains on a stream, which a worker reads.
 """
 
 from __future__ import annotations
