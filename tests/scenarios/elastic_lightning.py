@@ -3,7 +3,7 @@
 torchrun ... elastic_lightning.py SETTINGS OUT
 
 Where SETTINGS has `steps`, it neither evaluates nor saves; `evaluation`: seconds for each batch of an evaluation;
-`stream`: whether it trains on a stream, which a worker reads.
+`stream`: whether it trains on a stream.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ if __name__ == "__main__":
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     if settings.get("stream"):
-        training = DataLoader(Stream(), batch_size=6, num_workers=1)
+        training = DataLoader(Stream(), batch_size=6)
     else:
         training = DataLoader(Texts(), batch_size=6, shuffle=True)
     trainer.fit(Module(), training, DataLoader(Texts(), batch_size=6))
