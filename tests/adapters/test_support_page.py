@@ -54,7 +54,9 @@ def test_frameworks_say_how_it_went_and_by_what_it_is_known() -> None:
         assert all(re.fullmatch(r"yes|not tried|refused|refused: .+; .+", cell) for cell in cells), row
         assert "refused" not in cells or any(cell.startswith("refused: ") for cell in cells), row
         assert row["by"] and all(
-            (DOCS.parent / each).is_file() if "/" in each else re.fullmatch(r"(by hand|imports alone), 20\d\d-\d\d-\d\d", each)
+            (DOCS.parent / each).is_file()
+            if "/" in each
+            else re.fullmatch(r"(by hand|imports alone), 20\d\d-\d\d-\d\d", each)
             for each in row["by"]
         ), row
 
