@@ -1,4 +1,4 @@
-"""The limit of open files of this process: how far it can be raised, and whether a process group fits below it."""
+"""The limit on open files of this process: raise it, and check that a new process group stays within it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BESIDE_PEERS = 3
 def raise_descriptors() -> int:
     """Raise the limit of open files of this process and its children as far as allowed, and return the new limit.
 
-    Each connection takes one descriptor, and the usual limit of 1,024 is used up by 110 nodes of a coordinator, or by
-    five process groups of 200 ranks.
+    Each connection takes one descriptor. A coordinator with 110 nodes, or five process groups of 200 ranks, use up the
+    usual limit of 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)

@@ -1,8 +1,8 @@
 """`compute_elastic_config` for programs that import it from `deepspeed.elasticity`, which DeepSpeed 0.19.6 removed.
 
-ms-swift and dlrover are such programs. `python -m ds_dynatrain.run` puts this module in the place of the removed one.
-The batch sizes are those of version 0.1 of DeepSpeed's elasticity, so a job keeps its `train_batch_size`. A job of
-ds_dynatrain needs none of this: it trains the same batch in any number of ranks.
+ms-swift and dlrover are such programs. `python -m ds_dynatrain.run` installs this module as `deepspeed.elasticity`. The
+batch sizes are those of version 0.1 of DeepSpeed's elasticity, so a job keeps its `train_batch_size`. A job of
+ds_dynatrain needs no such batch sizes: it trains the same batch on any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HIGHLY_COMPOSITE = (
 
 
 class ElasticityBlock(BaseModel):
-    """The `elasticity` block of a DeepSpeed configuration, with the keys that decide the batch size."""
+    """The `elasticity` block of a DeepSpeed configuration, with the keys that determine the batch size."""
 
     enabled: Literal[True]
     max_train_batch_size: _Count
@@ -69,7 +69,8 @@ def compute_elastic_config(
 
 
 def _batch_size(block: ElasticityBlock) -> int:
-    """Return the candidate with the most world sizes; among equals, the largest, or the smallest if the block says so.
+    """Return the candidate batch size that the most world sizes can train; among equals the largest, or the smallest if
+    `prefer_larger_batch` is false.
 
     Candidates are the micro-batch sizes and their least common multiple, each times the largest highly composite number
     with which it stays within the limit.

@@ -52,7 +52,7 @@ class OutcomeUnknown(DynatrainError, RuntimeError):  # noqa: N818
     """The record of a decision could not be read: other members may have committed, so this one must not continue
     training.
 
-    This member's state is that from before the call. End the process; in an elastic job, another one takes its place.
+    The call has left this member's state unchanged. End the process; in an elastic job, another one takes its place.
     """
 
     def __init__(self, what: str, seconds: float, reason: str) -> None:
@@ -96,11 +96,11 @@ class CheckpointDamaged(CheckpointError):  # noqa: N818
 
 
 class WeightsError(DynatrainError):
-    """Weights could not be read or loaded by `ds_dynatrain.weights`; the engine is as before the call."""
+    """Weights could not be read or loaded by `ds_dynatrain.weights`; the engine is left unchanged."""
 
 
 class ElasticError(DynatrainError):
-    """A setting, a message or an answer about membership cannot be used; the process has not joined a job."""
+    """A setting, a message or an answer of an elastic job's membership is invalid; the process has not joined a job."""
 
 
 class MessageError(ElasticError):

@@ -15,8 +15,8 @@ REFUSED, UNREADABLE, INTERRUPTED = 1, 2, 130
 
 @contextmanager
 def saying(command: str) -> Iterator[None]:
-    """Context manager that reports an error of its block as one line on stderr, and exits with the matching exit
-    code."""
+    """Context manager that reports an error raised in its block as one line on stderr, and exits with the matching
+    exit code."""
     try:
         yield
     except (DynatrainError, OSError) as error:

@@ -73,7 +73,7 @@ class Extension:
     """Base class of all extensions. A hook does nothing unless a subclass overrides it.
 
     The state of an extension with `state_dict` and `load_state_dict` is saved and moved with the job's state under
-    `name`, like that of an object given to `engine.register_for_checkpointing`: a member that starts to work receives
+    `name`, like that of an object given to `engine.register_for_checkpointing`: a member that joins training receives
     rank 0's state, and `engine.load` restores the saved state.
     """
 
@@ -132,11 +132,11 @@ class Extension:
         return {}
 
     def engine_class(self, kind: type[Any]) -> type[Any]:
-        """Return the engine class to use instead of `kind`, which may be a subclass of it."""
+        """Return the engine class to use: `kind`, or a subclass of it."""
         return kind
 
     def check_layout(self, layout: Any, batch: Any, has_stages: bool) -> None:
-        """Raise SwitchRefused for a layout that the extension does not support. Called for the first layout, too.
+        """Raise SwitchRefused for a layout that the extension does not support. Also called for the first layout.
 
         batch: the `BatchSizes` of the job.
         has_stages: whether the model is a PipelineModule.
@@ -147,8 +147,8 @@ class Extension:
         self.engine = engine
 
     def on_start(self) -> None:
-        """Act on the finished engine. Called at the end of `initialize` on working members. An error raised here ends
-        `initialize`."""
+        """Act on the finished engine. Called at the end of `initialize` on working members; `initialize` passes on an
+        error raised here."""
 
     # ---- when a layout is chosen -------------------------------------------------------------------------------------
 
@@ -162,8 +162,8 @@ class Extension:
         return {}
 
     def best_layouts(self, members: int) -> Iterable[Any] | None:
-        """Return the best layouts for a number of members, best first. Called if `layouts` is "best". None for no
-        opinion."""
+        """Return the best layouts for a number of members, best first; None to leave the choice to others. Called if
+        `layouts` is "best"."""
         return None
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Extension:
         """
 
     def on_batch_forgotten(self) -> None:
-        """Act when a global batch is no longer open, because it was trained or discarded."""
+        """Act when a global batch has ended, because it was trained or discarded."""
 
     # ---- between two steps -------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Extension:
         yield from ()
 
     def save_if_due(self) -> None:
-        """Save the state outside the job if a save is due now. The time that this takes counts as saving.
+        """Save the state outside the job if a save is due now. Its duration is reported as time for saving.
 
         Called on working members at a boundary, before the changes that are due. In elastic launches only the process's
         first engine calls it.
@@ -246,7 +246,7 @@ class Extension:
         return 0
 
     def saved_member_seconds(self) -> float:
-        """Return the member-seconds saved so far, in which this extension left members without work."""
+        """Return how many member-seconds the extension has saved so far by leaving members idle."""
         return 0.0
 
     def protects(self) -> Literal["", "no", "yes"]:

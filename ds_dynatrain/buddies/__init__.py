@@ -11,5 +11,5 @@
 A *ward* of a member is another member whose copies it keeps. `engine/copies` defines a copy, where a process keeps it,
 and how a state is put together from copies.
 
-May import `engine`; start with `extension`.
+This package may import only `engine`. Begin reading at `extension`.
 """

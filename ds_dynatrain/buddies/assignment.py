@@ -2,10 +2,10 @@
 
 Nodes of equal size form pairs, whose ranks keep each other's copies. If two of n nodes die, state is lost in 1/(n - 1)
 of all cases with pairs, and in 2/(n - 1) with a ring. The remaining nodes form one group, with as many pairs added as
-needed so that no node in the group is larger than all its others together. In the group the ranks stand in a row, node
-by node, and each keeps the copy of the rank a fixed number of positions earlier. Every rank therefore keeps one copy.
-The exception is one node with more ranks than all others together: the ranks of the other nodes keep several copies
-each, and some ranks of the large node keep none.
+needed so that no node in the group is larger than its other nodes together. The group's ranks are listed node by node,
+and each keeps the copy of the rank a fixed number of positions earlier. Every rank therefore keeps one copy. The
+exception is one node with more ranks than all others together: the ranks of the other nodes keep several copies each,
+and some ranks of the large node keep none.
 
 Further buddies, if more than one is requested, are assigned by the Hungarian method (scipy's `linear_sum_assignment`):
 on nodes that have no copy of that rank yet, and not on the rank's own node as long as other nodes have a free rank;
@@ -43,7 +43,7 @@ def memory_of_copies(
 
     nodes: the node of each rank.
     copies: the number of other ranks that keep each copy.
-    everything: see `is_copied`.
+    everything: whether to copy moments and masters even if other ranks hold them; see `is_copied`.
     """
     buddies, own = buddies_of(nodes, copies), list[int]()
     for rank in range(len(nodes)):
@@ -73,7 +73,7 @@ def buddies_of(nodes: Sequence[str], copies: int = 1) -> tuple[tuple[int, ...], 
 
 
 def _first(names: Sequence[str]) -> list[int]:
-    """Return the first buddy of each rank."""
+    """Return the first buddy of each rank, which is the rank that keeps its first copy."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         ranks.setdefault(name, []).append(rank)
@@ -85,7 +85,7 @@ def _first(names: Sequence[str]) -> list[int]:
 
 
 def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]:
-    """Return one more buddy for each rank.
+    """Return one more buddy (a rank that keeps a copy) for each rank.
 
     names: the nodes of the ranks.
     before: the buddies assigned so far.
@@ -135,7 +135,7 @@ def _grouped(nodes: list[Node]) -> tuple[list[tuple[Node, Node]], list[Node]]:
 
 
 def _around(group: list[Node]) -> dict[int, int]:
-    """Return a map from rank to buddy for nodes that form one group.
+    """Return a map from each rank to its buddy, the rank that keeps its copy, for nodes that form one group.
 
     group: the nodes, largest first.
     """

@@ -74,7 +74,7 @@ class Protection:
 
 
 GROUP = "buddies"
-"""Kind of the process group of all ranks over which a thread sends copies during training."""
+"""Kind of process group: over all ranks, used by the thread that sends copies during training."""
 MILLIONTHS = 1_000_000
 NEW_WORLD = "no copy of this world is whole yet"
 MOST_BY_DEFAULT = 0.5
@@ -131,8 +131,8 @@ class Buddies(Extension):
 
     @property
     def _all(self) -> Sequence[Buddies]:
-        """The `Buddies` of all engines of the process, the first engine's first. While this engine is being made, only
-        this one."""
+        """The `Buddies` extensions of all engines of the process, in the order of the engines. While this engine is
+        being built, only its own."""
         open_ones = [found for one in open_engines() if isinstance(found := one.extension(self.name), Buddies)]
         return open_ones or (self,)
 
@@ -253,7 +253,7 @@ class Buddies(Extension):
         self._left_at = time.perf_counter()
 
     def before_leaving_world(self) -> None:
-        """Wait, at most for the usual time-out, until no copy is under way in the world."""
+        """Wait until no copy is in transit in the world, at most for `dynatrain.timeout_seconds`."""
         self.wait_for_round()
 
     def before_load(self) -> None:
@@ -299,7 +299,7 @@ class Buddies(Extension):
         first._is_protected, first._why = False, "another state was loaded: no copy of it is whole yet"
 
     def wait_for_round(self) -> None:
-        """Wait until the round of copies in progress has ended, at most for the usual time-out."""
+        """Wait until the round of copies in progress has ended, at most for `dynatrain.timeout_seconds`."""
         if self._thread is not None:
             self._thread.join(self._engine.settings.timeout_seconds)
             self._thread = None
@@ -381,7 +381,7 @@ class Buddies(Extension):
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Take copies of all engines, and begin a round for each. Either all engines have a world, or none does."""
+        """Take copies of all engines' states, and start sending them. Either all engines have a world, or none does."""
         for one in self._all:
             one._engine.agree()
         first = mark_of(self._engine)
@@ -393,7 +393,7 @@ class Buddies(Extension):
         self._taken += 1
 
     def _ship(self, mark: Mark, world: World) -> Round:
-        """Take a copy of this engine, and send it while training continues.
+        """Take a copy of this engine's state, and start the thread that sends it while training continues.
 
         mark: the boundary at which the copy is taken.
 
@@ -427,8 +427,8 @@ class Buddies(Extension):
         return found
 
     def _see(self, found: Sequence[Round]) -> None:
-        """Record the results of the last rounds if these have ended on all members. This is a collective over the
-        world."""
+        """Record the results of the last rounds of copies if the rounds have ended on all members. This is a collective
+        over the world."""
         is_over = all(each.is_over for each in found)
         is_whole = is_over and all(each.is_whole for each in found)
         said = torch.tensor([int(is_over), int(is_whole), -int(self._share * MILLIONTHS)])
@@ -480,7 +480,8 @@ class Buddies(Extension):
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
     def protects(self) -> Literal["", "no", "yes"]:
-        """Return this member's entry in the status of the job; "" if it holds no state."""
+        """Return "yes" if the state survives the death of one member, as far as this member knows, else "no"; "" on an
+        idle member."""
         if self._engine.idle:
             return ""
         return "yes" if self.protection.is_protected else "no"

@@ -1,4 +1,4 @@
-"""Rows on copies that members keep for each other (`dynatrain.buddies`)."""
+"""Rows of the support table about copies that members keep for each other (`dynatrain.buddies`)."""
 
 from __future__ import annotations
 

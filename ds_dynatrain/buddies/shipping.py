@@ -30,7 +30,7 @@ SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Ward:
-    """A member whose copy is kept here.
+    """A member whose copy this member keeps.
 
     member: the member's number.
     rank: the member's rank.
@@ -43,7 +43,7 @@ class Ward:
 
 
 class Round:
-    """The exchange of one copy of each rank.
+    """One exchange of copies, in which each rank sends its copy to its buddies and receives those of its wards.
 
     taken: this member's own copy; None if it could not be taken.
     is_over: whether the thread has finished.
@@ -71,7 +71,7 @@ class Round:
         self.is_over = False
 
     def run(self) -> None:
-        """Carry out the round. This is the body of the round's thread."""
+        """Carry out the exchange of copies. This is the body of the round's thread, and raises nothing."""
         begin = time.perf_counter()
         try:
             self._carry_out()
@@ -170,13 +170,13 @@ class Round:
         return True
 
     def _answer(self, buddy: int) -> bool:
-        """Wait for a buddy's answer and return it."""
+        """Wait for a buddy's answer and return whether it was yes."""
         answer = torch.zeros(1, dtype=torch.int64)
         self._transport.receive(answer, buddy, TO_WARD).wait(self._deadline)
         return bool(answer.item())
 
     def _length(self, ward: Ward) -> int:
-        """Receive the length of a ward's message; `NOTHING` if no message will come."""
+        """Receive and return the length of a ward's message; `NOTHING` if no message will come."""
         numel = torch.zeros(1, dtype=torch.int64)
         self._receive(numel, ward).wait(self._deadline)
         if numel < 0:

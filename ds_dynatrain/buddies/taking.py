@@ -84,11 +84,11 @@ def _padded(shape: Shape) -> int:
 
 @dataclass(frozen=True, eq=False)
 class UndigestedCopy:
-    """A copy without its digests, which are computed later by the thread of its round.
+    """A copy whose digests are not yet computed; the thread that sends the copy computes them.
 
-    frozen: see `Kept`.
+    frozen: the frozen weights of this rank that other ranks have, too.
     memory: the bytes of all its tensors, a flat uint8 tensor.
-    copy: function that returns the copy with its digests.
+    copy: a function that computes the digests and returns the complete copy.
     """
 
     frozen: Buffers
@@ -108,10 +108,10 @@ def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
 def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: bool = False) -> UndigestedCopy:
     """Copy the state that only this rank holds into a room (the memory for one copy).
 
-    Parameters that stage 3 has gathered stay gathered, because the state is this rank's parts of them.
+    Parameters that ZeRO stage 3 has gathered stay gathered, because only this rank's partitions are copied.
 
     mark: the mark of the current boundary; None to compute it from this engine alone.
-    everything: see `is_copied`.
+    everything: whether to copy moments and masters even if other ranks hold them; see `is_copied`.
 
     Raises ConfigError for extra state or hyper-parameters that cannot be copied.
     """

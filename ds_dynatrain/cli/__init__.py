@@ -12,5 +12,5 @@
 | `probe` | measures links under torchrun and writes a cluster file |
 | `jobs` | runs a coordinator, shows the status of an elastic job, asks a node to leave |
 
-May import `comparison`, `exact` and `simulate`; start with `main`.
+This package may import only `comparison`, `exact` and `simulate`. Begin reading at `main`.
 """

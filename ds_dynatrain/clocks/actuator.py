@@ -10,7 +10,7 @@ from ds_dynatrain.extension import named
 
 
 class Actuator:
-    """Base class of actuators. A process makes one for its device, and its watcher makes another one.
+    """Base class of actuators, which set the clock of a device. A process and its watcher each make one for the device.
 
     device: the number of the device among those that the process sees.
     """
@@ -19,20 +19,20 @@ class Actuator:
     """The supported clocks, lowest first; the same on all members."""
     unit: ClassVar[str] = "MHz"
     is_dry: ClassVar[bool] = False
-    """Whether `set` sets nothing."""
+    """Whether `set` has no effect."""
 
     def __init__(self, device: int) -> None:
         self.device = device
 
     def set(self, clock: int) -> None:
-        """Let the device run at no more than this clock, which is one of `clocks`."""
+        """Limit the clock of the device to `clock`, which is one of `clocks`."""
 
     def give_back(self) -> None:
-        """Let the device choose its clock again. Does nothing if no clock is set."""
+        """Remove the limit that `set` has set. Does nothing if there is none."""
 
 
 class Dry(Actuator):
-    """An actuator that sets nothing: clocks are percent of the highest one."""
+    """Actuator without effect, for trials. Its clocks are percentages of the highest clock."""
 
     clocks = range(10, 101)
     unit = "%"
@@ -40,7 +40,7 @@ class Dry(Actuator):
 
 
 class Zeus(Actuator):
-    """The actuator on the library `zeus`, for NVIDIA's and AMD's cards. Raises ConfigError if it cannot be used."""
+    """Actuator that uses the library `zeus`, for NVIDIA and AMD cards. Raises ConfigError if zeus cannot be used."""
 
     def __init__(self, device: int) -> None:
         super().__init__(device)
@@ -61,16 +61,16 @@ class Zeus(Actuator):
             ) from error
 
     def set(self, clock: int) -> None:
-        """Set the highest clock that the card may choose."""
+        """Limit the clock of the card to `clock`."""
         self._gpus.set_gpu_locked_clocks(self.device, self.clocks[0], clock)
 
     def give_back(self) -> None:
-        """Unlock the card's clock."""
+        """Remove the limit on the card's clock."""
         self._gpus.reset_gpu_locked_clocks(self.device)
 
 
 def made(name: str, device: int) -> Actuator:
-    """Return the actuator of this name for a device. Raises ConfigError if there is none."""
+    """Return a new actuator for a device. Raises ConfigError if `name` is not "dry", "zeus" or a "module:Class"."""
     kinds: dict[str, type[Actuator]] = {"dry": Dry, "zeus": Zeus}
     try:
         return kinds[name](device) if name in kinds else named(name)(device)

@@ -1,7 +1,7 @@
-"""The bisection that finds the clocks of all ranks from the seconds for which they compute.
+"""Bisection that finds, for each rank, the lowest clock at which the rank does not delay the step.
 
-A clock is given by its place among the supported clocks, from the lowest. A rank that computes longer at a lower clock
-limits the step as soon as it computes longer than the slowest rank, which keeps the highest clock.
+A clock is given by its index among the supported clocks, lowest first (its "place"). A rank computes longer at a lower
+clock, and limits the step once it computes longer than the slowest rank, which keeps the highest clock.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 LIMITS_NOT_YET = -1
-"""The place below the lowest clock."""
+"""The place used while no clock is known to be too low."""
 
 
 @dataclass(frozen=True)
 class ClockSearch:
-    """The state of the search, which is the same on all members. `after` returns the next state.
+    """State of the search for the clocks of all ranks, equal on all members. `after` returns the next state.
 
     clocks: the supported clocks, lowest first.
     enough: for each rank, the lowest known place at which it does not limit the step.
     limits: for each rank, the highest known place at which it limits the step; -1 if none is known.
-    slowest: the ranks that keep the highest clock; () before the first window.
+    slowest: the ranks that keep the highest clock; () before the first timing window has ended.
     """
 
     clocks: tuple[int, ...]
@@ -30,20 +30,20 @@ class ClockSearch:
 
     @classmethod
     def begun(cls, clocks: Sequence[int], ranks: int) -> ClockSearch:
-        """Return the state in which all ranks have the highest clock, and no window has been measured yet."""
+        """Return the initial state: all ranks have the highest clock, and nothing has been measured yet."""
         return cls(tuple(clocks), (len(clocks) - 1,) * ranks, (LIMITS_NOT_YET,) * ranks)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The place of each rank's clock for the next window: halfway between those that limit and those that do
-        not."""
+        """The place of each rank's clock in the next timing window: halfway between the highest clock known to be too
+        low and the lowest one known to be sufficient."""
         if not self.slowest:
             return self.enough
         return tuple((low + high) // 2 if high - low > 1 else high for low, high in self._spans)
 
     @property
     def is_over(self) -> bool:
-        """Whether the clock of every rank is known."""
+        """Whether the search has found the clock of every rank."""
         return bool(self.slowest) and all(high - low == 1 for low, high in self._spans)
 
     @property
@@ -51,10 +51,10 @@ class ClockSearch:
         return list(zip(self.limits, self.enough, strict=True))
 
     def after(self, seconds: Sequence[float], least: float) -> ClockSearch:
-        """Return the state after one more window, in which the ranks had the clocks of `places`.
+        """Return the state after one more timing window, in which the ranks had the clocks of `places`.
 
-        seconds: for which each rank computed.
-        least: the share of the slowest rank's seconds below which a difference does not count in the first window.
+        seconds: the compute time of each rank.
+        least: the first window counts every rank as slowest whose time is within this fraction of the longest.
         """
         if not self.slowest:
             bound = (1 - least) * max(seconds)
@@ -69,13 +69,14 @@ class ClockSearch:
         return replace(self, enough=enough, limits=limits)
 
     def predicted(self, seconds: Sequence[float]) -> list[float]:
-        """Return the seconds of each rank at the clocks of `places` if they grow as clocks fall, which is the most.
+        """Return an upper bound on the compute time of each rank, in seconds, at the clocks of `places`.
 
-        seconds: at the highest clock.
+        The bound assumes that time is inversely proportional to the clock.
+        seconds: the compute times at the highest clock.
         """
         return [each * (self.clocks[-1] / self.clocks[place]) for each, place in zip(seconds, self.places, strict=True)]
 
 
 def waiting(seconds: Sequence[float]) -> float:
-    """Return how long the ranks wait for the slowest one on average, as a share of its seconds."""
+    """Return how long ranks wait for the slowest rank on average, as a fraction of the slowest rank's time."""
     return 1 - sum(seconds) / len(seconds) / max(seconds)

@@ -1,9 +1,9 @@
-"""The extension that lowers the clocks of members that wait, after the timing windows of `balance`.
+"""The extension that lowers the clocks of members that wait for slower ones.
 
-At the end of a window all members know for how many seconds each rank computed. Each of them advances the same search
-for the clocks of all ranks (`clock_search`), and sets its own clock. The next window begins as soon as steps at the new
-clocks have settled, until the search is over. A change of members or layout, or costs that change later, set all clocks
-to the highest again and begin a new search.
+It uses the timing windows of `balance`, which are sequences of timed steps. At the end of a window all members know for
+how many seconds each rank computed. Each member advances the same search for the clocks of all ranks (`clock_search`),
+and sets its own clock. The next window begins once step times have settled at the new clocks, until the search is over.
+If members, layout or costs change later, all clocks return to the highest, and a new search begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_dynatrain.report import logger
 class Clocks(Extension):
     """The extension for the `clocks` block of a job.
 
-    search: the state of the search; None before the first window in a world, and in "off".
+    search: the state of the search; None before the first timing window in a world, and if the actuator is "off".
     """
 
     name = "clocks"
@@ -37,7 +37,7 @@ class Clocks(Extension):
     _actuator: Actuator | None = None
     _watcher: subprocess.Popen[bytes] | None = None
     _busy: Busy | None = None
-    """The last window that was used."""
+    """The results of the last timing window that was used."""
     _since: int | None = None
     """The step at which costs last changed; None while clocks are searched for."""
 
@@ -48,7 +48,7 @@ class Clocks(Extension):
     # ---- when an engine is made, and ends ----------------------------------------------------------------------------
 
     def check_launch(self, is_elastic: bool) -> None:
-        """Make the actuator, and let it give back a clock that a killed job has left.
+        """Make the actuator, and remove a limit that a killed job has left on the device's clock.
 
         Raises ConfigError if nothing measures times or the actuator cannot set clocks, and UnsupportedError if layers
         move, too.
@@ -75,26 +75,27 @@ class Clocks(Extension):
         self._actuator = actuator
 
     def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
-        """Raise UnsupportedError, because one engine's waiting does not decide on the clock of a process."""
+        """Raise UnsupportedError if clocks are to be set, because the second engine's work on the device is not
+        measured."""
         if self._settings.actuator != "off":
             raise BESIDE_ANOTHER_ENGINE.error("dynatrain.clocks")
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return the supported clocks, by which all members search alike."""
+        """Return a description of the supported clocks, which must be equal on all members."""
         if self._actuator is None:
             return {}
         clocks, unit = self._actuator.clocks, self._actuator.unit
         return {"clocks of the device": f"{len(clocks)} of {clocks[0]} to {clocks[-1]} {unit}"}
 
     def attach(self, engine: Any) -> None:
-        """Attach to the engine, and start the process that gives the clock back if this one is killed."""
+        """Attach to the engine, and start the watcher, which removes the clock's limit if this process is killed."""
         super().attach(engine)
         self._engine: EngineParts = engine._parts
         if self._actuator is not None and not self._actuator.is_dry:
             self._watcher = watcher.start(self._settings.actuator, self._device)
 
     def on_end(self) -> None:
-        """Give the clock back, and end the watcher."""
+        """Remove the limit on the device's clock, and end the watcher."""
         if self._watcher is not None:
             self._set(None)
             self._watcher.kill()
@@ -104,7 +105,7 @@ class Clocks(Extension):
     # ---- in a job ----------------------------------------------------------------------------------------------------
 
     def on_change(self, change: Any) -> None:
-        """Begin anew in another world, with the highest clock. A member without work keeps it."""
+        """Set the highest clock and begin a new search in the new world. An idle member keeps the highest clock."""
         self._begin()
 
     def after_step(self) -> None:
@@ -127,7 +128,7 @@ class Clocks(Extension):
         self._set(None)
 
     def _continue(self, actuator: Actuator, busy: Busy) -> None:
-        """Advance the search by one window; if nothing is ever set, by as many predictions as it needs."""
+        """Advance the search by one timing window. With a dry actuator, complete the search with predicted times."""
         least = self._balance.least_gain
         search = (self.search or ClockSearch.begun(actuator.clocks, len(busy.seconds))).after(busy.seconds, least)
         while actuator.is_dry and not search.is_over:
@@ -140,7 +141,7 @@ class Clocks(Extension):
             self._tell(actuator, search, busy)
 
     def _set(self, place: int | None) -> None:
-        """Set this member's clock by its place; None, like the highest place, leaves the clock to the device."""
+        """Set this member's clock to `clocks[place]`. None, or the last index, removes the limit instead."""
         actuator = self._actuator
         if actuator is None:
             return

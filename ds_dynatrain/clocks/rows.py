@@ -1,4 +1,4 @@
-"""Rows on the clocks of members that wait (`dynatrain.clocks`)."""
+"""Rows of the support table about the clocks of members that wait (`dynatrain.clocks`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The process that gives a clock back once its member has ended, whichever way: python -m ds_dynatrain.clocks.watcher.
+"""Watcher: a process that removes the limit on a device's clock after its member has ended, even by SIGKILL.
 
-A process that is killed can give nothing back itself. Its watcher waits for its end, in a session of its own, so that
-torchrun's signals to the member's session do not end the watcher, too.
+It runs in a session of its own, so that torchrun's signals to the member's session do not end it. Started as `python -m
+ds_dynatrain.clocks.watcher`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ds_dynatrain.clocks.actuator import made
 
 
 def start(actuator: str, device: int) -> subprocess.Popen[bytes]:
-    """Start the watcher of this process.
+    """Start a watcher, which removes the limit on the device's clock after this process has ended.
 
     actuator: the name of the actuator in the configuration.
     device: the number of this process's device.
@@ -28,7 +28,7 @@ def start(actuator: str, device: int) -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Wait for the end of the process that started this one, and give the clock of its device back."""
+    """Wait until the process that started this one has ended, and remove the limit on its device's clock."""
     member, actuator = int(sys.argv[1]), made(sys.argv[2], int(sys.argv[3]))
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

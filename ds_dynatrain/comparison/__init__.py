@@ -9,5 +9,5 @@ Ranks run `ours`, `stock` or `dcp`, each of which has a trainer based on `worklo
 jobs of DeepSpeed. To check that the state after a change equals the state before it, digests of tensors are compared.
 Each framework's own functions return these tensors, so the check shares no code with what is measured.
 
-May import the package's public names and `exits`; start with `comparison`.
+This package may import only the package's public names and `exits`. Begin reading at `comparison`.
 """

@@ -5,7 +5,7 @@ samples in every world. `order` determines the samples of each global batch, and
 `source` extracts the data set and settings from a torch loader. `loader` has the loaders that a user iterates over, and
 the protocol `LoaderHost`, which an engine implements for them. The package depends on torch and not on DeepSpeed.
 
-May import `transfer` and `support`; start with `loader`.
+This package may import only `transfer` and `support`. Begin reading at `loader`.
 """
 
 from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Leaf, LeafArithmetic, Slot, nearest_even

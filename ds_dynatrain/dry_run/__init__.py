@@ -5,5 +5,5 @@ configuration, and `planned_job` adds what a DeepSpeed configuration says about 
 options, and computes the answer for one change with `space` and `plan`, as a running job does for a switch. `answer` is
 the answer as plain data, and `printing` prints it or draws it on a page.
 
-May import `config`, `exits`, `plan`, `support` and `terminal`; start with `change`.
+This package may import only `config`, `exits`, `plan`, `support` and `terminal`. Begin reading at `change`.
 """

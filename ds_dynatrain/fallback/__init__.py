@@ -9,5 +9,5 @@
 
 `engine/checkpoints` restores from these checkpoints.
 
-May import `engine`; start with `extension`.
+This package may import only `engine`. Begin reading at `extension`.
 """

@@ -35,12 +35,12 @@ TERMINATED = 143
 """Exit code after SIGTERM: 128 + 15, the shell's convention."""
 PATIENCE_STEPS = 8
 """Number of steps for which an ending engine waits for others that are always in a global batch, before it ends without
-saving them. A save that is due and finds no boundary for this many steps counts as waiting."""
+saving them. A due save that finds no boundary for this many steps is reported as waiting."""
 END_STEPS = 2
 """Number of steps after SIGTERM within which all members save and end, if each step has a boundary."""
 LOOK_SECONDS = 1.0
 MOST_STEPS = 64
-"""The most steps between two looks at rank 0's clock; the looks are about `LOOK_SECONDS` apart."""
+"""The most steps between two queries of rank 0's clock, which are about `LOOK_SECONDS` apart."""
 ANSWER_SECONDS = 2.0
 BUSY_SECONDS = 10.0
 """How long a save waits for the previous one to end before it is put off. The limit for the board's answer is
@@ -51,7 +51,7 @@ ANYTHING = 1 << 62
 
 
 class Fallback(Extension):
-    """One member's part in saving the checkpoints that the `fallback` block requests."""
+    """Extension for the `fallback` block: one member's part in saving checkpoints automatically."""
 
     name = "fallback"
 
@@ -201,7 +201,7 @@ class Fallback(Extension):
             engine.note_safe()
 
     def _write(self, tag: str | None, key: str, keep: int | None, in_background: bool) -> None:
-        """Save a checkpoint of this engine alone. Raises CheckpointError if saving fails."""
+        """Save a checkpoint of this engine only. Raises CheckpointError if saving fails."""
         self._engine.saver.save(self.backups().path, tag, key, "", keep, in_background)
 
     # ---- other engines of this process -------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Fallback(Extension):
     # ---- what waits for a boundary -----------------------------------------------------------------------------------
 
     def waiting(self, steps: int) -> Iterator[str]:
-        """Yield a description of each save of this extension that waits for a boundary."""
+        """Yield a description of each due save that waits for a boundary, the point between two optimizer steps."""
         engine = self._engine
         if self._hears_termination() and engine.global_steps - self._told_at > END_STEPS:
             yield "SIGTERM has come, all working members are to save and end"
@@ -236,7 +236,7 @@ class Fallback(Extension):
         return self._is_told
 
     def _is_the_end(self) -> bool:
-        """Return whether a member has received SIGTERM and this is the step at which all members end."""
+        """Return whether all members end at this step, because one of them has received SIGTERM."""
         if self._termination is None:
             return False
         engine, key = self._engine, f"fallback/{self._engine.segment}/end"
@@ -254,8 +254,8 @@ class Due:
     """Decides whether a fallback checkpoint of an engine is due, and whether it can be saved. The answers are the same
     on all members.
 
-    All members pass the same boundaries. Whether the number of steps makes a save due, each member knows by itself.
-    Whether the time makes it due, rank 0's clock decides; all members look at it together, about once a second. A save
+    All members pass the same boundaries. Each member counts steps itself. Rank 0's clock decides whether a save is due
+    by time; all members query the clock together, about once a second. A save
     needs the board (the members' key-value store), and the previous save must have ended. If a member would have to
     wait for either, all members put the save off. Members use collectives of their world to inform each other, because
     a coordinator that hangs would block a member that asks the board.
@@ -327,8 +327,8 @@ class Due:
         return seconds is not None and now - self._engine.safe_since >= seconds
 
     def _gap(self) -> int:
-        """Return the number of steps until the next look at the clock, estimated from the duration of steps since the
-        last look."""
+        """Return the number of steps until the next query of rank 0's clock, estimated from the duration of steps since
+        the last query."""
         (then, steps), now = self._looked, time.monotonic()
         step_seconds = max(1e-6, (now - then) / max(1, self._engine.global_steps - steps))
         self._looked = now, self._engine.global_steps

@@ -1,7 +1,7 @@
-"""One tag for the checkpoints of all engines of a process that were saved at one boundary.
+"""Joint checkpoints: those of all engines of a process, saved together between two steps under one tag.
 
-The engines share one history. Each has a folder of its own. A tag is restored only if all folders have it, and a
-complete checkpoint is removed only once there are enough newer ones.
+Each engine has its own folder. A tag is restored only if all folders have it, and a complete checkpoint is removed only
+once there are enough newer ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def joint_tags(folders: Sequence[Path]) -> list[str]:
 
 
 def free_in_all(folders: Sequence[Path], wanted: str) -> str:
-    """Return the wanted tag, with a number appended if one of the folders already has it."""
+    """Return `wanted` as a tag for a new checkpoint, with a number appended if one of the folders already has it."""
     taken, tag = "", wanted
     while tag != taken:
         taken = tag

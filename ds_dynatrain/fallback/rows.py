@@ -1,4 +1,4 @@
-"""Rows on checkpoints that a job saves by itself (`dynatrain.fallback`)."""
+"""Rows of the support table about checkpoints that a job saves automatically (`dynatrain.fallback`)."""
 
 from __future__ import annotations
 

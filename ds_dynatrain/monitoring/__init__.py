@@ -9,5 +9,5 @@
 
 All data comes from the coordinator: `elastic/history` and `elastic/view`.
 
-May import `elastic`; start with `server`.
+This package may import only `elastic`. Begin reading at `server`.
 """

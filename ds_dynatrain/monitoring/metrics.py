@@ -113,7 +113,7 @@ def _changes(view: View) -> Iterator[Metric]:
 
 
 def _goodput(view: View) -> Iterator[Metric]:
-    """Yield the metrics of productive and lost time, under the names that ml-goodput-measurement uses.
+    """Yield the metrics of productive and lost time, under the names that the ml-goodput-measurement library uses.
 
     Time metrics are gauges rather than counters, because the seconds of steps that are lost later stop counting.
     """

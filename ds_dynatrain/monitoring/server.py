@@ -1,4 +1,4 @@
-"""The monitoring port: GET requests for four paths, answered in separate threads from a view that the coordinator
+"""The monitoring server: answers GET requests for four paths, each in its own thread, from a view that the coordinator
 makes.
 
 Each reader has a few seconds and a few kilobytes, and only a few are served at a time. A slow or hostile reader loses
@@ -45,7 +45,7 @@ Answer = tuple[HTTPStatus, str, bytes]
 
 
 class Monitor:
-    """HTTP server of a job's view, from `start` to `stop`.
+    """HTTP server that shows a running job to its readers, from `start` to `stop`.
 
     Raises ElasticError under the same conditions as `Reading.listen`.
     """
@@ -59,7 +59,7 @@ class Monitor:
         self._thread = threading.Thread(target=serve, name="dynatrain-monitor", daemon=True)
 
     def start(self, feed: Feed[View], ask: Callable[[str], Shown]) -> None:
-        """Start serving the values of this feed in a thread.
+        """Start a thread that serves the newest view in `feed`.
 
         ask: asks a member what it is doing. Raises KeyError if there is no such member, TimeoutError if it does not
             answer.
@@ -93,7 +93,7 @@ class _Server(ThreadingHTTPServer):
         self._rendered: dict[str, tuple[View, Answer]] = {}
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Accept every connection, but at most one every `LEAST_SPACING` seconds."""
+        """Always return True, after waiting `LEAST_SPACING` seconds, which limits the rate of connections."""
         time.sleep(LEAST_SPACING)
         return True
 
@@ -136,7 +136,7 @@ class _Server(ThreadingHTTPServer):
             return known[1]
 
     def _doing(self, member: str) -> Answer:
-        """Return what a member is doing, as plain text: nothing of it is taken for markup."""
+        """Return an answer that says what a member is doing, as plain text, so that no browser reads it as HTML."""
         try:
             said = None if self.ask is None else self.ask(member)
         except KeyError:
@@ -170,7 +170,8 @@ class _Request(BaseHTTPRequestHandler):
     server_version, sys_version = "ds-dynatrain", ""
 
     def setup(self) -> None:
-        """Read the whole request first, within `READ_SECONDS`, even if it arrives slowly."""
+        """Read the headers of the request. A request that takes longer than `READ_SECONDS` in all raises
+        TimeoutError."""
         super().setup()
         self.rfile.close()
         self._said = _head(self.connection)
@@ -178,7 +179,7 @@ class _Request(BaseHTTPRequestHandler):
         self.connection.settimeout(WRITE_SECONDS)  # sendall's limit for all bytes together
 
     def handle(self) -> None:
-        """Answer one request if it is complete."""
+        """Answer the request, or send an error if its headers are incomplete or too long."""
         if END in self._said:
             self.handle_one_request()
         elif self._said:

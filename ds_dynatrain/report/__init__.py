@@ -2,7 +2,7 @@
 
 This package needs neither torch nor DeepSpeed, so reports can be read on any machine.
 
-May import `space`; start with `event`.
+This package may import only `space`. Begin reading at `event`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One line of the report of `ds-dynatrain doctor`."""
+"""`Check`, one line of the report of `ds-dynatrain doctor`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class CertificateSummary:
 
 @dataclass(frozen=True)
 class SwitchEvent:
-    """One switch, over all of its members.
+    """The record of one switch, for all of its members together.
 
     Byte counts are sums over the members. Phases, pause and predictions are those of the reporting member. Every other
     measurement is the largest one of any member.
@@ -65,12 +65,12 @@ class SwitchEvent:
     bytes_sent: int = 0
     """Bytes sent between members, including collectives."""
     bytes_minimum: int = 0
-    """Bytes that members lack in their new ranks, which is what the plan sends."""
+    """Bytes that members need for their new ranks and do not hold, which is what the plan sends."""
     bytes_bound: int | None = None
-    """The fewest bytes of tensors' state that any assignment of members to ranks sends, if the member at rank 0 keeps
-    it, with a proof. None if it was not computed, for example before the first optimizer step."""
+    """Proven lower bound on the bytes of tensor state that any assignment of members to ranks sends, if the member at
+    rank 0 keeps that rank. None if it was not computed, for example before the first optimizer step."""
     rank_zero_bytes: int | None = None
-    """How many of these bytes are sent because the member at rank 0 keeps it."""
+    """How many bytes of `bytes_bound` are sent only because the member at rank 0 keeps that rank."""
     bytes_busiest: int = 0
     """The planned bytes in the busiest direction of the busiest member, for which all others wait."""
     move_ms: float = 0.0
@@ -113,8 +113,8 @@ class SwitchEvent:
     measured_gain: float | None = None
     """Measured fraction of a step's time that was saved; None until the next window has measured it."""
     slowdown_removed: float | None = None
-    """Share of the time lost to slow members that balance has removed so far, by prediction, known with the measured
-    gain. None if no member has been slow."""
+    """Predicted share of the time lost to slow members that `balance` has removed so far; known once the gain is
+    measured. None if no member has been slow."""
     certificate: CertificateSummary | None = None
     reason: str = ""
     """Reason for a rollback or cancellation."""

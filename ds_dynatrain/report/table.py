@@ -1,4 +1,4 @@
-"""A table of switches for a terminal. It fits into 80 columns."""
+"""A table of switches for a terminal, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def table(events: Iterable[SwitchEvent]) -> Table:
 
     The columns are: the step at which the switch took effect; the layouts before and after; the members that train
     after it; the pause and, below it, the part that the certificate took; bytes sent and, below them, the fewest
-    possible; the most memory that a member held; the outcome. Below the table stand the reasons of switches that were
-    not committed.
+    possible; the most memory that a member held; the outcome. The reasons of switches that were not committed follow
+    below the table.
     """
     made = Table(title="Switches", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     made.title_justify = made.caption_justify = "left"

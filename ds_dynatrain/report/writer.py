@@ -73,7 +73,7 @@ def read_events(path: str | Path) -> list[SwitchEvent]:
 
 
 def _add_later(names: Sequence[str], record: dict[str, Any], events: list[SwitchEvent]) -> None:
-    """Set these fields of the last event with the record's generation to the values in the record.
+    """Find the last event of the record's generation, and copy the fields `names` from the record into it.
 
     Raises `ValueError` if there is no such event.
     """

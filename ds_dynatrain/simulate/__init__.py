@@ -8,5 +8,5 @@ which that file also prints and draws.
 
 All of it is a pure function of its arguments: nothing reads a clock, and every random draw has a seed.
 
-May import `balance`, `buddies` and `dry_run`; start with `player`.
+This package may import only `balance`, `buddies` and `dry_run`. Begin reading at `player`.
 """

@@ -7,11 +7,11 @@ objects. When the verdict on a feature changes, its row changes. `docs/support.m
 |---|---|
 | `row` `keys` `usage` | a row; the rows of the configuration's keys; the rows of uses outside the configuration |
 | `checks` | conditions of rows on more than one key, or on the layout |
-| `walk` | all rows, and a configuration against them |
-| `axes` | rules on the combinations of axes and stages, of `docs/dev/feasibility.md` |
+| `walk` | all rows; checks a configuration against them |
+| `axes` | rules on combinations of axes and ZeRO stages, from `docs/dev/feasibility.md` |
 | `proved` | not rows: what ran on which accelerator |
 
-May import `space` and `extension`; start with `row`.
+This package may import only `space` and `extension`. Begin reading at `row`.
 """
 
 from ds_dynatrain.support.keys import CONFIG_TABLES

@@ -53,7 +53,7 @@ PARTS: Mapping[str, str] = {
     "loops": "loops of Hugging Face and Lightning",
     "elastic": "nodes that come and go",
 }
-"""A map from each part of the package that touches a device to its name."""
+"""A map from each part of the package that uses a device to its description."""
 
 _H200, _TORCH, _DAY = "1 × H200", "torch 2.11.0+cu130", "2026-11-26"
 _ON_H200 = {
@@ -102,7 +102,7 @@ ON_TEST_DEVICE: Mapping[str, str] = {
 
 
 def standing(accelerator: str, part: str) -> str:
-    """Return where a part has run: on hardware, on the test device only, or never."""
+    """Return where a part has run, as text: the hardware, the test device only, or "never"."""
     proof = HARDWARE.get((accelerator, part))
     if proof is not None:
         return str(proof)

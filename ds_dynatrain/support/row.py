@@ -61,7 +61,7 @@ LayoutCheck = Callable[[Target], Refusal | None]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the support table.
 
     key: a dotted key (`zero_optimization.stage`), or the name of a usage.
     verdict: whether the feature works.

@@ -1,4 +1,4 @@
-"""Rows of the support table, and the check of a user's configuration against them, key by key."""
+"""All rows of the support table, and the check of each key of a user's configuration against them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AUTO_REFUSAL = Refusal("'auto' is filled in by Hugging Face's Trainer only", "g
 
 
 def all_tables() -> dict[str, tuple[Row, ...]]:
-    """Return every row, including those of extensions, keyed by the docs' name of its table."""
+    """Return all tables of rows, including those of extensions, keyed by their names in the docs."""
     return {**CONFIG_TABLES, "usage": USAGE, **extension.rows()}
 
 
@@ -92,9 +92,9 @@ def refuse_layout(target: Target) -> None:
 
 
 def row_of(key: str, value: object = None) -> Row | None:
-    """Return the row of a dotted key.
+    """Return the row of a dotted key; None if there is none.
 
-    It is the row about `value`, otherwise the key's own row, otherwise the row of a section that covers the key.
+    A row about `value` comes first, then the key's general row, then the row of a section that covers the key.
     """
     rows = CONFIG_ROWS.get(key, ())
     for row in (*(row for row in rows if row.is_about(value)), *(row for row in rows if not row.values)):

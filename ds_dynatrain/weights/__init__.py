@@ -1,4 +1,4 @@
-"""Weights out of a training, in any layout: to rollout engines, to Hugging Face folders, and back in.
+"""Export of a training run's weights, in any layout, to rollout engines and Hugging Face folders, and their import.
 
     from ds_dynatrain import weights
 
@@ -8,17 +8,17 @@
 | file | role |
 |---|---|
 | `weight_source` | the weights of one world: full tensors bucket by bucket, or this rank's parts |
-| `outputs` `naming` | what leaves the trainer: names, shapes, order, and what each tensor is made of |
-| `buckets` | which tensors travel together, and the collective of a bucket |
-| `pretrained` | folders for transformers |
-| `loading` | the way back: full tensors into weights and masters |
+| `outputs` `naming` | the tensors that leave the trainer: names, shapes, order, and the elements they consist of |
+| `buckets` | which tensors are gathered together, and the collective that gathers them |
+| `pretrained` | writes folders for transformers |
+| `loading` | loads full tensors into weights and masters |
 | `update` | `send`: an update with its version, coverage and digests |
 | **receivers/** | plain torch ranks, folders, vLLM, SGLang, TRL, verl |
 
-An extension package: nothing imports it but the engine's methods `save_pretrained` and `load_weights`, at their first
-call. It needs no vLLM, TRL or verl.
+Only the engine's methods `save_pretrained` and `load_weights` import this package, at their first call. It does not
+require vLLM, TRL or verl.
 
-May import `engine`; start with `weight_source`.
+This package may import only `engine`. Begin reading at `weight_source`.
 """
 
 from __future__ import annotations

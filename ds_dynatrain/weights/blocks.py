@@ -1,8 +1,8 @@
-"""Geometry of an update: which part of a tensor a receiving rank holds, and which runs of it a sending rank has.
+"""Geometry of a weight update: which part of a tensor a receiving rank holds, and which elements a sending rank has.
 
 A part is one block along one dimension, cut as `torch.chunk` does, and row-major in the receiver's memory. Parts, and
-the elements that a sender holds, are both extents. The intersection of two extents is a few series of runs, and one
-call copies each series.
+the elements that a sender holds, are both extents (equally long ranges at equal distances). The intersection of two
+extents is a few series of contiguous ranges, "runs"; one call copies each series.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ds_dynatrain.transfer.series import series
 
 
 class Move(NamedTuple):
-    """A series of `runs` runs of `length` elements, to copy from a sender's flat values to a receiver's.
+    """A strided copy of `runs` contiguous ranges of `length` elements from a sender's flat values to a receiver's.
 
-    at: the first element in the sender's values.
-    step: the distance between two runs in the sender's values.
-    to: the first element in the receiver's values.
-    pace: the distance between two runs in the receiver's values.
+    at: the offset of the first range in the sender's values.
+    step: the stride between ranges in the sender's values.
+    to: the offset of the first range in the receiver's values.
+    pace: the stride between ranges in the receiver's values.
     """
 
     at: int
@@ -37,7 +37,7 @@ class Move(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements in all runs."""
+        """Number of elements that are copied."""
         return self.length * self.runs
 
 
@@ -78,7 +78,10 @@ def moves_between(held: Extent, part: Extent) -> list[Move]:
 
 
 def check_coverage(name: str, numel: int, moves: Iterable[Move]) -> None:
-    """Raise TransferError unless the moves write each of a receiver's `numel` elements of a tensor exactly once."""
+    """Raise TransferError unless `moves` write each element of a receiver's part of a tensor exactly once.
+
+    numel: the number of elements of the part.
+    """
     known = list(moves)
     start = np.concatenate([np.empty(0, np.int64), *(move.to + move.pace * np.arange(move.runs) for move in known)])
     stop = start + np.repeat(interval.ints([move.length for move in known]), [move.runs for move in known])

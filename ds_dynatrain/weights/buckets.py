@@ -25,7 +25,7 @@ from ds_dynatrain.weights.outputs import BEFORE, Output, TensorRun, batches
 LARGE_BYTES = 32 << 20
 """Size in bytes above which a tensor outside the layers has its own bucket. An embedding is larger than a layer."""
 FEW_PIECES = 32
-"""Number of pieces up to which a loop over them is faster than a search for rows of equal length."""
+"""Number of pieces up to which copying them one by one is faster than searching for rows of equal length."""
 ALONE = "alone"
 PACKED = BufferId("packed", 0)
 """The buffer into which elements of other ranks are received."""
@@ -56,12 +56,12 @@ def bucketed(outputs: Sequence[Output], itemsize: int, most: int | None) -> list
 class Gathering:
     """One rank's part in the collective that gathers a bucket on its destinations.
 
-    line: the coordinate line of all logical tensors.
+    line: the coordinate line: all logical tensors end to end.
     shipments: a map from each destination to the elements that this rank sends, as pieces of its own buffers and of the
         send buffer.
     counts: the number of elements that this rank receives from each rank.
     parts: on a destination, all elements of the bucket after the collective; None on other ranks.
-    is_needed: whether any destination lacks an element. It is the same on all ranks.
+    is_needed: whether any destination lacks an element; equal on all ranks.
     """
 
     line: CoordinateLine
@@ -140,9 +140,9 @@ class Gathering:
 
 
 def _end_to_end(start: Ints, stop: Ints, at: int) -> Pieces:
-    """Return the pieces that runs form when they are packed into the buffer PACKED, in the given order.
+    """Return pieces that describe the ranges [start, stop) packed back to back in the buffer PACKED.
 
-    at: the offset of the first run.
+    at: the offset of the first range in the buffer.
     """
     ends = np.cumsum(stop - start)
     return Pieces(start, stop, np.zeros_like(start), at + ends - (stop - start), (PACKED,))
@@ -179,7 +179,7 @@ def assembled(
 
 
 def pieces_of(line: CoordinateLine, run: TensorRun, held: Pieces) -> Pieces:
-    """Return the pieces that contain the elements of a run."""
+    """Return the part of `held` that contains the elements of a run of one tensor."""
     base = int(line.bases[run.tensor])
     return held.restrict(interval.ints([base + run.start]), interval.ints([base + run.stop]))
 
@@ -204,7 +204,7 @@ def matched(
 
 
 def _view(line: CoordinateLine, output: Output, parts: Pieces, memory: Memory) -> torch.Tensor | None:
-    """Return the output as a view of memory; None if its elements are not contiguous there."""
+    """Return the output tensor as a view of `memory`; None if its elements are not contiguous there."""
     if len(output.runs) != 1 or output.deltas:
         return None
     pieces = pieces_of(line, output.runs[0], parts)

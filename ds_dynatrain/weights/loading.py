@@ -71,7 +71,7 @@ def load_weights(engine: Any, weights: Pairs | None) -> None:
 
 
 class StagedWeights:
-    """Copies of this member's weights and masters, into which new values are written."""
+    """Copies of this member's weights and masters, which receive the new values before the originals do."""
 
     def __init__(self, engine: EngineParts, buffers: Buffers) -> None:
         self._vps, layout, rank = engine.vps, engine.layout, engine.rank
@@ -90,8 +90,8 @@ class StagedWeights:
         """Sum of the digests of all tensors that were copied, in their given types."""
 
     def take(self, weights: Pairs) -> None:
-        """Copy all tensors. Raises WeightsError if one is unknown, missing, given twice with two values, or of another
-        shape.
+        """Write all given tensors into the copies. Raises WeightsError if a tensor is unknown, missing, of a wrong
+        shape, or given twice with different values.
         """
         copies = {self._places[key]: held.detach().clone() for key, held in self._live.items()}
         self._copies = {key: copies[place] for key, place in self._places.items()}
@@ -128,7 +128,7 @@ class StagedWeights:
             raise WeightsError(f"{len(missing)} of {len(self._outputs)} tensors are missing, such as {missing[0]!r}")
 
     def _take_buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a persistent buffer of the module. Buffers that are not given keep their values."""
+        """Keep a copy of the new value of one of the module's persistent buffers. Other buffers keep their values."""
         if tensor.shape != self._buffers[name].shape or tensor.is_meta:
             raise WeightsError(
                 f"buffer {name!r} is of {tuple(tensor.shape)}, and {tuple(self._buffers[name].shape)} is expected"

@@ -103,7 +103,7 @@ def layer_of(name: str) -> str:
 
 
 def by_user(outputs: Sequence[Output], user: Iterable[Any]) -> list[Output]:
-    """Return the outputs, with the user's original tensors in place of tensors that DeepSpeed has converted.
+    """Return the outputs, with the user's original tensors instead of the tensors into which DeepSpeed converted them.
 
     user: the original tensors; see `UserTensor` in `adapters.model.auto_ep`.
     """
@@ -157,10 +157,10 @@ def in_checkpoint(model: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 def _converted(
     outputs: list[Output], convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> list[Output]:
-    """Return the outputs that a conversion makes of these outputs.
+    """Return the output tensors that `convert` makes from the given ones.
 
-    The conversion is applied to tensors of distinct numbers, two for each row of a matrix, which show where each row
-    goes.
+    The conversion is applied to tensors filled with distinct numbers, two per row of a matrix, which show where each
+    row goes.
     """
     shapes = [_thin(each.shape) for each in outputs]
     bases = np.cumsum([0, *(math.prod(shape) + 1 & ~1 for shape in shapes)])
@@ -226,7 +226,7 @@ def base_of(module: nn.Module) -> nn.Module:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a map from name to persistent buffer of a model. A peft wrapper is removed first."""
+    """Return a map from name to persistent buffer of a model, under the names without a peft wrapper."""
     model = base_of(module)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     named = ((name.replace(BASE, "."), held) for name, held in model.state_dict().items() if name not in parameters)
@@ -251,7 +251,7 @@ def adapters(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 
 
 def merged(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
-    """Return the outputs of the wrapped model with the active adapter merged in, or unchanged outputs without peft.
+    """Return the outputs of the wrapped model with the active adapter merged in; without peft, return them unchanged.
 
     Raises UnsupportedError if an adapter is not a low-rank term of a linear layer or an embedding.
     """
@@ -277,7 +277,7 @@ def merged(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (path, layer) for each layer that peft has wrapped.
 
-    Raises UnsupportedError for layers that are not LoRA's, and for LoRA layers around a bare parameter.
+    Raises UnsupportedError for adapters other than LoRA, and for LoRA around a bare parameter.
     """
     for path, part in module.named_modules():
         if hasattr(part, "base_layer"):
@@ -315,7 +315,7 @@ def _deltas(path: str, part: Any, name: str, known: dict[str, Output]) -> Iterat
 
 
 def _only_active(module: Any) -> str:
-    """Return the name of the active adapter."""
+    """Return the name of the active adapter. Raises ConfigError unless exactly one is active."""
     names = list(module.active_adapters)
     if len(names) != 1:
         raise ConfigError(f"{len(names)} adapters are active: {', '.join(names)}; activate one with set_adapter")

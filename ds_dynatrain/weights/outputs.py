@@ -60,7 +60,7 @@ class ParamMeta:
 
 @dataclass(frozen=True)
 class TensorRun:
-    """The elements [start, stop) of logical tensor number `tensor`, which begin at element `at` of an output tensor."""
+    """The elements [start, stop) of logical tensor number `tensor`; the first is element `at` of an output tensor."""
 
     tensor: int
     start: int
@@ -104,7 +104,7 @@ class Output:
 
     @property
     def tensors(self) -> Iterator[int]:
-        """The numbers of the logical tensors that the output needs."""
+        """The numbers of the logical tensors from which the output is made."""
         for run in self.runs:
             yield run.tensor
         for delta in self.deltas:

@@ -1,6 +1,6 @@
 """`engine.save_pretrained`: writes a folder that Hugging Face's `from_pretrained` reads, from any layout.
 
-Rank 0 writes each tensor when the source yields it, so it needs memory for one bucket and one tensor. Files are written
+Rank 0 writes each tensor as soon as it is gathered, so it needs memory for one bucket and one tensor. Files are written
 under temporary names and renamed when all of them are complete. Before that, the index of an earlier call is removed;
 the new index is written last.
 """

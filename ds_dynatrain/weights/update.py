@@ -37,7 +37,7 @@ class Update:
     seconds: duration of the update on this rank.
     digests: digest of each whole tensor (see `transfer.digests`), which is the sum of the digests of its parts.
     is_delta: whether only changed elements were sent.
-    collectives: number of collectives in the trainer's world.
+    collectives: number of collectives that the update used in the trainer's world.
     rpcs: number of requests that this rank sent to the receivers.
     """
 
@@ -54,10 +54,10 @@ class Update:
 
 
 class Receiver:
-    """Base class of receivers. Each rank of the trainer has one object, for as long as the rollouts run.
+    """Base class of receivers of weights. Each rank of the trainer has one object, for as long as the rollouts run.
 
-    full_on: the input of the class's `send`: full tensors, which have values on the "first" rank or on "all" ranks
-        (`Outgoing.full`), or each rank's own parts ("none", `Outgoing.runs`).
+    full_on: what `send` reads: full tensors, with values on the "first" rank or on "all" ranks (`Outgoing.full`), or
+        each rank's own parts ("none", `Outgoing.runs`).
     has_deltas: whether the class can send only changed elements.
     always_claims: whether ranks agree on a version before each update; otherwise only before the first one in a world.
     """
@@ -66,12 +66,12 @@ class Receiver:
     has_deltas: bool = False
     always_claims: ClassVar[bool] = True
     world: tuple[Any, ...] | None = None
-    """Group and layout of the world in which the last update succeeded; the same on all ranks of it."""
+    """Group and layout of the world in which the last update succeeded; equal on all ranks of that world."""
     version = 0
     """Version of the newest update in which this rank took part; 0 before the first."""
 
     def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
-        """Return the version that this rank proposes, and two numbers for the class itself. All ranks see them.
+        """Return the version that this rank proposes, and two numbers for use by the class. All ranks see all three.
 
         Called on each rank before an update; must not run collectives. The highest proposal becomes the version.
         """
@@ -123,9 +123,9 @@ class Outgoing:
         self._sums = np.zeros((2, len(self._numbers)), np.uint64)
 
     def begin(self) -> None:
-        """Get the first full tensor before the receiver hears of the update. Called on all ranks.
+        """Gather the first full tensor, before the update is announced to the receiver. Called on all ranks.
 
-        If the weights cannot be read, all ranks learn it here.
+        If the weights cannot be read, this raises on all ranks.
         """
         self._passing = chain(list(islice(self._passing, 1)), self._passing)
 
@@ -161,7 +161,7 @@ class Outgoing:
             yield self._numbers[name], extent, flat
 
     def settle(self, error: Exception | None) -> None:
-        """Read the full tensors to their end, as all ranks must, and call `prove`. All ranks must call this together.
+        """Read all remaining full tensors, and call `prove`. All ranks must call this together.
 
         error: the error because of which this rank could not send its part; None if there was none.
         """
@@ -187,7 +187,7 @@ class Outgoing:
         self._sums[:, number] += np.array([added, extent.numel], np.uint64)
 
     def prove(self, error: Exception | None = None) -> None:
-        """Add up what all ranks have sent, and raise on all of them if anything is missing. A collective.
+        """Add up what all ranks have sent, and raise on all ranks if anything is missing. This is a collective.
 
         error: the error because of which this rank could not send its part; None if there was none.
         """
@@ -204,8 +204,8 @@ class Outgoing:
         self._judge(sums[:-2].numpy().view(np.uint64).reshape(2, -1))
 
     def check_whole(self) -> None:
-        """Raise TransferError unless all elements were sent. Called on the rank that has iterated over all full
-        tensors.
+        """Raise TransferError unless every element of every tensor was sent. Called on the rank that has iterated over
+        all full tensors.
         """
         self._judge(self._sums)
 
@@ -233,7 +233,7 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
 
     Raises TransferError, on all ranks, if an update does not arrive completely. `Group` and `Folder` then keep the
     previous weights. A vLLM or SGLang server has already overwritten some of its weights, and needs another update.
-    Raises WorldChanged in a discarded global batch, and if the trainer's own world changes meanwhile.
+    Raises WorldChanged in a discarded global batch, and if the trainer's own world changes during the call.
     """
     if delta and not receiver.has_deltas:
         raise UnsupportedError(f"{type(receiver).__name__} takes whole tensors only: call send without delta=True")
@@ -265,7 +265,7 @@ def send(engine: Any, receiver: Receiver, *, delta: bool = False, version: str |
 
 
 def _claims(source: Any, receiver: Receiver, delta: bool) -> list[list[int]]:
-    """Return the claims of all ranks. Raises on all ranks if one of them cannot take part."""
+    """Return what `receiver.claim` returned on each rank. Raises on all ranks if one of them cannot take part."""
     error: Exception | None = None
     try:
         mine = receiver.claim(source, delta)

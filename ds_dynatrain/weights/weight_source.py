@@ -1,11 +1,11 @@
-"""The source of a trainer's weights: full tensors bucket by bucket, or the parts that this rank has.
+"""`WeightSource`: yields a trainer's weights as full tensors, bucket by bucket, or as the parts that this rank has.
 
-`WeightSource` has the methods of vLLM's class of that name, without importing vLLM.
+The class has the methods of vLLM's class of the same name, without importing vLLM.
 
-Shards have the form of torch's `DTensor`. The mesh has the axis that ZeRO divides (data x sequence), and the tensor
+Shards are described as in torch's `DTensor`. The mesh has the axis that ZeRO divides (data x sequence), and the tensor
 axis if that has more than one rank. ZeRO stages 0 to 2 replicate weights. Stage 3 cuts dimension 0 if each rank's part
-is whole rows. Weights in pipelines, experts, and tensors that AutoTP cuts in several blocks or unevenly have no such
-form.
+is whole rows. Weights in pipelines, experts, and tensors that AutoTP cuts in several blocks or unevenly cannot be
+described this way.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ def source(
     *,
     poison: bool = False,
 ) -> WeightSource:
-    """Return the weights of an engine's current world. Call it on every working member, and again after a switch.
+    """Return a source of an engine's weights in its current world. Call this on every working member, and again after
+    every switch.
 
     names: "hf" for the names in the model's Hugging Face checkpoint; or a mapping or function from the model's own
         parameter names to others, for example for a PipelineModule, which names parameters by the numbers of their
         layers.
     full_on: the ranks on which `iter_full` yields tensors with values: the "first", "all", or "none".
     bucket_bytes: the maximum number of bytes that are gathered at once; by default, a layer is gathered.
-    poison: whether to overwrite a tensor with NaN when the next one is requested, to find code that keeps one too long.
+    poison: whether to overwrite each tensor with NaN when the next one is requested, to find code that keeps a tensor
+        too long.
     """
     parts: EngineParts = engine._parts
     if full_on not in get_args(FullOn):
@@ -161,7 +163,8 @@ class WeightSource:
         return not any(each.deltas for each in self._outputs)
 
     def runs(self) -> Iterator[tuple[str, Extent, torch.Tensor]]:
-        """Yield (name, extent, values) of the elements that this rank owns, in the order of `metadata`. Sends nothing.
+        """Yield (name, extent, values) of the elements that this rank owns, in the order of `metadata`. Does not
+        communicate.
 
         Each element of an output tensor is owned by exactly one rank. The values are views of the weights, one row per
         run of the extent, and must not be written to.
@@ -186,7 +189,7 @@ class WeightSource:
                     yield output.name, Extent(start, length), values.view(1, length)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, this rank's shard) in the order of `metadata`, which has the placements. No communication.
+        """Yield (name, this rank's shard) in the order of `metadata`, which has the placements. Does not communicate.
 
         Shards are views of the weights and must not be written to. Raises WeightsError, before the first one, if a
         tensor has no shards that `DTensor` can describe.
@@ -281,7 +284,7 @@ def read_buffers(engine: EngineParts, what: str, in_the_way: str) -> Buffers:
 
 
 def agreed_buffers(engine: EngineParts, what: str, in_the_way: str) -> tuple[Session, Buffers]:
-    """Return a session of all ranks and this rank's buffers, once the buffers of all ranks can be read.
+    """Return a session (a negotiation among all ranks) and this rank's buffers, if all ranks' buffers can be read.
 
     Called on all ranks. Raises WeightsError, on all ranks alike, if one rank's buffers cannot be read. Raises
     WorldChanged in a discarded global batch, because new members do not take part in it and would not answer.
@@ -308,7 +311,7 @@ def raise_first(said: dict[int, str], end: str, cause: Exception | None = None) 
 
     said: the problem of each member; "" if it has none.
     end: text to add to the message.
-    cause: the cause of the error.
+    cause: the exception to chain to the error.
     """
     for member, problem in sorted(said.items()):
         if problem:

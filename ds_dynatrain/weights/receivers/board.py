@@ -1,7 +1,7 @@
-"""Records on which trainer and receiving ranks of a group agree, in a store that the first receiving rank hosts.
+"""Records by which a trainer and its receiving ranks coordinate, in a key-value store on the first receiving rank.
 
-Records are JSON and arrays of numbers; nothing is unpickled. The first receiving rank removes those of earlier links
-and versions, except for verdicts. Their keys:
+Records are JSON and arrays of numbers; nothing is unpickled. The first receiving rank removes records of earlier links
+and versions, except the final decision on each version (its verdict). The keys:
 
 | key | written by | holds |
 |---|---|---|
@@ -44,7 +44,7 @@ PREFIX = "dynatrain-weights"
 
 
 def serve(address: str) -> tuple[TCPStore, str]:
-    """Start a store that listens at HOST:PORT, and return it with its address. Port 0 selects a free port."""
+    """Start a key-value store that listens at HOST:PORT, and return it with its address. Port 0 selects a free port."""
     place = Address.parse(address)
     listener = listen(place, is_guarded=True)  # with a token, all records in the store are signed
     place = Address(place.host, listener.getsockname()[1])
@@ -52,7 +52,9 @@ def serve(address: str) -> tuple[TCPStore, str]:
 
 
 def board_at(address: str, rank: int, seconds: float, token: str | None) -> Control:
-    """Return the board of the receivers at an address. Raises TransferError if nothing answers within `seconds`."""
+    """Return the receivers' board (their key-value store) at an address. Raises TransferError if it does not answer
+    within `seconds`.
+    """
     place = Address.parse(address)
     try:
         store = open_store(place.host, place.port, PREFIX, seconds)
@@ -94,7 +96,7 @@ class LinkConnection:
             return partial(self._finish, self._group.send([values], rank, 0), rank, what)
 
     def receive(self, values: torch.Tensor, rank: int, what: str) -> Callable[[], None]:
-        """Start receiving flat values into host memory from a rank. Return and errors are as for `send`."""
+        """Start receiving flat values into host memory from a rank. Return value and errors are those of `send`."""
         with self._naming(rank, what):
             return partial(self._finish, self._group.recv([values], rank, 0), rank, what)
 

@@ -1,4 +1,4 @@
-"""Deltas: the elements of a message whose bits have changed, in about one byte for the position and one for the change.
+"""Deltas: the changed elements of a message, each in about one byte for its position and one for the change.
 
 Between two updates with a small learning rate, an element changes by a few units in the last place, if at all. If its
 bits are read as an integer, this integer changes by a small number, and adding that number restores the value exactly.
@@ -16,14 +16,16 @@ from ds_dynatrain.errors import TransferError
 SKIP = 255
 """Byte for 255 unchanged elements. Any other byte N stands for N unchanged elements and the changed one after them."""
 LARGE = -128
-"""Value in place of a change that is too large for one byte, so that the whole element is sent."""
+"""Value that marks a change too large for one byte; the whole element is sent instead."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DeltaCounts(NamedTuple):
-    """The sizes that the receiver of a delta must know first.
+    """The sizes of a delta, which its receiver must know first.
 
-    places: number of bytes of the positions; `WHOLE` if all elements of the message follow, changed or not.
+    places: number of bytes with positions; `WHOLE` if all elements of the message follow, changed or not.
+    changes: number of changed elements, and of bytes with small changes.
+    large: number of elements that are sent whole, because their change is too large for one byte.
     """
 
     places: int
@@ -31,12 +33,12 @@ class DeltaCounts(NamedTuple):
     large: int
 
     def nbytes(self, numel: int, itemsize: int) -> int:
-        """Return the bytes of the delta that replaces a message of `numel` elements of `itemsize` bytes each."""
+        """Return the size in bytes of the delta for a message of `numel` elements of `itemsize` bytes each."""
         return numel * itemsize if self.places == WHOLE else self.places + self.changes + self.large * itemsize
 
 
 WHOLE = -1
-"""In `DeltaCounts.places`: all elements follow."""
+"""Value of `DeltaCounts.places` which says that all elements follow."""
 COUNTS_BYTES = 24
 
 
@@ -46,7 +48,7 @@ def bits(flat: torch.Tensor) -> torch.Tensor:
 
 
 def packed(values: torch.Tensor, before: torch.Tensor) -> tuple[DeltaCounts, torch.Tensor]:
-    """Return the changes from the values `before` as bytes, or the values themselves if these are shorter."""
+    """Return the delta from the values `before` to `values`, or `values` themselves if they take fewer bytes."""
     change = bits(values) - bits(before)  # integers wrap around on overflow
     at = change.nonzero().view(-1)
     skipped = at.diff(prepend=torch.tensor([-1])) - 1

@@ -1,4 +1,4 @@
-"""`vllm_source`: a source of weights as vLLM's own trainer engines take it (vLLM 0.33: NCCL, IPC, M2N, sharded RDT)."""
+"""`vllm_source`: a source of weights for vLLM's own trainer engines (vLLM 0.33: NCCL, IPC, M2N, sharded RDT)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 def vllm_source(source: Any) -> Any:
     """Return an instance of vLLM's `WeightSource` that reads `source`. vLLM must be installed on the trainer.
 
-    vLLM tests placements for its own classes and takes any others for replicas, so a source of ours must not be passed
-    to it as it is.
+    vLLM treats placements of any class but its own as replicas, so a `WeightSource` of this package must not be passed
+    to vLLM directly.
 
-    source: from `weights.source(engine)`, with `full_on="all"` for IPC and RDT; make both anew after a switch.
+    source: from `weights.source(engine)`, with `full_on="all"` for IPC and RDT. Make new ones of both after a switch.
     """
     from vllm.distributed.weight_transfer import base  # type: ignore[import-not-found]
 

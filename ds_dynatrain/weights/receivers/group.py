@@ -1,8 +1,8 @@
-"""`Group`: receivers that are plain torch processes. Each gets exactly its part, from the ranks that own it.
+"""`Group`: receivers that are plain torch processes. Each gets exactly its part, from the ranks that own the elements.
 
 A link is one gloo group of all ranks of a trainer's world and all receiving ranks. It is used as long as both sides
-stay the same. A switch, a join, a death or a restarted receiver requires a new link. `group_receiver` is the receivers'
-side.
+stay the same. A switch, a join, a death or a restarted receiver requires a new link. The receivers' side is in
+`group_receiver`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Group(Receiver):
     def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
         """Return (next version, number of the reusable link, version that a delta can build on).
 
-        The version is 0 except on rank 0. The others are 0 if there is no such link or version.
+        The next version is 0 except on rank 0. The other two numbers are 0 if there is no such link or version.
         """
         board, link = self._connected(source.rank), self._link
         if link is not None and link.world != _world_of(source):
@@ -112,7 +112,7 @@ class Group(Receiver):
         return board.count("versions"), number, base
 
     def send(self, out: Outgoing) -> None:
-        """Send one update, and return once all receivers use it. Raises TransferError on all ranks if they do not."""
+        """Send one update, and return once all receivers use it. Raises TransferError on all ranks if it fails."""
         board, rank, verdict = self._connected(out.source.rank), out.source.rank, f"verdict/{out.version}"
         error: Exception | None = None
 
@@ -158,7 +158,7 @@ class Group(Receiver):
     # ---- links -------------------------------------------------------------------------------------------------------
 
     def _linked(self, out: Outgoing, board: Control, stop: Callable[[], None]) -> TrainerLink:
-        """Announce the update on rank 0, and return the link by which all ranks send it. Connects anew if necessary."""
+        """Announce the update on rank 0, and return the link over which all ranks send it. Connects again if needed."""
         source, rank = out.source, out.source.rank
         links = {row[1] for row in out.table}
         old = self._link if len(links) == 1 and links != {0} else None

@@ -25,7 +25,7 @@ from ds_dynatrain.weights.receivers.deltas import COUNTS_BYTES, WHOLE, DeltaCoun
 from ds_dynatrain.weights.update import Update
 
 LOOK_SECONDS = 0.02
-"""Time between two looks for a new update."""
+"""Seconds between two polls for a new update."""
 MOST_ROWS = 1 << 26
 """Maximum number of rows in a plan."""
 Row = tuple[int, Move]
@@ -39,7 +39,7 @@ class ReceiverLink:
     targets: the tensors to receive.
     parts: the extent of this rank's part of each tensor.
     plan: a map from each bucket and each of the trainer's ranks to the moves that form one message, in order.
-    beside: memory for the parts of the next version, keyed by tensor name.
+    beside: buffers for the parts of the next version, keyed by tensor name.
     """
 
     number: int
@@ -102,8 +102,8 @@ class GroupReceiver:
         """Wait for the trainer's next version, receive it, and return its record. All receiving ranks call this.
 
         An update that fails half-way is logged and changes nothing, and the call continues to wait. The next update may
-        come from another world of the trainer. Raises MemberMissing if no version arrives within `timeout_seconds` (by
-        default those of the receiver).
+        come from another world of the trainer. Raises MemberMissing if no version arrives within `timeout_seconds`
+        (default: the receiver's own `timeout_seconds`).
         """
         begin, patience = time.monotonic(), self.timeout_seconds if timeout_seconds is None else timeout_seconds
         while True:
@@ -256,7 +256,7 @@ class GroupReceiver:
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def _receive(self, link: ReceiverLink, bucket: int, is_delta: bool, version: int) -> int:
-        """Receive one bucket from all ranks of the trainer. Return the number of bytes."""
+        """Receive one bucket from all ranks of the trainer, and return the number of bytes received."""
         plan, what = link.plan[bucket], f"version {version}"
         dtype = link.targets[next(iter(plan.values()))[0][0]].dtype
         numels = {trainer: sum(move.numel for _, move in rows) for trainer, rows in plan.items()}
@@ -311,8 +311,8 @@ class GroupReceiver:
 
 
 def _blocks(link: ReceiverLink, rows: list[Row], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of corresponding blocks: in the tensors of the next version, and in a message that consists of
-    `rows`.
+    """Yield (destination, source) for each move in `rows`: a block of a tensor of the next version, and its part of the
+    message `values`.
     """
     at = 0
     for tensor, (_, _, to, pace, length, count) in rows:

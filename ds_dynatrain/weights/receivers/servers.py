@@ -38,7 +38,7 @@ from ds_dynatrain.weights.update import Outgoing, Receiver
 
 
 class Broadcast(Protocol):
-    """The trainer's end of a group with a server's workers."""
+    """The trainer's end of a process group with a server's workers."""
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Any:
         """Broadcast the tensor to all workers.
@@ -48,10 +48,10 @@ class Broadcast(Protocol):
 
 
 LOOK_SECONDS = 0.01
-"""Time between two looks for the first worker."""
+"""Seconds between two checks whether the first worker has connected."""
 Endpoint = Callable[[Mapping[str, Any]], Broadcast]
-"""Function that makes a `Broadcast` from the entries of the workers' request: `master_address`, `master_port`,
-`world_size` and more."""
+"""A function that makes a `Broadcast` from the entries of the request that lets the workers join: `master_address`,
+`master_port`, `world_size` and more."""
 
 
 class Requests:
@@ -103,7 +103,7 @@ class Requests:
 
 
 class TorchEndpoint:
-    """A process group of torch, made as `torch.distributed` would, but without its global state.
+    """A torch process group, made the way `torch.distributed` makes one, but without its global state.
 
     It uses gloo if `device` is the CPU, otherwise the accelerator's library.
 
@@ -150,8 +150,9 @@ def free_port() -> int:
 
 
 def grouped(metadata: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
-    """Divide consecutive rows of the metadata into buckets. A bucket ends with the row that makes it exceed
-    `bucket_bytes`.
+    """Divide consecutive tensors into buckets. A bucket ends with the tensor that makes it exceed `bucket_bytes`.
+
+    metadata: the descriptions of the tensors.
     """
     found: list[list[Any]] = [[]]
     filled = 0
@@ -212,7 +213,7 @@ class Server(Receiver):
         workers: int,
         **more: Any,
     ) -> Broadcast:
-        """Return the trainer's end of a new group.
+        """Return the trainer's end of a new process group with the server's workers.
 
         join: the request that lets the workers join the group; called in the thread `beside`.
         own_address: function that returns this machine's address.
@@ -232,7 +233,7 @@ class Server(Receiver):
 def packed(
     out: Outgoing, tensors: Iterator[tuple[str, torch.Tensor]], buckets: Sequence[Sequence[Any]], device: torch.device
 ) -> Iterator[tuple[Sequence[Any], torch.Tensor]]:
-    """Yield (bucket, its tensors as bytes). The bytes are valid until the next ones are requested.
+    """Yield (bucket, its tensors as bytes). The bytes are valid until the next pair is requested.
 
     A bucket with one tensor is not copied; the tensors of other buckets are packed into one buffer.
     """
@@ -289,7 +290,7 @@ class VLLMClient(Requests):
         self.ask("POST", "/start_weight_update", {"is_checkpoint_format": True})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Let the workers receive weights. Returns once they have."""
+        """Let the workers receive weights, and return once they have."""
         self.ask("POST", "/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -407,7 +408,7 @@ class VLLM(Server):
         self._held = held
 
     def _connected(self, beside: ThreadPoolExecutor) -> Broadcast:
-        """Return the trainer's end of a new group."""
+        """Return the trainer's end of a new process group with the server's workers."""
         # fails if the workers are in no group; before vLLM 0.33 a new group replaces the old one
         with suppress(Exception):
             self.client.shutdown_weight_transfer_engine()

@@ -1,8 +1,7 @@
-"""`TRLWeights`: the object that TRL's AsyncGRPOTrainer takes as `weight_transfer`, for any receiver of this package.
+"""`TRLWeights`: an object for `weight_transfer` of TRL's AsyncGRPOTrainer; sends to any receiver of this package.
 
-On the main process, TRL's trainer iterates over its own parameters one by one, which an engine with ZeRO-3 or tensor
-parallelism does not hold. The other ranks do this in the trainer's method `_streaming_iter`. `attach` replaces both
-with `send`.
+TRL's main process iterates over whole parameters, which no rank holds with ZeRO-3 or tensor parallelism. The other
+ranks iterate in the trainer's method `_streaming_iter`. `attach` replaces both with `send`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from ds_dynatrain.weights.update import Receiver, Update, send
 
 
 class TRLWeights:
-    """TRL's `WeightTransferProtocol`. Make one on each rank, and `attach` it to the trainer before training begins.
+    """Implementation of TRL's `WeightTransferProtocol`. Make one on each rank, and `attach` it to the trainer before
+    training begins.
 
     receiver: the receiver of the weights.
     engine: function that returns the engine, which the trainer makes only later.
@@ -41,7 +41,7 @@ class TRLWeights:
         """The last update."""
 
     def attach(self, trainer: Any) -> None:
-        """Make all ranks of a trainer send by this object. Call it on every rank, after the trainer has been made.
+        """Let a trainer send its weights with this object. Call this on every rank, after the trainer has been made.
 
         Raises UnsupportedError if the trainer has no `_streaming_iter`, because its other ranks would not take part.
         """
@@ -65,8 +65,8 @@ class TRLWeights:
         self.last = send(self._engine(), self.receiver, delta=self._delta)
 
     def _on_other_ranks(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Take part in an update. TRL iterates over the result on all ranks except the main process, where it does not
-        run.
+        """Take part in an update, and yield nothing. TRL iterates over the result on all ranks except the main
+        process.
         """
         self.send_weights(iter(()))
         yield from ()

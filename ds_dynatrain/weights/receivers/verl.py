@@ -22,7 +22,7 @@ class ShardSpec:
     """The fields of verl's `ShardSpec` that are used here.
 
     full_shape: the shape of the whole tensor.
-    place: the row-major index in the tensor of the shard's first element.
+    place: the flat (row-major) index of the shard's first element in the whole tensor.
     gather_group: the group of all ranks of the world.
     contributes: whether this rank has a shard.
     """

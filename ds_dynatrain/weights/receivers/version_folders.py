@@ -1,6 +1,7 @@
-"""`Folder`: each version as a folder of safetensors with an index, which appears once it is complete.
+"""`Folder`: writes each version of the weights as a folder of safetensors, which appears once it is complete.
 
-`PATH/v00000007` has the files that `transformers` loads, and `update.json` with the digests. `newest` finds it.
+`PATH/v00000007` has the files that `transformers` loads, and `update.json` with the digests. `newest` finds the newest
+folder.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Folder(Receiver):
         self._model = nn.Module() if model is None else model
 
     def claim(self, source: Any, is_delta: bool) -> tuple[int, int, int]:
-        """Return the version that follows the newest one in the folder, on rank 0."""
+        """Return (next version, 0, 0). On rank 0 the version is above all those in the folder."""
         versions = _versions(self.path) if source.rank == 0 else []
         return max([self.version, *versions]) + 1, 0, 0
 
