@@ -1,4 +1,5 @@
-"""Membership: which processes train together, while they come and go. Uses the standard library and torch.distributed.
+"""Membership: which processes train together, in a job whose processes come and go. Uses the standard library and
+torch.distributed.
 
 | file | what it does |
 |---|---|
@@ -6,7 +7,7 @@
 | `messages` | messages between a coordinator and its peers: versioned, bounded, validated |
 | `settings` | how many nodes a job needs, and how long the coordinator waits for each kind of event |
 | `membership_machine` | the coordinator's decisions, without sockets and without a clock |
-| `roster` | workers counted as alive, with their reports; members that return after a restart; effects of decisions |
+| `roster` | workers counted as alive, with their reports; members that return after a restart; actions to carry out |
 | `links` `reach` | hosts that cannot reach each other: what the coordinator does about them; how members find out |
 | `history` `view` | the coordinator's record of its job; everything that is shown, as one value for other threads |
 | `coordinator` `door` | the membership server; its side of connections, and time limits for unauthenticated peers |

@@ -24,9 +24,9 @@ _EPOLL = "anon_inode:[eventpoll]"
 
 
 class WorldSockets:
-    """The sockets that gloo opened while one world's groups were built. Linux only.
+    """The sockets that gloo opened while the process groups of one world were built. Linux only.
 
-    Build the groups inside `building`; `abort` may be called at any time, from any thread. Sockets that other threads
+    Build the groups inside `building`. `abort` may be called at any time, from any thread. Sockets that other threads
     open during the build, in Python or in a library, are left alone.
     """
 
@@ -36,12 +36,12 @@ class WorldSockets:
 
     @contextmanager
     def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Context manager that adds every socket that gloo opens inside the block to this world, as soon as it is
-        opened.
+        """Context manager for building process groups: every socket that gloo opens inside the block is recorded as a
+        socket of this world, as soon as it is opened.
 
-        Sockets of stores to which this thread connects inside the block are added as well (`count_store`).
+        Sockets of stores to which this thread connects inside the block are recorded as well (`count_store`).
 
-        is_wanted: called at the start of the block, from which on `abort` reaches the new sockets. If it returns False,
+        is_wanted: called at the start of the block, when `abort` already covers the new sockets. If it returns False,
             because the world was aborted just before, WorldChanged is raised.
         """
         self._before = before = gloo_sockets()
@@ -66,7 +66,7 @@ class WorldSockets:
         return sum(_shut(*each) for each in mine.items())
 
     def forget(self) -> None:
-        """Forget all sockets. Called after the groups were destroyed, which closes their sockets."""
+        """Forget all sockets. Called after the groups, and with them their sockets, have been destroyed."""
         self._built = {}
 
 
@@ -75,9 +75,9 @@ _here = threading.local()
 
 
 def count_store(sockets: Mapping[int, int]) -> None:
-    """Add a store's socket to the world that the calling thread is building, if there is one.
+    """Record a store's socket as a socket of the world that the calling thread is building, if it is building one.
 
-    sockets: the socket that this thread has just opened.
+    sockets: the socket that this thread has just opened, as a map from descriptor to inode.
     """
     world: WorldSockets | None = getattr(_here, "building", None)
     if world is not None:
@@ -107,8 +107,11 @@ def gloo_sockets() -> dict[int, int]:
 
 
 def _watched(name: str) -> dict[int, str]:
-    """Return a map from each descriptor that an epoll descriptor watches to what it refers to (see `_target`); empty if
-    the epoll descriptor was closed during the call."""
+    """Return, for each descriptor that an epoll descriptor watches, what the descriptor refers to (see `_target`); {}
+    if the epoll descriptor was closed during the call.
+
+    name: the number of the epoll descriptor.
+    """
     try:
         lines = Path(f"/proc/self/fdinfo/{name}").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -118,7 +121,7 @@ def _watched(name: str) -> dict[int, str]:
 
 
 def _target(name: str) -> str:
-    """Return what a descriptor refers to, as the kernel writes it; empty if the descriptor has been closed."""
+    """Return what a descriptor refers to, in the kernel's notation; "" if the descriptor has been closed."""
     try:
         return os.readlink(f"{_DESCRIPTORS}/{name}")
     except OSError:
@@ -144,7 +147,8 @@ def _listens(descriptor: int) -> bool:
 
 
 def _shut(descriptor: int, inode: int) -> bool:
-    """Shut down a socket if it still has this inode and is an established TCP connection, and return whether it did."""
+    """Shut down a socket if it is an established TCP connection and still has the given inode; return whether this was
+    done."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as copy:  # a copy stays valid if the original is closed
             if os.fstat(copy.fileno()).st_ino != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):

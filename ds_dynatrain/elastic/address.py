@@ -1,4 +1,4 @@
-"""Addresses of coordinators: HOST:PORT, or file:FILE, a file in a folder that all nodes see.
+"""Addresses of coordinators: HOST:PORT, or file:FILE for a file in a folder that all nodes see.
 
 A coordinator announces its address in such a file, and the newest coordinator wins. Readers open the file at each
 attempt, so they find a coordinator that was restarted on another host. A coordinator ends when it finds that another
@@ -79,7 +79,7 @@ class Announced:
 
         is_guarded: whether the coordinator will have to prove that it knows the token.
 
-        Raises OSError if there is no announcement yet, or if its address works only on another machine. Raises
+        Raises OSError if the file is missing, or if its address works only on another machine. Raises
         CoordinatorUnproved if the address belongs to another machine and `is_guarded` is False. Raises MessageError if
         the file was not written by a coordinator.
         """
@@ -142,8 +142,8 @@ class Announcement(WireRecord):
 
     @classmethod
     def read(cls, file: Path) -> Announcement:
-        """Read an announcement. Raises FileNotFoundError if there is no file, MessageError if the file holds no
-        announcement."""
+        """Read an announcement from a file. Raises FileNotFoundError if there is no file, MessageError if the file
+        contains no announcement."""
         with file.open("rb") as opened:
             body = opened.read(LONGEST_ANNOUNCEMENT + 1)
         try:
@@ -156,7 +156,7 @@ class Announcement(WireRecord):
             raise MessageError(f"{file} is no announcement of a coordinator: {error}") from error
 
     def write(self, file: Path) -> None:
-        """Replace the file atomically: a reader sees either the old announcement or this one."""
+        """Write this announcement to a file atomically: a reader sees either the previous announcement or this one."""
         new = file.with_name(f".{file.name}.{self.mark}")
         try:
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE), "w", encoding="utf-8") as opened:
@@ -171,7 +171,7 @@ class Announcement(WireRecord):
 
 @contextmanager
 def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], object]) -> Iterator[None]:
-    """Context manager that announces an address for the duration of its block.
+    """Context manager that announces an address in a file for the duration of its block.
 
     The file is deleted at the end of the block. It is kept after an error, because processes that look for a
     coordinator keep reading it. If another coordinator replaces the announcement, `on_replaced` is called, and leaving
@@ -224,7 +224,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(address: Address, *, is_guarded: bool) -> socket.socket:
-    """Return a listening socket.
+    """Return a socket that listens at an address.
 
     is_guarded: whether peers have to prove that they know the token.
 

@@ -66,8 +66,8 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 def retry_pause() -> float:
-    """Return the seconds until the next attempt to reach a coordinator; random, so that thousands of peers do not try
-    in step."""
+    """Return the number of seconds to wait before the next attempt to reach a coordinator. The number is random, so
+    that thousands of peers do not try at the same time."""
     return random.uniform(0.5, 1.5) * RETRY_SECONDS
 
 
@@ -77,8 +77,8 @@ def new_nonce() -> str:
 
 
 class Channel:
-    """Computation and verification of the tags at one end of a connection. Without a token the tags match but prove
-    nothing.
+    """One end of an authenticated connection: computes and verifies the tags of messages. Without a token the tags
+    match but prove nothing.
 
     nonces: the random numbers of the coordinator and of the peer.
     here: the role of this end, "coordinator" or "peer".
@@ -91,7 +91,7 @@ class Channel:
         self._here, self._there = here, there
 
     def seal(self, wire: bytes) -> bytes:
-        """Append the tag to an encoded message; messages must be sent in the order of these calls."""
+        """Return an encoded message with its tag appended. Messages must be sent in the order of these calls."""
         return wire + self._next_tag(self._here, wire)
 
     def is_next(self, wire: bytes, tag: bytes) -> bool:
@@ -137,12 +137,12 @@ class Connection:
     def open(cls, endpoint: Endpoint, token: str | None, job: str = "", seconds: float = 5.0) -> Connection:
         """Connect, and return the connection once the coordinator has admitted this process.
 
-        seconds: how long each answer of the coordinator may take.
+        seconds: time limit for each answer of the coordinator.
 
         Raises OSError if nothing answers.
         Raises PeerRefused, with the reason, if the coordinator refuses this process.
         Raises CoordinatorUnproved if the answer does not prove knowledge of the token, or has another protocol version.
-        Raises MessageError if the answer is not one that a coordinator gives.
+        Raises MessageError if the answer is not a valid answer of a coordinator.
         """
         connection = cls(endpoint.locate(is_guarded=token is not None), seconds)
         try:
@@ -153,7 +153,7 @@ class Connection:
         return connection
 
     def _greet(self, address: str, token: str | None, job: str, seconds: float) -> Welcome:
-        """Prove to the coordinator that this process knows the token, and check the coordinator's own proof."""
+        """Prove to the coordinator that this process knows the token, and verify that the coordinator knows it."""
         challenge = decode(self._next(seconds)[0][HEADER.size :])
         if isinstance(challenge, Refused):
             raise CoordinatorUnproved(f"{address}: {challenge.reason}")
@@ -193,7 +193,7 @@ class Connection:
             self._socket.sendall(self._channel.seal(wire))
 
     def receive(self, seconds: float) -> Message:
-        """Return the next message. A generation always comes in full, as `Changed`.
+        """Return the next message. A new generation is always returned in full, as `Changed`.
 
         Raises PeerRefused if the message is a refusal, and JobFinished if it says that the job has finished. Raises
         TimeoutError after `seconds`, and ConnectionError at the end of the connection. Raises MessageError if the
@@ -204,7 +204,7 @@ class Connection:
         return message
 
     def read(self) -> None:
-        """Read from the socket once, and wait if no data has arrived yet.
+        """Read once from the socket; block if no data has arrived yet.
 
         Raises ConnectionError at the end of the connection, MessageError if a message is longer than the limit.
         """
@@ -220,8 +220,8 @@ class Connection:
             del self._buffer[: end + TAG_BYTES]
 
     def messages(self) -> list[Message]:
-        """Return all messages that were read but not yet returned. Raises MessageError under the same conditions as
-        `receive`."""
+        """Return all messages that have been read from the socket but not yet returned. Raises MessageError under the
+        same conditions as `receive`."""
         messages = [self._proved(*frame) for frame in self._frames]
         self._frames.clear()
         return messages
@@ -241,8 +241,8 @@ class Connection:
         return self._frames.popleft()
 
     def _proved(self, wire: bytes, tag: bytes) -> Message:
-        """Check a message's tag and return the message. A change of a generation (`Amended`) is returned as the whole
-        generation (`Changed`)."""
+        """Check a message's tag and return the message. If the message gives only the difference from the previous
+        generation (`Amended`), the whole generation is returned (`Changed`)."""
         self._channel.check(wire, tag)
         message = decode(wire[HEADER.size :])
         if isinstance(message, Amended):
@@ -299,12 +299,12 @@ def ask_to_leave(
     seconds: float = ANSWER_SECONDS,
     is_spare: bool = False,
 ) -> tuple[str, ...]:
-    """Ask a node's workers to hand over their state and leave, and return the workers that were asked.
+    """Ask the workers of a node to hand over their state and leave; return the workers that were asked.
 
     Returns before the workers have left. Raises PeerRefused if the node has no workers, and the same errors as
     `ask_status`.
 
-    is_spare: whether the job itself asks, because the node has no work (see `Dismiss.is_spare`).
+    is_spare: whether the job itself makes the request, because the node has no work (see `Dismiss.is_spare`).
     """
     return _ask(endpoint, token, Dismiss(node=node, is_spare=is_spare), Dismissed, seconds).members
 

@@ -59,7 +59,7 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 class Coordinator:
-    """Server of one job on a listening socket. It serves until the job has finished."""
+    """Server of one job, on a listening socket. It runs until the job has finished."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Coordinator:
         self._wakes_at = 0.0
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Serve until the job has finished and all peers have disconnected, or until `stop` is set. All connections are
-        closed after that."""
+        """Serve until the job has finished and all peers have disconnected, or until `stop` is set. Then close all
+        connections."""
         door = Door(listener, self._token, _refusal(self._token_file), self._take)
         tasks = [asyncio.create_task(each) for each in (self._keep_time(), door.serve(), stop.wait())]
         try:
@@ -114,7 +114,7 @@ class Coordinator:
         return view(self._status(now), self.history, now, time.time())
 
     async def shown(self, member: str) -> Shown:
-        """Ask a worker what it is doing, once for all that ask at the same time.
+        """Ask a worker what it is doing. Simultaneous calls share one request to the worker.
 
         Raises KeyError if there is no such worker, TimeoutError if it does not answer in time.
         """
@@ -137,7 +137,7 @@ class Coordinator:
     # -- one peer ----------------------------------------------------------------------------------------------------
 
     async def _take(self, peer: Peer, hello: Hello) -> None:
-        """Serve a peer that has proved the token. If the peer is refused, send it the reason."""
+        """Serve a peer that has proved that it knows the token. If the peer is refused, send it the reason."""
         self._peers.add(peer)
         try:
             said = await asyncio.wait_for(self._introduction(peer, hello), GREETING_SECONDS)
@@ -161,10 +161,10 @@ class Coordinator:
             self._peers.discard(peer)
 
     def _dismiss(self, said: Dismiss) -> Dismissed:
-        """Ask the workers of a node to leave, and return the workers that were asked.
+        """Ask the workers of a node to leave; return the workers that were asked.
 
-        Raises PeerRefused if the node has no workers; the message names the nodes that have some. Raises PeerRefused if
-        the job itself asks (`is_spare`) but needs the node.
+        Raises PeerRefused if the node has no workers (the message names the nodes that have some), and if the job
+        itself makes the request (`is_spare`) but needs the node.
         """
         node, least = said.node, self.membership.settings.min_nodes
         members = tuple(member for member in self._workers if node_of(member) == node)
@@ -205,9 +205,10 @@ class Coordinator:
         return said
 
     def _check_job(self, job: str) -> None:
-        """Raise PeerRefused if the peer names another job.
+        """Raise PeerRefused if a peer names another job than this one.
 
-        The job's name is the one given at the coordinator's start, else the one that the first agent or worker names.
+        The job's name is the one given at the coordinator's start, or else the one that the first agent or worker
+        names.
         """
         if job and self._job and job != self._job:
             raise PeerRefused(
@@ -287,13 +288,13 @@ class Coordinator:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _wake_if_due(self) -> None:
-        """Wake `_keep_time` if something is due earlier than the time at which it would wake by itself."""
+        """Wake the task `_keep_time` if a decision is due before the time at which the task would wake by itself."""
         is_over = self.membership.is_finished and not self.connected
         if is_over or self.membership.deadline < self._wakes_at:
             self._stirred.set()
 
     async def _keep_time(self) -> None:
-        """Carry out the decisions of the membership when they are due. Returns once the job has finished and all peers
+        """Carry out the decisions about membership when they are due. Returns once the job has finished and all peers
         have disconnected."""
         end: float | None = None
         while True:
@@ -330,8 +331,8 @@ class Coordinator:
                 self._send_all(encode(Finished()), to)
 
     def _publish(self, world: Generation, to: tuple[str, ...]) -> None:
-        """Send members a generation. A member that was sent an earlier generation gets only the difference, if there
-        can be one."""
+        """Send members a generation. A member that already has an earlier generation gets only the difference, if it
+        can be expressed as one."""
         wires = dict[str, bytes]()
         for peer in (self._workers[member] for member in to if member in self._workers):
             base = "" if peer.told is None else peer.told.digest
@@ -342,7 +343,7 @@ class Coordinator:
             peer.told = world
 
     def _fence(self, node: str, fence: Fence) -> None:
-        """Order a node's agent to end a worker: now if the agent is connected, otherwise when it reconnects."""
+        """Order a node's agent to end a worker: at once if the agent is connected, otherwise when it reconnects."""
         agent = self._agents.get(node)
         if agent is not None:
             agent.send(fence)
@@ -358,9 +359,9 @@ class Coordinator:
 
 
 def _refusal(token_file: str) -> str:
-    """Return the reason given to a peer without the token.
+    """Return the reason given to a peer that has not proved that it knows the token.
 
-    token_file: path of the token's file on this machine; empty if the token is in no file.
+    token_file: path of the token's file on this machine; "" if the token is in no file.
     """
     what = "the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN); give this process that of "
     if not token_file:

@@ -1,9 +1,9 @@
-"""Server side of connections: a peer must soon prove that it knows the token, or its connection is closed.
+"""Server side of connections. A peer that does not soon prove that it knows the job's token is disconnected.
 
-A *stranger* is a peer that has not proved the token. Honest peers prove it within milliseconds. While there are too
-many strangers, further connections wait in the kernel's queue, so that thousands of workers that connect at once are
-served one after another. To make room, the oldest stranger is disconnected once it has had a fair time to prove the
-token. Honest peers therefore get in, however many strangers connect. Reads may wait, but are bounded in bytes and time;
+A *stranger* is a peer that has not proved that it knows the token. Honest peers do so within milliseconds. While there
+are too many strangers, further connections wait in the kernel's queue, so that thousands of workers that connect at
+once are served one after another. To make room, the oldest stranger is disconnected once it has had enough time for the
+proof. Honest peers therefore get in, however many strangers connect. Reads may wait, but are bounded in bytes and time;
 writes never wait.
 """
 
@@ -60,10 +60,10 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 
 @dataclass(eq=False)
 class Peer:
-    """Connection of a peer that has proved the token.
+    """Connection of a peer that has proved that it knows the job's token.
 
     name: identifies the peer in the log.
-    told: the last generation that was sent over this connection; None before the first.
+    told: the last generation that was sent over this connection; None before the first one.
     """
 
     reader: asyncio.StreamReader
@@ -86,7 +86,8 @@ class Peer:
         self.send_bytes(encode(message))
 
     def send_bytes(self, wire: bytes) -> None:
-        """Queue an encoded message for sending. Drops the connection if the peer leaves too many bytes unread."""
+        """Queue an encoded message for sending. Drops the connection if too many bytes are waiting that the peer has
+        not read."""
         if self.writer.is_closing():
             return
         self.writer.write(self.channel.seal(wire))
@@ -94,17 +95,18 @@ class Peer:
             self.writer.transport.abort()
 
     def refuse(self, reason: str) -> None:
-        """Send the peer the reason for its refusal, and end the connection."""
+        """Send the peer the reason why it is refused, and end the connection."""
         self.send(Refused(reason=clipped(reason, LONGEST_TEXT)))
         self.writer.close()
 
     def abort(self) -> None:
-        """End the connection now, without sending what is still queued."""
+        """End the connection now, without sending queued messages."""
         self.writer.transport.abort()
 
 
 class Door:
-    """Server that accepts connections at a listening socket, and calls `attend` for each peer that proves the token.
+    """Server that accepts connections at a listening socket, and calls `attend` for each peer that proves that it knows
+    the job's token.
 
     refusal: the reason given to a peer that has no token or a wrong one.
     """
@@ -129,7 +131,7 @@ class Door:
         self._complaints = Complaints()
 
     async def serve(self) -> None:
-        """Accept connections until cancelled. The listening socket and all connections are closed after that."""
+        """Accept connections until this task is cancelled; then close the listening socket and all connections."""
         self._listener.setblocking(False)
         try:
             while True:
@@ -144,7 +146,8 @@ class Door:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _make_room(self) -> None:
-        """Wait until there is room for another stranger. Disconnects the oldest stranger once its fair time is over."""
+        """Wait until another unauthenticated peer can be accepted. If there are too many, disconnect the one that has
+        been connected longest, once it has had enough time to authenticate."""
         while len(self._unproved) >= self._most:
             if time.monotonic() - next(iter(self._unproved.values())) >= self._fair_seconds:
                 self._close_oldest()
@@ -175,7 +178,7 @@ class Door:
         self._unproved.pop(task, None)
 
     async def _take(self, link: socket.socket, name: str) -> None:
-        """Handle one connection from start to end."""
+        """Handle one connection from beginning to end."""
         try:
             set_tcp_options(link)
             reader, writer = await asyncio.open_connection(sock=link)
@@ -198,7 +201,7 @@ class Door:
             writer.close()
 
     async def _proof(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Channel, Hello]:
-        """Return the channel and the greeting of a peer that proves the token.
+        """Return the channel and the greeting of a peer that proves that it knows the token.
 
         Raises PeerRefused if the token is missing or wrong, MessageError if the greeting is malformed.
         """
@@ -215,15 +218,15 @@ class Door:
 
 
 class Complaints:
-    """Rate limiter for warnings that strangers can cause: logs at most one line a second, and the next line says how
-    many were suppressed."""
+    """Rate limiter for warnings that unauthenticated peers can cause. It logs at most one line a second; the next line
+    says how many were suppressed."""
 
     def __init__(self) -> None:
         self._next = 0.0
         self._unsaid = 0
 
     def say(self, text: str) -> None:
-        """Log the text, or only count it if the last line was logged less than `LINE_SECONDS` ago."""
+        """Log the text, or only count it if the previous line was logged less than `LINE_SECONDS` ago."""
         now = time.monotonic()
         if now < self._next:
             self._unsaid += 1

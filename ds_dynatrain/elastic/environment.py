@@ -45,7 +45,7 @@ OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Description of a worker at its start: its node, the job, and the coordinator's address."""
+    """What a worker learns from its environment when it starts: its node, the job, and the coordinator's address."""
 
     node: str
     local_rank: int
@@ -53,9 +53,9 @@ class WorkerPlace:
     coordinator: Endpoint
     job: str = ""
     agent: int | None = None
-    """Process id of the agent that started the worker; None if it was not an agent of this package."""
+    """Process id of the agent that started the worker; None if another launcher started the worker."""
     restarts: int = 0
-    """Number of times that torchrun's agent has restarted this node's workers after a failure."""
+    """Number of times that torchrun's agent has restarted the workers of this node after a failure."""
 
 
 def token_from(variables: Mapping[str, str] = os.environ, file: str | None = None) -> str | None:
@@ -74,12 +74,12 @@ def token_from(variables: Mapping[str, str] = os.environ, file: str | None = Non
 def job_token(
     endpoint: Endpoint, variables: Mapping[str, str] = os.environ, file: str | None = None
 ) -> tuple[str, str]:
-    """Return the token of the job whose coordinator is at `endpoint`, and the file that holds it ("" if the token was
-    given as text).
+    """Return the token of the job whose coordinator is at `endpoint`, and the path of the file that holds the token (""
+    if it was given as text).
 
-    If no token is given, one is created and kept in a file. The file is beside the file in which the coordinator
-    announces itself, if there is such a file, so that the job has its own token. Otherwise it is in the user's folder,
-    and all jobs of the user share it. Raises ConfigError under the same conditions as `token_from` and `made_token`.
+    If no token is given, one is created and kept in a file. If the coordinator announces itself in a file, the token's
+    file is placed beside it, so that the job has its own token. Otherwise the file is in the user's folder, and all
+    jobs of the user share the token. Raises ConfigError under the same conditions as `token_from` and `made_token`.
     """
     given, named = token_from(variables, file), file or variables.get(TOKEN_FILE)
     if given is not None:
@@ -92,10 +92,11 @@ def job_token(
 
 
 def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.environ, token_file: str = "") -> None:
-    """Set the variables that a node's workers will inherit. torchrun adds the local rank and the local world size.
+    """Set the environment variables that a node's workers will inherit. torchrun adds the local rank and the local
+    world size.
 
-    token_file: path of the file with the agent's token; "" if there is none. The path is absolute, because a script may
-    change its working directory.
+    token_file: absolute path of the file with the agent's token, because a script may change its working directory; ""
+        if there is none.
     """
     place_of = {NODE: place.node, COORDINATOR: str(place.coordinator), JOB: place.job, AGENT: str(place.agent or "")}
     variables.update(place_of)
@@ -104,8 +105,8 @@ def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.envir
 
 
 def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Switch torch's NCCL watchdog off for groups made from now on. Raises ConfigError if the user has set other
-    values."""
+    """Disable torch's NCCL watchdog for process groups made from now on. Raises ConfigError if the user has set its
+    variables to other values."""
     for name, value in WATCHDOG.items():
         given = variables.get(name, value)
         if given not in (value, OF_TORCHRUN.get(name)):
@@ -117,7 +118,7 @@ def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def new_node(host: str = "") -> str:
-    """Return a new node id: the host's name, so that people recognize it, and a suffix that is unique to this start.
+    """Return a new node id: the host's name, by which people recognize it, and a suffix that is unique to this start.
 
     host: the host's name; by default this machine's name.
     """

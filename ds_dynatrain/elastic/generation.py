@@ -1,7 +1,8 @@
-"""Record of one generation, and of the change from one generation to the next.
+"""Record of one generation (the members that train together for a while), and of the change from one generation to the
+next.
 
-The record lists the members that train together, in the order of their ranks, and says why the generation was formed. A
-member's id is `NODE/LOCAL_RANK`. A node gets a new id whenever its agent starts its workers, so no id is used twice.
+The record lists the members in the order of their ranks, and says why the generation was formed. A member's id is
+`NODE/LOCAL_RANK`. A node gets a new id whenever its agent starts its workers, so no id is used twice.
 """
 
 from __future__ import annotations
@@ -38,33 +39,33 @@ class GenerationHead(WireRecord):
     """Everything about a generation except the list of its members."""
 
     term: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")]
-    """Id of the coordinator run that made the generation. Together with the number it forms a key prefix that was never
-    used before."""
+    """Id of the run of the coordinator that made the generation. Together with the generation's number it forms a key
+    prefix that was never used before."""
     generation: Annotated[int, Field(ge=1, lt=1 << 53)]
     change: Change
     """Kind of the change that led to this generation.
 
     "planned": all members can finish their step first.
-    "failure": a member of the previous world is dead, or too late to wait for, so groups under construction are
-    aborted.
+    "failure": a member of the previous world is dead, or nobody waits for it any longer; process groups under
+    construction are aborted.
     """
     survivors: Annotated[int, Field(ge=0)] = 0
-    """Number of members, counted from rank 0, that were in the last entered world and hold its state."""
+    """Number of members that hold the state: those that were in the last entered world. They have the lowest ranks."""
     leaving: Members = ()
-    """Surviving members outside this world that may still hold state. They hand the state over, and leave after
-    that."""
+    """Members outside this world that are alive and may still hold state. They hand their state over, and then
+    leave."""
     lost: Members = ()
     """Members of the previous world that are dead."""
     broken: Annotated[int, Field(ge=0)] = 0
-    """The newest generation that was known when a collective failed or a hand-over was interrupted; 0 if neither ever
-    happened.
+    """The newest generation that was known when a collective failed or a leaving member died before its state was
+    handed over; 0 if neither ever happened.
 
     No member continues to train in that generation or an earlier one, whatever else this record says.
     """
     hangs: Annotated[int, Field(ge=0)] = 0
-    """How many collectives have hung in a row, each within a few steps of the previous one.
+    """Number of collectives that have hung in a row, each within a few steps of the previous one.
 
-    0 if this generation has another reason. The second such collective ends the job.
+    0 if this generation was formed for another reason. The second such collective ends the job.
     """
     begun: bool = False
     """Whether steps were taken before this generation.
@@ -72,7 +73,7 @@ class GenerationHead(WireRecord):
     If so, and if no member holds the state any longer, the state is loaded from a checkpoint if there is one.
     """
     paused: bool = False
-    """Whether the job has fewer nodes than its minimum. If so, members keep the state and do not train."""
+    """Whether the job has fewer nodes than its minimum. If so, members keep their state and do not train."""
     reason: Text = ""
 
 
@@ -95,7 +96,7 @@ class Generation(GenerationHead):
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """Members and leaving members: every member for which others may wait."""
+        """Members and leaving members, which are all members for which others may wait."""
         return (*self.members, *self.leaving)
 
     @property
@@ -137,7 +138,7 @@ class Amendment(WireRecord):
 
     @classmethod
     def between(cls, base: Generation, world: Generation) -> Amendment | None:
-        """Return the change from one generation to another; None if members that stay have changed their order."""
+        """Return the difference between two generations; None if members that stay have changed their order."""
         kept = tuple(member for member in base.members if member in world.ranks)
         if world.members[: len(kept)] != kept:
             return None
@@ -150,11 +151,12 @@ class Amendment(WireRecord):
         )
 
     def apply(self, base: Generation | None) -> Generation:
-        """Return the later generation.
+        """Return the later generation, computed from the earlier one.
 
         base: the generation that the receiver has; None if it has none.
 
-        Raises MessageError if `base` is not the earlier generation, or if the result is not the later one.
+        Raises MessageError if `base` is not the earlier generation, or if the result does not match the digest of the
+        later one.
         """
         if base is None or base.digest != self.base:
             known = "none" if base is None else f"generation {base.generation}"
@@ -178,15 +180,15 @@ NO_WORLD = Generation.model_construct(term="", generation=0, change="planned", m
 
 
 def member_id(node: str, local_rank: int) -> str:
-    """Return the id of a node's worker."""
+    """Return the member id of a node's worker."""
     return f"{node}/{local_rank}"
 
 
 def node_of(member: str) -> str:
-    """Return the id of a member's node."""
+    """Return the id of the node on which a member runs."""
     return member.rpartition("/")[0]
 
 
 def nodes_of(members: Iterable[str]) -> set[str]:
-    """Return the ids of several members' nodes."""
+    """Return the ids of the nodes on which members run."""
     return {node_of(member) for member in members}

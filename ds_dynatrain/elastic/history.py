@@ -1,7 +1,7 @@
-"""The coordinator's record of a job, for people who watch it: the job's changes, and how its time was spent.
+"""The coordinator's history of a job, for people who watch it: how its members changed, and how its time was spent.
 
-No decision depends on this record, and its size is bounded. Members report, by their own clocks, how long they spent in
-steps and how long they were stopped (`messages.Tally`); only the report of rank 0 counts. The coordinator knows why
+No decision depends on this history, and its size is bounded. Members report, by their own clocks, how long they spent
+in steps and how long they were stopped (`messages.Tally`); only the report of rank 0 counts. The coordinator knows why
 they were stopped. Causes of lost time have the names of the closest causes in Google's `ml-goodput-measurement`
 (`BadputType`).
 """
@@ -52,11 +52,11 @@ MOST_BLAMES = 16
 
 @dataclass(frozen=True)
 class Blame:
-    """A cause of lost time.
+    """A period of lost training time and its cause.
 
     cause: the name of the cause; `MEANING` explains it.
-    since: when the cause began.
-    is_standstill: whether no step is taken until the cause is over. If not, training only pauses for a while.
+    since: when the period began.
+    is_standstill: whether no step is taken in this period. If not, training only pauses for a while.
     """
 
     cause: Cause
@@ -80,7 +80,7 @@ class Goodput:
         self._step_seconds = 0.0
 
     def begin(self, now: float) -> None:
-        """Start the account. Called when a peer connects; only the first call has an effect."""
+        """Start the account. Called whenever a peer connects; only the first call has an effect."""
         if self._begin is None:
             self._begin = now
             self.blame("PROGRAM_STARTUP", now, is_standstill=True)
@@ -95,7 +95,7 @@ class Goodput:
     def blame(self, cause: Cause, now: float, is_standstill: bool) -> None:
         """Attribute lost time to this cause from now on, until `end_losses` is called.
 
-        is_standstill: whether no step is taken until `end_losses` is called.
+        is_standstill: whether no step is taken until then.
         """
         if self._blames and not self._blames[-1].is_standstill:
             self._blames.pop()
@@ -105,20 +105,21 @@ class Goodput:
         self._pause = self._attributed = 0.0
 
     def paused(self, seconds: float) -> None:
-        """Add the duration of a pause that a switch caused, in seconds."""
+        """Add the duration, in seconds, of a pause that a switch has caused."""
         self._pause += seconds
 
     def add(self, steps: int, lost_steps: int, stepping: float, held: float, saving: float, now: float) -> float:
-        """Add the work of the member of rank 0, and return for how many seconds training was stopped.
+        """Add the work that rank 0 has reported, and return the number of seconds for which training was stopped.
 
-        The member may have joined in the middle of a standstill. Its report alone would miss the beginning, so the
-        duration by the caller's clock counts as well.
+        The member may have joined in the middle of a standstill, so that its report does not cover the beginning. The
+        duration of the standstill by the caller's clock is therefore taken into account as well.
 
         steps: number of optimizer steps taken.
         lost_steps: number of these steps that no longer count.
-        stepping: time spent in steps.
-        held: time spent at boundaries (the points between two optimizer steps) and in discarded global batches.
+        stepping: seconds spent in steps.
+        held: seconds spent at boundaries (the points between two optimizer steps) and in discarded global batches.
         saving: the part of `held` that was spent on checkpoints.
+        now: the time by the caller's clock.
         """
         if steps:
             self._step_seconds = stepping / steps
@@ -134,12 +135,12 @@ class Goodput:
         return still
 
     def end_losses(self) -> None:
-        """End all causes of lost time, because training continues."""
+        """Record that training continues, so that no more time is lost to the current causes."""
         self._blames.clear()
         self._pause = self._attributed = 0.0
 
     def lost(self, now: float) -> dict[Cause, float]:
-        """Return the lost seconds of each cause, including a standstill that has not ended yet."""
+        """Return the seconds lost to each cause, including a standstill that has not ended yet."""
         found = dict(self._lost)
         for blame, seconds in self._standstills(now):
             found[blame.cause] = found.get(blame.cause, 0.0) + seconds
@@ -152,20 +153,20 @@ class Goodput:
 
     def ratio(self, now: float) -> float:
         """Return the effective training time ratio (ETTR): productive seconds as a fraction of all seconds accounted
-        for. The current step is not included."""
+        for. A step that is still in progress is not included."""
         whole = self.productive + sum(self.lost(now).values())
         return self.productive / whole if whole else 0.0
 
     def _standstills(self, now: float) -> list[tuple[Blame, float]]:
-        """Return each standstill with its duration in seconds by the caller's clock; the last one is taken to end at
-        `now`."""
+        """Return each period without steps together with its duration in seconds by the caller's clock. A period that
+        has not ended is counted until `now`."""
         ends = [*(blame.since for blame in self._blames[1:]), now]
         pairs = zip(self._blames, ends, strict=False)
         return [(blame, max(0.0, end - blame.since)) for blame, end in pairs if blame.is_standstill]
 
     def _spread(self, seconds: float, now: float) -> None:
-        """Distribute lost seconds over their causes: each standstill gets its duration by the caller's clock, and the
-        last cause gets the remaining seconds."""
+        """Distribute lost seconds over the current causes: each standstill gets its duration by the caller's clock, and
+        the most recent cause gets the rest."""
         standstills = self._standstills(now)
         for blame, length in standstills:
             taken = min(length, seconds)
@@ -179,11 +180,11 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Point:
-    """Steps between two samples of the history.
+    """Progress of training between two points in time.
 
-    seconds: time between the samples.
+    seconds: time between the two points.
     stepping: the part of `seconds` that was spent in steps.
-    loss: mean of the members' losses at the end; None if none told a finite one.
+    loss: mean of the members' losses at the end; None if no member reported a finite loss.
     """
 
     at: float
@@ -196,7 +197,7 @@ class Point:
     loss: float | None = None
 
     def merged_with(self, later: Point) -> Point:
-        """Return this point merged with a later one."""
+        """Return one point that covers this one and a later one."""
         sums = {
             name: getattr(self, name) + getattr(later, name) for name in ("steps", "samples", "stepping", "seconds")
         }
@@ -204,10 +205,11 @@ class Point:
 
 
 class GenerationChange(WireRecord):
-    """Record of a published generation and of what entering it cost.
+    """Record of a published generation and of the training time that the change to it cost.
 
     still_seconds: how long training was stopped until the generation was entered. None until the duration is known;
         stays None if another generation was published before any member entered this one.
+    lost_steps: number of optimizer steps whose results were lost.
     """
 
     generation: Count
@@ -222,14 +224,14 @@ class GenerationChange(WireRecord):
 
 
 class SwitchRecord(SwitchOutcome):
-    """Record of one switch. Its phases are in the order in which they ran."""
+    """Record of one switch. The durations of its phases are listed in the order in which the phases ran."""
 
     at: float
 
 
 @dataclass
 class Counts:
-    """Counters that only increase, counted from the coordinator's start."""
+    """Counters since the coordinator's start; none of them ever decreases."""
 
     steps: int = 0
     samples: int = 0
@@ -239,7 +241,7 @@ class Counts:
     rolled_back: int = 0
     sent_bytes: int = 0
     pauses: list[int] = field(default_factory=lambda: [0] * (len(PAUSE_BUCKETS) + 1))
-    """Number of pauses in each bucket of `PAUSE_BUCKETS`; the last entry counts pauses longer than all buckets."""
+    """Number of pauses in each bucket of `PAUSE_BUCKETS`; the last entry counts pauses longer than every bucket."""
     pause_seconds: float = 0.0
     saved_member_seconds: float = 0.0
     """The value that rank 0 reported last; see `Tally`."""
@@ -247,7 +249,7 @@ class Counts:
 
 
 class JobHistory:
-    """Record of one job. Methods take `now`, the time by the coordinator's clock, in seconds."""
+    """History of one job. In all methods `now` is the time by the coordinator's clock, in seconds."""
 
     def __init__(self) -> None:
         self.goodput = Goodput()
@@ -276,7 +278,7 @@ class JobHistory:
     def published(self, world: Generation, term: str, now: float) -> None:
         """Record a new generation.
 
-        term: the id of this coordinator's run. A generation with a different id was taken over from an earlier
+        term: the id of this run of the coordinator. A generation with a different id was taken over from an earlier
             coordinator, and its members are already training.
         """
         kind = _kind(world, term)
@@ -312,7 +314,7 @@ class JobHistory:
             self._go_on(before, said, world, now)
 
     def switched(self, said: Switched, now: float) -> None:
-        """Record the outcome of a switch. Ignores repeated reports: after a member has reconnected, it sends its last
+        """Record the outcome of a switch. Ignores repeated reports: a member that has reconnected sends its most recent
         ones again."""
         key = said.engine, said.number
         if key in self._known:
@@ -335,7 +337,11 @@ class JobHistory:
     # -- figures from reports ----------------------------------------------------------------------------------------
 
     def _go_on(self, before: Report, said: Report, world: Generation, now: float) -> None:
-        """Add the steps, samples and times of rank 0 between two of its reports to the job's history."""
+        """Add the steps, samples and times of rank 0 since its previous report to the job's history.
+
+        before: the previous report.
+        said: the new report.
+        """
         old, new = before.tally, said.tally
         steps = max(0, new.steps - old.steps)
         lost_steps = max(0, steps - (said.step - before.step))
@@ -364,7 +370,8 @@ class JobHistory:
                 self.changes[place] = one.model_copy(update=cost)
 
     def _loss(self, world: Generation) -> float | None:
-        """Return the mean of the finite losses that the members of a generation have told; None if there are none."""
+        """Return the mean of the finite losses that the members of a generation have reported; None if there are
+        none."""
         told = (self._reports[member].figures.loss for member in world.members if member in self._reports)
         losses = [loss for loss in told if isinstance(loss, float)]
         return sum(losses) / len(losses) if losses else None
@@ -392,11 +399,8 @@ def _kind(world: Generation, term: str) -> Kind:
 
 
 def _cause(kind: Kind, world: Generation) -> tuple[Cause, bool] | None:
-    """Return the cause of the time that is lost from now on, and whether training stands still until that cause is
-    over.
-
-    Returns None if no time is lost.
-    """
+    """Return the cause of the time that is lost because of a change, and whether training stands still until the change
+    is over; None if no time is lost."""
     if kind == "taken over":
         return None
     if world.paused or not world.members:

@@ -37,7 +37,7 @@ prometheus_client."""
 
 
 class CoordinatorHost:
-    """Coordinator together with its listening socket and its store.
+    """Coordinator together with its listening socket and its store, in one process.
 
     store_port: port of the store; 0 for any free one.
     reading: the port at which the job can be monitored; None for no such port.
@@ -77,14 +77,14 @@ class CoordinatorHost:
 
     @property
     def reachable(self) -> Address:
-        """Address at which others reach the coordinator: a host of their network, or a loopback address if only this
+        """Address at which others reach the coordinator: a host in their network, or a loopback address if only this
         machine may connect."""
         place = ipaddress.ip_address(self._listener.getsockname()[0])
         host = socket.gethostname() if place.is_unspecified else str(place) if place.is_loopback else self.address.host
         return Address(host, self.address.port)
 
     def run(self) -> None:
-        """Serve until the job has finished or `end` is called. May be called once."""
+        """Serve until the job has finished or `end` is called. May be called only once."""
         asyncio.run(self._serve())
 
     def end(self) -> None:
@@ -96,21 +96,21 @@ class CoordinatorHost:
                 self._loop.call_soon_threadsafe(self._is_ended.set)
 
     def start(self) -> None:
-        """Serve in a thread. Imports torch first, because importing torch in two threads at once breaks it."""
+        """Start a thread that serves. Imports torch first, because importing torch in two threads at once breaks it."""
         from ds_dynatrain.elastic import store  # noqa: F401
 
         self._thread.start()
         self._is_up.wait()
 
     def stop_when_finished(self) -> None:
-        """Wait until the job has finished or all peers have disconnected, and `stop` then. Called after `start`, by an
-        agent whose own workers have ended."""
+        """Wait until the job has finished or all peers have disconnected, and then stop serving. Called after `start`
+        by an agent whose own workers have ended."""
         while self._thread.is_alive() and self.coordinator.connected:
             self._thread.join(POLL_SECONDS)
         self.stop()
 
     def stop(self) -> None:
-        """End the thread, and all connections with it. Called after `start`."""
+        """End the serving thread and all its connections. Called after `start`."""
         self.end()
         self._thread.join()
 
@@ -131,7 +131,7 @@ class CoordinatorHost:
                 await asyncio.to_thread(self.monitor.stop)
 
     def _shown(self, member: str) -> Shown:
-        """Ask a worker what it is doing; see `Coordinator.shown`. Called on other threads than the serving one."""
+        """Ask a worker what it is doing; see `Coordinator.shown`. Called on threads other than the serving one."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self.coordinator.shown(member), self._loop).result(2 * SHOW_SECONDS)
 

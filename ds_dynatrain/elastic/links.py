@@ -33,7 +33,7 @@ not the largest."""
 
 
 class HostLinks:
-    """Results of members' attempts to connect to each other's hosts.
+    """Record of which hosts of a job can connect to each other, from members' attempts.
 
     seconds: `silent_seconds` of the job's settings.
     """
@@ -49,7 +49,7 @@ class HostLinks:
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Schedule the next probes for `silent_seconds` from now, or keep them if they are due earlier."""
+        """Schedule the next connection tests for `silent_seconds` from now, or keep them if they are due earlier."""
         self._pause = self._seconds
         self._probe_at = min(self._probe_at, now + self._seconds)
 
@@ -58,16 +58,16 @@ class HostLinks:
         return now - self._moved_at
 
     def stands_still(self, now: float) -> bool:
-        """Return whether the world is at a standstill, so that the network may be the reason."""
+        """Return whether training has been at a standstill for so long that a network failure may be the cause."""
         return self.still_for(now) > STANDSTILL * self._seconds
 
     def probes(self, roster: Roster, there: Iterable[str], now: float) -> list[ProbeMembers]:
-        """Return the probes that are due.
+        """Return the connection tests that are due.
 
         In a standstill one member of each host tries all other hosts. Otherwise only pairs of hosts with recorded
         failures are tried.
 
-        there: members of the world that are connected.
+        there: members of the world that are connected to the coordinator.
         """
         if now < self._probe_at:
             return []
@@ -87,8 +87,8 @@ class HostLinks:
         return probes
 
     def hear(self, host: str, said: Probed, now: float) -> bool:
-        """Record the probe results of a member of `host`, and return whether they change which pairs of hosts count as
-        disconnected.
+        """Record the connection test results of a member of `host`; return whether they change which pairs of hosts
+        count as disconnected.
 
         A connection needs packets in both directions, so a success clears the failures of both directions.
         """
@@ -106,12 +106,15 @@ class HostLinks:
 
     @property
     def parted(self) -> set[tuple[str, str]]:
-        """Pairs of hosts that cannot reach each other. The two hosts of a pair are sorted."""
+        """Pairs of hosts that cannot reach each other, each in alphabetical order."""
         return {pair for pair in self._failures if pair[0] < pair[1] and self._are_parted(*pair)}
 
     def outside(self, roster: Roster, there: Sequence[str]) -> dict[str, str]:
-        """Return a map from each member whose node is outside the largest set of nodes that reach each other to the
-        reason."""
+        """Return the members whose nodes are not in the largest set of nodes that can all reach each other, as a map
+        from member to the reason.
+
+        there: the members to consider.
+        """
         hosts = {node_of(one): roster[one].host for one in there}
         kept = largest_reaching(tuple(hosts), lambda one, other: self._are_parted(hosts[one], hosts[other]))
         found = dict[str, str]()
@@ -123,10 +126,10 @@ class HostLinks:
         return found
 
     def reaching(self, roster: Roster, nodes: Sequence[tuple[str, ...]], stay: Iterable[str]) -> list[tuple[str, ...]]:
-        """Return the nodes that can reach each other and all staying members.
+        """Return the nodes that can reach each other and all members that stay.
 
         nodes: the members of each node.
-        stay: the staying members.
+        stay: the members that stay.
         """
         if not self._failures:
             return list(nodes)
@@ -139,7 +142,7 @@ class HostLinks:
         return min(self._failures[one, other], self._failures[other, one]) >= FAILURES
 
     def _failed_links(self) -> dict[str, set[str]]:
-        """Return a map from each host with a recorded failure to the hosts at the other end of these failures."""
+        """Return, for each host with a recorded connection failure, the other hosts of its failed connections."""
         found = defaultdict[str, set[str]](set)
         for one, other in self._failures:
             found[one].add(other)
@@ -148,10 +151,11 @@ class HostLinks:
 
 
 def largest_reaching(nodes: Sequence[Node], are_parted: Callable[[Node, Node], bool]) -> tuple[Node, ...]:
-    """Return the largest set of nodes that contains no disconnected pair, in their order.
+    """Return the largest set of nodes in which every node can reach every other node. The nodes keep their order.
 
     If several sets are largest, the one with the first nodes is returned. At least one node of each disconnected pair
-    must be removed, so the search removes either one node or all nodes that are disconnected from it.
+    must be removed, so the search removes either one node or all nodes that are disconnected from it. If there are too
+    many combinations, the result is the largest set found so far.
     """
     apart = {node: {other for other in nodes if other != node and are_parted(node, other)} for node in nodes}
     branches, best = 0, tuple[int, ...]()

@@ -1,10 +1,10 @@
-"""Progress of this process's main thread, as another thread can observe it.
+"""Progress of this process's main thread, as observed from another thread.
 
 Heartbeats come from a separate thread: they show that a process is alive, not that its script makes progress. A call
 that never returns (a deadlock, a file system that is gone) holds up all members, because each step needs all of them.
 
-The method is a pending call of the interpreter, which the main thread runs as soon as it runs any Python code. NVIDIA's
-resiliency extension does the same (`progress_watchdog`).
+To observe progress, the interpreter is given a pending call, which the main thread runs as soon as it runs any Python
+code. NVIDIA's resiliency extension does the same (`progress_watchdog`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ processes are at fault."""
 
 
 class OwnWaits:
-    """Declared waits of the main thread: calls of this library that may take arbitrarily long and count as progress."""
+    """Calls of this library in which the main thread may legitimately wait for a long time, and which do not count as
+    being stuck."""
 
     def __init__(self) -> None:
         self._waits: list[tuple[str, float]] = []
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Context manager that declares that its block may take long.
+        """Context manager for a block that may legitimately take long.
 
         It has no effect outside the main thread, because no other thread can hold up members.
 
@@ -46,7 +47,7 @@ class OwnWaits:
             self._waits.pop()
 
     def __str__(self) -> str:
-        """Return the outermost wait and its duration, such as "saving, 140 s"; empty if there is none."""
+        """Return the outermost of these blocks and its duration, such as "saving, 140 s"; "" if there is none."""
         for what, since in self._waits[:1]:
             return f"{what}, {time.monotonic() - since:.0f} s"
         return ""
@@ -57,7 +58,7 @@ OWN_WAITS = OwnWaits()
 
 
 class MainThread:
-    """Progress of the main thread, polled by one other thread.
+    """Progress of the main thread, observed by one other thread.
 
     waits_in: modules in which the main thread waits for other processes; see `WAITING`.
     """
@@ -72,8 +73,8 @@ class MainThread:
         self._ask.argtypes, self._ask.restype = (kind, ctypes.c_void_p), ctypes.c_int
 
     def blocked_seconds(self) -> float:
-        """Return for how many seconds the main thread has run no Python code; 0 during declared waits and in the
-        modules of `waits_in`."""
+        """Return the number of seconds for which the main thread has run no Python code; 0 inside an `OwnWaits.waiting`
+        block and inside the modules `waits_in`."""
         if not self._is_asked:
             self._asked_at, self._is_asked = time.monotonic(), True
             self._is_asked = self._ask(self._callback, None) == 0  # with too many pending calls, try again next time

@@ -1,8 +1,8 @@
-"""A worker's side of membership.
+"""A worker's side of membership: its connection to the coordinator, which decides which processes train together.
 
-One thread keeps the connection to the coordinator. It sends heartbeats, receives messages and watches for SIGTERM. If
-the coordinator is lost, the thread reconnects, however long that takes. Meanwhile training continues, because it needs
-the coordinator only when the world changes.
+One thread keeps the connection. It sends heartbeats, receives messages and watches for SIGTERM. If the coordinator is
+lost, the thread reconnects, however long that takes. Meanwhile training continues, because it needs the coordinator
+only when the world changes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REMEMBERED_SWITCHES = 16
 
 
 class Ending(IntEnum):
-    """Reasons for which a member has to end its process, whatever its script is doing. The values are exit codes."""
+    """Exit codes with which a member ends its own process, whatever its script is doing; one for each reason."""
 
     GIVEN_UP = 85
     """The other members continue without this one."""
@@ -69,7 +69,7 @@ class Ending(IntEnum):
 
 
 def end_process(ending: Ending, reason: str) -> None:
-    """End this process, because it is no longer a member and the other members do not need its state."""
+    """End this process. Called when it is no longer a member of the job and the other members do not need its state."""
     logger.error("this process ends with code %d: %s", ending, reason)
     os._exit(ending)
 
@@ -79,12 +79,12 @@ class Member:
     may be called from any thread.
 
     on_world: called on the member's own thread with every new generation, before threads that wait for the generation
-        wake up. It returns True if the member's current world can no longer be used; in this case it has already
-        aborted the collectives in flight. It should be short, because heartbeats wait for it.
+        wake up. It returns True if the member's current world can no longer be used and all its collectives in flight
+        have been aborted. It must return quickly, because no heartbeat is sent in the meantime.
     on_end: called on that thread when the process has to end; by default it ends the process.
     orphan_seconds: how long the member continues without a coordinator before its process has to end.
-    waits_in: modules in which the main thread waits for other members. If the wait never ends, those members are at
-        fault.
+    waits_in: modules in which the main thread waits for other members. Time spent in them does not count as being
+        stuck, because the other members would be at fault.
     hangs_in: called at each heartbeat with the number of seconds for which the main thread has run no Python code. It
         returns the collective in which that thread has waited for too long, or "".
     """
@@ -135,8 +135,9 @@ class Member:
     def start(self, seconds: float = JOIN_SECONDS) -> None:
         """Register with the coordinator. The member is not ready yet, so nothing changes for the others.
 
-        From this call on SIGTERM means "leave", and the process ends with its agent. Raises TimeoutError if no
-        coordinator answers within `seconds`, PeerRefused or JobFinished if the coordinator does not admit this process.
+        From this call on, SIGTERM means "leave", and this process ends when its agent ends. Raises TimeoutError if no
+        coordinator answers within `seconds`, and PeerRefused or JobFinished if the coordinator does not admit this
+        process.
         """
         end_with_parent(self.place.agent)
         LAST_LINES.listen()
@@ -148,34 +149,35 @@ class Member:
         self._thread.start()
 
     def ready(self) -> None:
-        """Report that everything is imported and built, so the next generation may include this member."""
+        """Report that everything is imported and built, so that the next generation may include this member."""
         self._say(ready=True)
 
     def building(self) -> None:
-        """Report that this member is building its engines for a running job, so the others need not wait for it."""
+        """Report that this member is still building its engines for a running job, so that the others need not wait for
+        it."""
         if self._report.engines == "none":
             self._say(engines="building")
 
     def built(self) -> None:
-        """Report that all engines are built and the script has reached its loop."""
+        """Report that all engines are built and the script has reached its training loop."""
         if self._report.engines != "built":
             self._say(engines="built")
 
     def leave(self) -> None:
-        """Ask to leave the job, the same way as SIGTERM. The next generation lists this member as leaving."""
+        """Ask to leave the job, as SIGTERM does. The next generation lists this member as leaving."""
         self._say(leaving=True)
         with self._changed:
             self._changed.notify_all()
 
     @property
     def min_nodes(self) -> int:
-        """The fewest nodes with which the job trains, as the coordinator has told it."""
+        """The minimum number of nodes with which the job trains, as reported by the coordinator."""
         return 1 if self._connection is None else self._connection.welcome.min_nodes
 
     def send_home(self, node: str) -> None:
-        """Ask the coordinator to send a node without work home, as `ds-dynatrain leave` does.
+        """Ask the coordinator to make a node leave that has no work, as `ds-dynatrain leave` does.
 
-        Raises PeerRefused if the node has to stay, and the other errors of `ask_to_leave` if no coordinator answers.
+        Raises PeerRefused if the job needs the node, and the other errors of `ask_to_leave` if no coordinator answers.
         """
         ask_to_leave(self.place.coordinator, node, self._token, is_spare=True)
 
@@ -198,12 +200,13 @@ class Member:
             self._say(lacking=world.generation)
 
     def breach(self, hung: str = "") -> None:
-        """Report that a collective has failed in this member's current world, so all members have to form a new world.
+        """Report that a collective has failed or hung in this member's current world, so that all members have to form
+        a new world.
 
         The coordinator may publish a generation before it receives this report, so the failure is reported again for
         each later generation, until `on_world` returns True for one of them.
 
-        hung: the collective, if it did not end; "" if it failed.
+        hung: a description of the collective if it hung; "" if it failed.
         """
         with self._reporting:
             self._has_breach = True
@@ -220,11 +223,11 @@ class Member:
         tally: Tally = Tally(),  # noqa: B008 - it is frozen
         figures: Figures = Figures(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Record this member's progress for the status.
+        """Record this member's progress, which the job's status shows.
 
         The record is sent with the next heartbeat, with two exceptions. The first step is reported at once, because
-        state can be lost from that step on. The first call in a new generation is sent at once, because it shows that
-        the change is over.
+        from then on the job has state that can be lost. The first call in a new generation is reported at once, because
+        it shows that the change is over.
         """
         with self._reporting:
             is_first = step > 0 == self._report.step or self._has_just_entered
@@ -236,26 +239,26 @@ class Member:
                 self._say()
 
     def switched(self, said: Switched) -> None:
-        """Report a switch for people who watch the job; called on the member of rank 0."""
+        """Report the outcome of a switch, for people who watch the job. Called on the member of rank 0."""
         with self._reporting, suppress(OSError):  # sent again after the next connect
             self._switched.append(said)
             self._send(said)
 
     def waits_for(self, whom: str) -> None:
-        """Record which members this member waits for. The status shows them from the next heartbeat on.
+        """Record for which members this member is waiting. The status shows this from the next heartbeat on.
 
-        whom: "" if it waits for none.
+        whom: a description of those members; "" for none.
         """
         self._waits_for = clipped(whom, LONGEST_TEXT)
 
     def is_newest(self, world: Generation) -> bool:
-        """Return whether no later generation has reached this member."""
+        """Return whether this member has received no generation later than `world`."""
         newest = self.newest
         return newest is None or newest.generation <= world.generation
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this member has asked to leave, or was asked to by SIGTERM or the coordinator."""
+        """Whether this member will leave: it has asked for it, or it was asked by SIGTERM or by the coordinator."""
         return self._report.leaving
 
     def wait_for_world(self, after: int = 0, seconds: float | None = None) -> Generation:
@@ -281,7 +284,7 @@ class Member:
         return open_store(self._connection.address.host, self._connection.welcome.store_port, prefix, seconds)
 
     def stop(self, has_ended: bool = True) -> None:
-        """Say good-bye and close the connection, because the script has ended or the state was handed over.
+        """Say goodbye and close the connection, because the script has ended or the state was handed over.
 
         has_ended: False if the script ends with an error, so that the others count this member as lost.
         """
@@ -313,7 +316,7 @@ class Member:
 
     def _say(self, **fields: object) -> None:
         """Change fields of the report and send it at once. If sending fails, the report is sent after the next
-        connect."""
+        reconnection."""
         with self._reporting, suppress(OSError):
             self._note(**fields)
             self._send_report()
@@ -358,7 +361,7 @@ class Member:
                 return
 
     def _serve(self) -> None:
-        """Serve one connection until it breaks or `stop` is called."""
+        """Send heartbeats and handle messages over one connection until it breaks or `stop` is called."""
         connection = self._connection
         if connection is None:
             return
@@ -381,7 +384,7 @@ class Member:
     def _look_at_main_thread(self, most: float) -> None:
         """Record how long the main thread has been blocked and what it waits for, and report a hung collective.
 
-        Dumps all stacks, once, when the thread has been blocked for longer than `most` seconds.
+        Dumps the stacks of all threads once if the main thread has been blocked for longer than `most` seconds.
         """
         seconds, waits_for = self._main_thread.blocked_seconds(), self._waits_for or str(OWN_WAITS)
         self._note(blocked_seconds=seconds, waits_for=waits_for)
@@ -440,8 +443,8 @@ class Member:
             self.leave()
 
     def _come_back(self) -> bool:
-        """Reconnect and announce this member again. Returns False if this fails for good, so that the process has to
-        end, or if `stop` was called."""
+        """Reconnect and announce this member again. Returns False if `stop` was called, or if reconnecting is not
+        possible and the process has to end."""
         begin = time.monotonic()
         while not self._stopping.wait(retry_pause()):
             self._see_termination()
@@ -469,8 +472,8 @@ class Member:
         self._on_end(ending, f"{self.id}: {reason}")
 
     def _close_connection(self) -> None:
-        """Close a forked child's copies of the sockets. Otherwise they would keep the connection open after this
-        process is killed."""
+        """Close the sockets that a forked child process has inherited. Otherwise they would keep the connection open
+        after this process is killed."""
         self._reach.close()
         if self._connection is not None:
             self._connection.close()

@@ -1,4 +1,4 @@
-"""Decisions of the coordinator, without sockets and without a clock: events go in, effects come out.
+"""Decisions of the coordinator, without sockets and without a clock: events go in, actions (effects) come out.
 
 Every event has a method that takes the time as an argument; `advance` returns the effects that are due. The rules:
 
@@ -14,15 +14,15 @@ Every event has a method that takes the time as an argument; `advance` returns t
 - No member waits long for a **late** node, one that is still building its engines. After a failure the holders of the
   state continue without the late node if they are at least MIN nodes and have a layout. Leaving members wait for it
   `LEAVER_SECONDS`, other nodes `stuck_seconds`. It joins once it has built its engines.
-- A member that was given up never comes back under its id, with one exception: a member that was merely silent may come
-  back until a generation without it is entered.
-- When more than half of a world falls silent together, the coordinator or its link is at fault. In this case no member
-  is given up until its silence has lasted `ORPHAN_SECONDS`: members without a coordinator end by themselves within that
-  time. More than half of a world is also never given up for being stuck.
+- A member that was declared lost never comes back under its id, with one exception: a member that was merely silent may
+  come back until a generation without it is entered.
+- When more than half of a world falls silent together, the coordinator or its network link is at fault. In this case no
+  member is declared lost until its silence has lasted `ORPHAN_SECONDS`: members without a coordinator end by themselves
+  within that time. More than half of a world is also never declared lost for being stuck.
 - When the current world has been at a **standstill** for twice `silent_seconds`, its members are asked to which of the
   others they can connect. The largest set of nodes that reach each other continues if it has at least MIN nodes. The
-  others are given up, and join again once they reach all training members. Giving up nodes may cost state, so it
-  happens only after `stuck_seconds`, or at once if it is a single node whose state is kept by others.
+  others are declared lost, and join again once they reach all training members. Declaring nodes lost may cost state, so
+  it happens only after `stuck_seconds`, or at once if it is a single node whose state is kept by others.
 - After a restart, returning members tell the coordinator which world exists. If new members come first, a job is
   started only once no member of an earlier job can be alive. If such a member comes nevertheless, the new job gives way
   to the member's state.
@@ -54,11 +54,11 @@ QUIET_BEATS = 3
 
 @dataclass(frozen=True)
 class Missed:
-    """A member that was given up only because it was silent.
+    """A member that was declared lost only because it was silent, and that may therefore come back.
 
-    entry: its entry in the roster.
-    reason: why it was given up.
-    world: the generation in which it took part when it was given up; `NO_WORLD` if it was in none.
+    entry: the member's entry in the roster.
+    reason: why it was declared lost.
+    world: the generation in which it took part at that time; `NO_WORLD` if it was in none.
     """
 
     entry: RosterEntry
@@ -118,7 +118,7 @@ class MembershipStateMachine:
 
     @property
     def world(self) -> Generation | None:
-        """The current generation; None before the first."""
+        """The current generation; None before the first one."""
         return self._world if self._world.generation else None
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -158,14 +158,14 @@ class MembershipStateMachine:
         return member
 
     def _is_known(self, member: str, said: Announce) -> bool:
-        """Return whether an announcement comes from a known process: one in the roster, or one that was given up only
-        for silence."""
+        """Return whether an announcement comes from a known process: one in the roster, or one that was declared lost
+        only because it was silent."""
         missed = self._missed.get(member)
         entry = self.roster.get(member) or (None if missed is None else missed.entry)
         return entry is not None and said.nonce != "" and (entry.pid, entry.nonce) == (said.pid, said.nonce)
 
     def _hear_again(self, member: str, now: float) -> None:
-        """Readmit a member that was given up for silence. Do nothing for any other member.
+        """Take a member back that was declared lost because it was silent. Does nothing for any other member.
 
         Raises PeerRefused if the others have continued without the member.
         """
@@ -191,10 +191,12 @@ class MembershipStateMachine:
         self._note(now)
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
-        """Return whether the other members no longer need a member that fell silent.
+        """Return whether the other members no longer need a member that has fallen silent.
 
-        They do not need it if its state was handed over, or if another member has entered a later generation without
-        it.
+        This is the case if the member's state was handed over, or if another member has entered a later generation
+        without it.
+
+        missed: the record of the silent member.
         """
         if member in self._world.leavers and self._is_handed_over:
             return True
@@ -202,7 +204,7 @@ class MembershipStateMachine:
         return has_changed and self._is_entered and not self._takes_part(member)
 
     def report(self, member: str, said: Report, now: float) -> None:
-        """Process a worker's report. Raises PeerRefused if the report is invalid or the worker was given up."""
+        """Process a worker's report. Raises PeerRefused if the report is invalid or the worker was declared lost."""
         self._hear_again(member, now)
         if member not in self.roster:
             raise PeerRefused(f"{member} was given up ({self._gone.get(member, 'it is not known here')})")
@@ -243,7 +245,7 @@ class MembershipStateMachine:
             self._note(now)
 
     def bye(self, member: str, said: Bye, now: float) -> None:
-        """Process the good-bye message of a worker whose script has ended."""
+        """Process the goodbye message of a worker whose script has ended."""
         self._hear_again(member, now)
         entry, world = self._remove(member), self._world
         if entry is None:
@@ -265,10 +267,10 @@ class MembershipStateMachine:
         self._note(now)
 
     def failed(self, node: str, now: float) -> None:
-        """Count a node's workers as lost, because its agent reports that one of them ended with an error or a nonzero
-        exit code.
+        """Count a node's workers as lost, because the node's agent reports that one of them ended with an error or a
+        nonzero exit code.
 
-        A process does not know its exit code when it says good-bye, so it may have reported a regular end before.
+        A process does not know its exit code when it says goodbye, so it may have reported a regular end before.
         """
         for member in () if self.is_finished else (*self._done, *self.roster):
             if node_of(member) == node:
@@ -279,16 +281,14 @@ class MembershipStateMachine:
     def lost(self, member: str, why: str, now: float) -> None:
         """Count a worker as dead.
 
-        why: the reason, for people.
+        why: the reason, in words for people.
         """
         if self._remove(member) is not None:
             self._is_gone(member, why, now)
 
     def _remove(self, member: str) -> RosterEntry | None:
-        """Remove a worker from the roster and from the members that may come back.
-
-        Returns its roster entry; None if it was not in the roster.
-        """
+        """Remove a worker from the roster and from the members that may come back. Return the worker's roster entry;
+        None if it had none."""
         self._missed.pop(member, None)
         self._back.pop(member, None)
         return self.roster.remove(member)
@@ -297,7 +297,7 @@ class MembershipStateMachine:
         """Handle the end of a worker's connection: count the worker as dead, unless it had already missed several
         heartbeats.
 
-        After missed heartbeats the network may have been cut. The end of the connection is no further evidence of a
+        After missed heartbeats the network may be down. The end of the connection is then no further evidence of a
         death, and the worker may be about to reconnect.
         """
         if member in self.roster and not self._is_quiet(self.roster[member], now):
@@ -316,7 +316,7 @@ class MembershipStateMachine:
         return min(times)
 
     def advance(self, now: float) -> list[Effect]:
-        """Return the effects that are due now."""
+        """Return the actions that are due now."""
         effects: list[Effect] = [*self._owed, *self._give_up_silent(now), *self._give_up_stuck(now)]
         self._owed.clear()
         if self._recovery is not None:
@@ -337,8 +337,8 @@ class MembershipStateMachine:
         return effects
 
     def _give_up_silent(self, now: float) -> list[GiveUpMember]:
-        """Give up members that have been silent for too long. Time during which the coordinator itself was not running
-        is not counted."""
+        """Declare members lost that have been silent for too long. Time during which the coordinator itself was not
+        running is not counted."""
         asleep = now - self._advanced - self.settings.beat_seconds
         if asleep > self.settings.beat_seconds:
             self.roster.forgive(asleep)
@@ -362,13 +362,13 @@ class MembershipStateMachine:
 
     def _is_cut_off(self, now: float) -> bool:
         """Return whether more than half of the world has missed several heartbeats, which means that the coordinator's
-        own link is at fault."""
+        own network link is at fault."""
         there = [one for one in self.roster.values() if self._takes_part(one.member)] or list(self.roster.values())
         return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
 
     def _part_with_missed(self, now: float) -> list[GiveUpMember]:
-        """Give up for good the silent members without which the others have continued, so that they can no longer come
-        back."""
+        """Declare silent members lost for good if the others have continued without them, so that they can no longer
+        come back."""
         over = [member for member, missed in self._missed.items() if self._goes_on_without(member, missed)]
         effects = [GiveUpMember(one, self._missed[one].entry.pid, self._missed.pop(one).reason) for one in over]
         if self._is_entered:  # the returned members came too late for a new generation
@@ -376,9 +376,9 @@ class MembershipStateMachine:
         return effects
 
     def _give_up_stuck(self, now: float) -> list[GiveUpMember]:
-        """Give up members that are alive but stuck, so that the others stop waiting for them.
+        """Declare members lost that are alive but stuck, so that the others stop waiting for them.
 
-        No member is given up if more than half of the world is stuck.
+        If more than half of the world is stuck, no member is declared lost.
         """
         most, failed = self.settings.stuck_seconds, self._mute
         if not most:
@@ -401,9 +401,9 @@ class MembershipStateMachine:
         return self._give_up(stuck, now)
 
     def _give_up(self, reasons: Mapping[str, str], now: float) -> list[GiveUpMember]:
-        """Give up members.
+        """Declare members lost, and return the actions that end their processes.
 
-        reasons: the reason for each member.
+        reasons: a map from each member to the reason.
         """
         effects = [GiveUpMember(member, self.roster[member].pid, reason) for member, reason in reasons.items()]
         for effect in effects:
@@ -412,15 +412,16 @@ class MembershipStateMachine:
 
     @property
     def _goes_on(self) -> str:
-        """Reason to give a member up because the newest generation does not list it."""
+        """Reason given to a member that is declared lost because the newest generation does not list it."""
         return f"generation {self._newest} goes on without it"
 
     def _give_up_unreached(self, now: float) -> list[GiveUpMember]:
-        """Give up nodes of a world at a standstill, so that all remaining nodes reach each other.
+        """Declare nodes lost when training is at a standstill because they cannot reach each other, so that all
+        remaining nodes can.
 
-        No node is given up if fewer than MIN nodes would remain (waiting nodes included), or while giving it up may
-        lose state that would be available again after a repair of the network. Copies of the state survive the loss of
-        one node, but two nodes given up together may have kept each other's copies.
+        No node is declared lost if fewer nodes than the job's minimum would remain (waiting nodes included), or while
+        this may lose state that would be available again after a repair of the network. Copies of the state survive the
+        loss of one node, but two nodes lost together may have kept each other's copies.
         """
         world, links = self._world, self.links
         if not links.stands_still(now) or not links.parted:
@@ -454,8 +455,8 @@ class MembershipStateMachine:
         return self._is_starter and world.term != self.term and now < self._orphaned_at
 
     def _end_recovery(self, recovery: Recovery, now: float) -> list[Effect]:
-        """End the recovery: take over the newest world known to returned members. Give up members that this world does
-        not list, and members that have not returned."""
+        """End the recovery after a restart: adopt the newest world known to members that have returned. Declare lost
+        the members that this world does not list, and those that have not returned."""
         self._recovery, world, told = None, recovery.choose(), recovery.told
         started = dict.fromkeys(self._world.everyone)
         if world is None:
@@ -487,11 +488,11 @@ class MembershipStateMachine:
         return [*effects, self._published]
 
     def _may_stay(self, entry: RosterEntry, recovery: Recovery) -> bool:
-        """Return whether a member that has come back may go on although the world taken over does not list it.
+        """Return whether a member that has returned may continue although the adopted world does not list it.
 
-        A leaving member may go on until it has received the generation in which the others continue without it. Another
-        member may go on, and join again, if it holds no state and knows only an older world or one that was formed
-        without it.
+        A leaving member may continue until it has received the generation in which the others continue without it. Any
+        other member may continue, and join again, if it holds no state and knows only an older world or one that was
+        formed without it.
         """
         world, told = self._world, recovery.told[entry.member]
         is_older = told.generation < world.generation
@@ -501,7 +502,7 @@ class MembershipStateMachine:
         return holds_none and not self._works(entry.member) and (is_older or told.term == world.term)
 
     def _give_up_missing(self, now: float) -> list[GiveUpMember]:
-        """Give up the members of the world just taken over that have not come back."""
+        """Declare lost the members of the world just adopted that have not returned."""
         effects = list[GiveUpMember]()
         for member in self._world.members:
             if member not in self.roster and member not in self._done and member not in self._missed:
@@ -517,7 +518,7 @@ class MembershipStateMachine:
     def _next_world(self, now: float) -> Generation | None:
         """Return the generation that the connected members should form next.
 
-        Returns None if the current generation needs no change. Returns None, too, if a planned change has to wait until
+        Returns None if the current generation needs no change. Also returns None if a planned change has to wait until
         the current generation is entered.
         """
         old, members = self._world, self._world.members
@@ -559,17 +560,18 @@ class MembershipStateMachine:
         )
 
     def _in_order(self, members: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the members of the current generation and those that have come back, in their earlier order."""
+        """Return the connected members of the current generation, and those that have come back after a silence, in
+        their earlier order."""
         base = min((one.world for one in self._back.values()), key=lambda world: world.generation, default=NO_WORLD)
         return tuple(one for one in dict.fromkeys((*base.members, *members)) if self._works(one) or one in self._back)
 
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
-        """Return the members that should join the staying ones: whole nodes, up to MAX nodes in all, and at least MIN
-        nodes to start a job.
+        """Return the members that should join those that stay: whole nodes, up to the job's maximum of nodes in all,
+        and at least its minimum to start a job.
 
         A member that was in an earlier generation may join only after `LEAVER_SECONDS`, because it may be about to end.
 
-        stay: the staying members.
+        stay: the members that stay.
         are_built: whether to return only nodes that have built their engines.
         """
         if self._done:
@@ -586,8 +588,8 @@ class MembershipStateMachine:
 
     @property
     def _may_rejoin(self) -> bool:
-        """Whether members of earlier generations may join again: those that had to end have had enough time since the
-        last change, so those that are still connected were idle."""
+        """Whether members of earlier generations that are still connected may join again. They must wait a while after
+        the last change, because those that have to end need time to do so."""
         return bool(self.changes) and self._advanced - self.changes[-1][1] > LEAVER_SECONDS
 
     def _was_left_behind(self, member: str) -> bool:
@@ -596,14 +598,17 @@ class MembershipStateMachine:
     def _leaving(self, old: Generation) -> tuple[str, ...]:
         """Return the leaving members that are still connected.
 
-        This includes members that the old generation lists as leaving even if their own reports do not say so yet.
+        This includes members that the previous generation lists as leaving even if their own reports do not say so yet.
+
+        old: the previous generation.
         """
         known = dict.fromkeys((*self._in_order(old.members), *old.leaving, *self._back))
         return tuple(one for one, said in self._present(known).items() if said.leaving or one in old.leavers)
 
     @property
     def _late(self) -> tuple[str, ...]:
-        """Newcomers, in a generation that no member has entered, whose nodes have not built all their engines."""
+        """Newcomers that hold up the current generation, because their nodes have not built all their engines. Empty
+        once any member has entered the generation."""
         world = self._world
         if self._is_entered:
             return ()
@@ -619,7 +624,8 @@ class MembershipStateMachine:
 
     @property
     def _can_go_alone(self) -> bool:
-        """Whether the other members can train without the late ones, whose nodes are still building their engines."""
+        """Whether the other members can train without the late newcomers, whose nodes are still building their
+        engines."""
         world, late = self._world, frozenset(self._late)
         if not self._present(world.members if self._is_entered else self._survivors):
             return False
@@ -628,8 +634,8 @@ class MembershipStateMachine:
         return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
 
     def _have_others_waited(self, now: float) -> bool:
-        """Return whether late nodes have kept others waiting for too long. The others are members of the world, or
-        nodes that wait outside it."""
+        """Return whether nodes that are still building their engines have kept others waiting for too long. The others
+        are members of the world, or nodes that wait outside it."""
         world, late, most = self._world, self._late, self.settings.stuck_seconds
         if not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
             return False
@@ -638,8 +644,7 @@ class MembershipStateMachine:
         return bool(others or self._newcomers(world.members))
 
     def _is_overdue(self, now: float) -> bool:
-        """Return whether members must stop waiting for the current generation, although no member has entered it
-        yet."""
+        """Return whether members must stop waiting for a generation that no member has entered yet."""
         world = self._world
         if self._recovery is not None or self._is_entered:
             return False
@@ -658,16 +663,17 @@ class MembershipStateMachine:
 
     @property
     def _is_handed_over(self) -> bool:
-        """Whether the leaving members of the current generation are no longer needed, because all others hold the
-        state.
+        """Whether the leaving members of the current generation are no longer needed, because all members that stay
+        hold the state.
 
-        If all members leave, the property stays false, so that each of them is waited for until it has gone.
+        False if all members leave, so that each of them is waited for until it has gone.
         """
         return bool(self._world.members) and self._is_settled
 
     @property
     def _is_entered(self) -> bool:
-        """Whether any member has entered the current generation. From that time on all its members hold the state."""
+        """Whether any member has entered the current generation. From then on all members of the generation hold the
+        state."""
         return 0 < self._world.generation <= self._entered
 
     @property
@@ -707,7 +713,7 @@ class MembershipStateMachine:
     # -- queries and small steps -------------------------------------------------------------------------------------
 
     def phase(self, entry: RosterEntry) -> Phase:
-        """Return the phase of a member for the status."""
+        """Return the phase in which a member is, such as "working", for the status."""
         if entry.report.leaving:
             return "leaving"
         if entry.report.engines == "building":
@@ -720,7 +726,7 @@ class MembershipStateMachine:
         return member in self._world.ranks
 
     def _takes_part(self, member: str) -> bool:
-        """Return whether others may wait for a member in a collective, because the member works or hands over its
+        """Return whether others may wait for a member in a collective, because the member trains or hands over its
         state."""
         return member in self._world.ranks or member in self._world.leavers
 
@@ -733,16 +739,16 @@ class MembershipStateMachine:
         self._note(now)
 
     def _note(self, now: float) -> None:
-        """Schedule a decision soon, because something has changed."""
+        """Schedule a decision on the next generation soon, because something has changed."""
         if self._decide_at is None:
             self._decide_at = now + self.settings.debounce_seconds
 
     def _present(self, members: Iterable[str]) -> dict[str, Report]:
-        """Return the members that are connected, with their reports."""
+        """Return those of the given members that are connected, with their last reports."""
         return {one: self.roster[one].report for one in members if one in self.roster}
 
 
 def _answered(report: Report) -> int:
-    """Return the last generation for which a member has reported an outcome: that it entered the generation, or that it
-    could not."""
+    """Return the last generation for which a member has reported an outcome: it entered the generation, or it could
+    not."""
     return max(report.entered, report.broken)

@@ -1,23 +1,23 @@
-"""Messages between a coordinator and its peers.
+"""Messages between a coordinator and its peers (workers, agents, and commands that ask a question).
 
 A message on the wire is four bytes of length (big-endian), that many bytes of JSON (an object whose `kind` names one of
 the classes below), and a tag that authenticates it (see `connection`). Nothing is guessed and nothing is unpickled: an
 unknown kind, an unknown field, a value of a wrong type or a length above the limit raises a `MessageError` that names
-it.
+the problem.
 
 A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`.
-All messages from `Hello` on are authenticated. A worker goes on with one `Announce`. It sends `Report` as its heartbeat
-and whenever something has changed, `Probed` and `Shown` in answer to each `Probe` and `Show`, and `Bye` at its end. An
-agent sends `Agent`, once and as its heartbeat. A peer that only asks a question sends `Query` or `Dismiss`. The
-coordinator sends `Changed`, `Amended`, `Leave`, `Probe`, `Show`, `Fence`, `Finished`, `Status`, `Dismissed` and
-`Refused`.
+All messages from `Hello` on are authenticated. A worker continues with one `Announce`. It sends `Report` as its
+heartbeat and whenever something has changed, `Probed` and `Shown` in answer to each `Probe` and `Show`, and `Bye` at
+its end. An agent sends `Agent`, once and then as its heartbeat. A peer that only asks a question sends `Query` or
+`Dismiss`. The coordinator sends `Changed`, `Amended`, `Leave`, `Probe`, `Show`, `Fence`, `Finished`, `Status`,
+`Dismissed` and `Refused`.
 
 On each connection the coordinator sends a worker the first generation in full, and later generations as changes. The
 worker checks each result against a digest, and opens a new connection if they differ. It never acts on unchecked data.
 
 A report has the whole state of its worker, so a lost or repeated report does no harm. `Switched` is for people only:
-the worker of rank 0 sends one for each switch, and repeats the last ones to a new coordinator, which recognizes them by
-their numbers.
+the worker of rank 0 sends one for each switch, and repeats the most recent ones to a new coordinator, which recognizes
+them by their numbers.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class Challenge(WireRecord):
 
 
 class Hello(WireRecord):
-    """Answer of the peer to `Challenge`, with its own random number. `job` is empty for peers that only ask a
-    question."""
+    """Answer of the peer to `Challenge`, with its own random number. `job` is "" for peers that only ask a question."""
 
     kind: Literal["hello"] = "hello"
     nonce: Nonce
@@ -91,7 +90,7 @@ class Hello(WireRecord):
 
 
 class Welcome(WireRecord):
-    """Admission of the peer, with the settings that it needs."""
+    """Message that admits a peer, with the settings that the peer needs."""
 
     kind: Literal["welcome"] = "welcome"
     term: str
@@ -100,15 +99,15 @@ class Welcome(WireRecord):
     beat_seconds: Seconds
     """Interval between the peer's heartbeats, in seconds."""
     stuck_seconds: Seconds
-    """How long a worker may be stuck before it is given up; 0 for no limit."""
+    """How many seconds a worker may be stuck before it is declared lost; 0 for no limit."""
     min_nodes: Count
     max_nodes: Count
 
 
 class Refused(WireRecord):
-    """Refusal of the peer, at the start or later. The connection ends after this message.
+    """Message that refuses a peer, at the start or later. The connection ends after this message.
 
-    Before the peer has proved the token, the refusal itself is not authenticated.
+    Before the peer has proved that it knows the token, the refusal itself is not authenticated.
     """
 
     kind: Literal["refused"] = "refused"
@@ -116,13 +115,13 @@ class Refused(WireRecord):
 
 
 class Announce(WireRecord):
-    """Introduction of a worker.
+    """Message with which a worker introduces itself.
 
-    nonce: a random id that each process chooses once; empty for a peer that never returns. An announcement with the
-    same pid and nonce replaces the process's earlier connection.
+    nonce: a random id that each process chooses once; "" for a peer that never reconnects. An announcement with the
+        same pid and nonce replaces the process's earlier connection.
     restarts: how often the worker's agent has restarted its workers.
     world: the newest generation that the worker has received; None on its first connection.
-    reach: an address, on the host of the worker's process groups, to which others can try to connect; empty if unknown.
+    reach: an address, on the host of the worker's process groups, to which others can try to connect; "" if unknown.
     """
 
     kind: Literal["announce"] = "announce"
@@ -143,40 +142,40 @@ Protected = Literal["", "no", "yes"]
 
 
 class Tally(WireRecord):
-    """Work of a worker since its script first reached a boundary (a point between two optimizer steps). For people
-    only. All values only increase, except `samples`.
+    """How a worker has spent its time since its script first reached a boundary (a point between two optimizer steps).
+    For people only. No value ever decreases, except `samples`.
 
-    Durations are by the worker's own clock. Together they add up to the time until its last boundary.
+    Durations are measured by the worker's own clock. Together they add up to the time until the last boundary.
     """
 
     steps: Count = 0
     """Optimizer steps in which the worker has taken part, including those repeated after a death."""
     samples: Count = 0
-    """Number of samples before the current step, over all ranks, counted from the start of the job."""
+    """Number of samples before the current step, over all ranks, since the start of the job."""
     stepping_seconds: Seconds = 0.0
-    """Time between boundaries, counting only those intervals in which a step was taken."""
+    """Seconds spent in optimizer steps. Each interval between two boundaries counts if a step was taken in it."""
     held_seconds: Seconds = 0.0
-    """Time spent at boundaries and in discarded global batches."""
+    """Seconds spent between steps, and in global batches that were discarded."""
     saving_seconds: Seconds = 0.0
-    """The part of `held_seconds` that was spent on checkpoints."""
+    """The part of `held_seconds` that was spent on saving checkpoints."""
     saved_member_seconds: Seconds = 0.0
-    """Seconds for which balance has kept members free because fewer members were enough, added up over these
+    """Seconds for which the balancer has kept members idle because fewer members were sufficient, summed over these
     members."""
     generation: Count = 0
-    """The generation in which the worker left its last boundary."""
+    """The generation in which the worker last continued after a boundary."""
 
 
 class Figures(WireRecord):
-    """Figures of a worker's training, for people only. None where the job does not tell them."""
+    """Figures of a worker's training, for people only. A figure is None if the job does not report it."""
 
     loss: Finite | Literal["not finite"] | None = None
     """Loss of the worker's last micro-batch."""
     learning_rate: Finite | None = None
     memory_bytes: Count | None = None
-    """Memory in use on the worker's accelerator; of the process, if it trains on a CPU."""
+    """Memory in use on the worker's accelerator, in bytes; if it trains on a CPU, the memory of the process."""
     memory_limit: Count | None = None
     gpu_percent: Annotated[float, Field(ge=0, le=100)] | None = None
-    """Share of the last instants in which the worker's GPU was busy."""
+    """Percentage of recent time in which the worker's GPU was busy."""
 
 
 class Report(WireRecord):
@@ -186,44 +185,45 @@ class Report(WireRecord):
     ready: bool = False
     """Whether the worker has imported and built everything, so that it can join at once."""
     leaving: bool = False
-    """Whether the worker was asked to leave."""
+    """Whether the worker was asked to leave the job."""
     entered: Count = 0
-    """The last generation that the worker has entered; 0 before the first."""
+    """The last generation that the worker has entered; 0 before the first one."""
     broken: Count = 0
-    """The newest generation known to the worker when a collective failed.
+    """The newest generation that the worker knew of when a collective failed; 0 if none has failed.
 
     If this is the current generation, all members form a new one. If a later generation was published first, the worker
-    reports that generation as broken, too.
+    also reports that generation as broken.
     """
     hung: Words = ""
-    """The collective that hung, and how long the worker waited for it; empty if no collective hung."""
+    """A description of the collective that hung, and of how long the worker waited for it; "" if none hung."""
     step: Count = 0
     layout: Text = ""
     pause_ms: Seconds = 0.0
-    """How long the worker's last change of world held up training, in milliseconds."""
+    """How long training was paused by the worker's last change of world, in milliseconds."""
     protected: Protected = ""
-    """Whether the worker's death would cost no more than a step or two. For people only."""
+    """Whether the death of this worker would cost the job no more than a step or two. For people only."""
     blocked_seconds: Seconds = 0.0
-    """How long the worker's main thread has run no Python code while it was not waiting for another process."""
+    """Seconds for which the worker's main thread has run no Python code; 0 while it waits for another process."""
     engines: Engines = "none"
-    """How far the worker is in building its engines for a running job; "built" once its script has reached its loop."""
+    """How far the worker has got in building its engines for a running job; "built" once its script is in its training
+    loop."""
     lacking: Count = 0
-    """The last generation that had too few members for any layout. With more members there may be a layout."""
+    """The last generation that had too few members for any layout; 0 if there was none."""
     waits_for: Text = ""
-    """Members for which the worker's main thread has been waiting for a while. For people only."""
+    """A description of the members for which the worker's main thread has been waiting for a while. For people only."""
     tally: Tally = Tally()
     figures: Figures = Figures()
 
 
 class SwitchOutcome(WireRecord):
-    """Outcome of an engine's switch."""
+    """Outcome of one engine's switch to another layout."""
 
     engine: Count = 1
     committed: bool
     step: Count
     source: Words
     target: Words
-    """Description of the layout after the switch; `source` describes the layout before."""
+    """Description of the layout after the switch; `source` describes the layout before the switch."""
     members: Count
     """Number of members that have a rank after the switch."""
     pause_ms: Seconds
@@ -233,11 +233,11 @@ class SwitchOutcome(WireRecord):
     bytes_minimum: Count = 0
     cause: Words = ""
     reason: Words = ""
-    """Reason why the switch was rolled back; empty if it was not."""
+    """Reason why the switch was rolled back; "" if it was committed."""
 
 
 class Switched(SwitchOutcome):
-    """Outcome of a switch, as the worker of rank 0 reports it."""
+    """Message that reports the outcome of a switch; sent by the worker of rank 0."""
 
     kind: Literal["switched"] = "switched"
     number: Count
@@ -245,7 +245,7 @@ class Switched(SwitchOutcome):
 
 
 class Probed(WireRecord):
-    """Addresses of a `Probe` to which the worker could connect, and those to which it could not."""
+    """Answer of a worker to `Probe`: the addresses to which it could connect, and those to which it could not."""
 
     kind: Literal["probed"] = "probed"
     reached: Probes = ()
@@ -263,9 +263,9 @@ class Shown(WireRecord):
 
 
 class Bye(WireRecord):
-    """Good-bye of a worker whose script has ended, or of an agent whose workers have ended.
+    """Goodbye message of a worker whose script has ended, or of an agent whose workers have ended.
 
-    The end of the connection after this message is not a failure.
+    If the connection ends after this message, that is not counted as a failure.
     """
 
     kind: Literal["bye"] = "bye"
@@ -278,44 +278,44 @@ class Bye(WireRecord):
 
 
 class Agent(WireRecord):
-    """Introduction of a node's agent, which can end a hanging worker, and its heartbeat."""
+    """Message with which a node's agent introduces itself; also its heartbeat. The agent can end workers that hang."""
 
     kind: Literal["agent"] = "agent"
     node: NodeId
 
 
 class Query(WireRecord):
-    """Request for the `Status`."""
+    """Request for the job's `Status`."""
 
     kind: Literal["query"] = "query"
 
 
 class Dismiss(WireRecord):
-    """Request that all workers of a node leave, the same way as after SIGTERM."""
+    """Request to make all workers of a node leave, as SIGTERM would."""
 
     kind: Literal["dismiss"] = "dismiss"
     node: NodeId
     is_spare: bool = False
-    """Whether the job itself asks, because it has no work for the node. Refused if the node hosts the coordinator, or
-    if fewer than MIN nodes would stay."""
+    """Whether the job itself makes the request, because it has no work for the node. Such a request is refused if the
+    node hosts the coordinator, or if fewer nodes than the job's minimum would remain."""
 
 
 class Dismissed(WireRecord):
-    """Answer to `Dismiss`: the workers that were asked to leave."""
+    """Answer to `Dismiss`, with the workers that were asked to leave."""
 
     kind: Literal["dismissed"] = "dismissed"
     members: Members
 
 
 class Changed(WireRecord):
-    """Announcement of a new generation to its members, in full."""
+    """Message that gives the members of a new generation the whole record of it."""
 
     kind: Literal["changed"] = "changed"
     world: Generation
 
 
 class Amended(WireRecord):
-    """New generation, sent as its difference from the previous one on the same connection."""
+    """Message that announces a new generation by its difference from the previous one sent over this connection."""
 
     kind: Literal["amended"] = "amended"
     change: Amendment
@@ -341,7 +341,8 @@ class Show(WireRecord):
 
 
 class Fence(WireRecord):
-    """Order to an agent to end one of its workers, which is silent and without which the others continue.
+    """Order to an agent to kill one of its workers, which has stopped responding and which the other members no longer
+    need.
 
     pid: the process to end; None if the coordinator never learned it, because the worker hung while the coordinator was
         restarted.
@@ -353,13 +354,13 @@ class Fence(WireRecord):
 
 
 class Finished(WireRecord):
-    """Notice to waiting members that the scripts of the working members have ended, so they will get no work."""
+    """Notice to idle members that the scripts of the working members have ended, so that no work will come for them."""
 
     kind: Literal["finished"] = "finished"
 
 
 class MemberStatus(WireRecord):
-    """The status of one member."""
+    """Status of one member, as shown to people."""
 
     member: MemberId
     phase: Phase
@@ -371,13 +372,13 @@ class MemberStatus(WireRecord):
     pause_ms: Seconds
     protected: Protected
     heard_seconds: Seconds
-    """Time since the coordinator last heard from the member."""
+    """Seconds since the coordinator last received a message from the member."""
     waits_for: Text
     figures: Figures = Figures()
 
 
 class ChangeStatus(WireRecord):
-    """The status of one recent change."""
+    """Status of one recent change of the job's members."""
 
     generation: Count
     change: Text
@@ -387,7 +388,7 @@ class ChangeStatus(WireRecord):
 
 
 class StartingNode(WireRecord):
-    """A node whose agent is connected but whose workers are not, because they are still importing or building their
+    """A node whose agent is connected but whose workers are not yet, because they are still importing or building their
     model."""
 
     node: NodeId
@@ -396,7 +397,7 @@ class StartingNode(WireRecord):
 
 
 class Status(WireRecord):
-    """The coordinator's knowledge about the job, for people."""
+    """Status of the job as known to the coordinator, for people."""
 
     kind: Literal["status"] = "status"
     job: Text
@@ -424,7 +425,7 @@ _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discrimin
 
 
 def encode(message: Message) -> bytes:
-    """Return a message in wire format. Raises MessageError if it is longer than any peer accepts."""
+    """Return a message in the wire format. Raises MessageError if it is longer than any peer accepts."""
     body = message.model_dump_json().encode()
     if len(body) > LARGEST_MESSAGE:
         raise MessageError(f"{message.kind}: {len(body)} bytes, at most {LARGEST_MESSAGE} are allowed")
@@ -432,7 +433,7 @@ def encode(message: Message) -> bytes:
 
 
 def body_length(header: bytes, limit: int) -> int:
-    """Return the body length that a header states. Raises MessageError if it is above `limit`."""
+    """Return the body length that a message's header states. Raises MessageError if it is above `limit`."""
     length: int = HEADER.unpack(header)[0]
     if length > limit:
         raise MessageError(f"a message of {length} bytes is announced, at most {limit} are taken here")
@@ -440,7 +441,7 @@ def body_length(header: bytes, limit: int) -> int:
 
 
 def decode(body: bytes) -> Message:
-    """Parse the body of a message. Raises MessageError if the body is malformed; the error names the wrong field."""
+    """Parse the body of a message. Raises MessageError for a malformed body; the error names the invalid field."""
     try:
         return _MESSAGES.validate_json(body)
     except ValidationError as error:
@@ -452,5 +453,5 @@ def decode(body: bytes) -> Message:
 
 
 def clipped(text: str, limit: int) -> str:
-    """Return a text, shortened to `limit` characters if it is longer."""
+    """Return a text, truncated to `limit` characters if it is longer."""
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -32,7 +32,7 @@ ANSWERED = (0, errno.ECONNREFUSED)
 class Reach:
     """A member's listening socket, and its attempts to connect to other members.
 
-    tell: called on another thread with the results.
+    tell: called on another thread with the results of these attempts.
     """
 
     def __init__(self, tell: Callable[[Probed], None]) -> None:
@@ -40,7 +40,7 @@ class Reach:
         self._listener: socket.socket | None = None
 
     def listen(self) -> str:
-        """Listen on the network interface of the process groups, and return the address; "" if the interface is
+        """Listen on the network interface that the process groups use, and return the address; "" if the interface is
         unknown."""
         host = group_host()
         with suppress(OSError):
@@ -52,7 +52,8 @@ class Reach:
         return str(Address(host, self._listener.getsockname()[1]))
 
     def filenos(self) -> list[int]:
-        """Return the descriptor to poll before `answer`; empty if there is none."""
+        """Return the descriptors to poll before `answer` is called: that of the listening socket, or none if this
+        member does not listen."""
         return [] if self._listener is None else [self._listener.fileno()]
 
     def answer(self) -> None:
@@ -62,7 +63,7 @@ class Reach:
                 self._listener.accept()[0].close()
 
     def ask(self, addresses: Sequence[str]) -> None:
-        """Try to connect to these addresses in a thread, which calls `tell` with the results."""
+        """Try, in a thread, to connect to these addresses. The thread calls `tell` with the results."""
         threading.Thread(target=self._try, args=(addresses,), name="dynatrain-reach", daemon=True).start()
 
     def close(self) -> None:
@@ -77,7 +78,8 @@ class Reach:
 
 
 def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> Probed:
-    """Return the addresses to which a connection could be made within `seconds`, and those to which none could.
+    """Try to connect to addresses. Return those to which a connection was made within `seconds`, and those to which
+    none was.
 
     A host that refuses a connection counts as reached. An address that fails for a local reason is in neither list.
     """
@@ -93,7 +95,7 @@ def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> Prob
 
 
 async def _connect(address: Address, seconds: float) -> int | None:
-    """Return 0 if a connection can be made, else the error number."""
+    """Return 0 if a connection can be made, otherwise the error number (None if the error has none)."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(address.host, address.port), seconds)
     except asyncio.TimeoutError:
@@ -105,7 +107,7 @@ async def _connect(address: Address, seconds: float) -> int | None:
 
 
 def group_host() -> str:
-    """Return the address at which gloo listens in this process; empty if the address cannot be determined."""
+    """Return the address at which gloo listens in this process; "" if it cannot be determined."""
     before = open_sockets()
     with suppress(RuntimeError):
         group = td.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=REACH_SECONDS))
@@ -116,7 +118,7 @@ def group_host() -> str:
 
 
 def _listens_at(descriptor: int) -> str:
-    """Return the address of a listening socket; empty for any other socket, and for a link-local address."""
+    """Return the address of a listening socket; "" for any other socket, and for a link-local address."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
         is_listening = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN

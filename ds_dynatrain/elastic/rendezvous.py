@@ -1,5 +1,5 @@
-"""An agent's side of membership: a rendezvous of its own node alone, and a connection to the coordinator over which the
-agent may be ordered to end hanging workers."""
+"""An agent's side of membership: a rendezvous of its own node alone, and a connection to the coordinator, which may
+order the agent to end hanging workers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ FOREIGN_ADDRESS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 class NodeRendezvous(RendezvousHandler):
-    """Rendezvous of one node alone. It never waits for another node, and never tells torchrun that one is waiting."""
+    """Rendezvous of one node alone. It never waits for another node, and never tells torchrun that another node is
+    waiting."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         show_by_default()
@@ -61,7 +62,7 @@ class NodeRendezvous(RendezvousHandler):
     # -- the coordinator ---------------------------------------------------------------------------------------------
 
     def _hosted(self) -> CoordinatorHost | None:
-        """Return the coordinator that this agent has to host; None if it has to host none.
+        """Return the coordinator that this agent has to host; None if it need not host one.
 
         By default an agent hosts the coordinator if the coordinator's address belongs to this machine and is still
         free.
@@ -108,7 +109,7 @@ class NodeRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a world of this node alone. Each start of its workers gets a new world.
+        """Return a world that consists of this node alone. Each start of the node's workers gets a new world.
 
         Raises RendezvousConnectionError if no coordinator answers in time or the coordinator refuses this agent. Raises
         RendezvousClosedError if the job has finished.
@@ -142,7 +143,7 @@ class NodeRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing, because no agent closes the rendezvous for the others."""
+        """Do nothing, because one agent must not close the rendezvous for the others."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0, because a new node is no reason to restart workers."""
@@ -155,8 +156,8 @@ class NodeRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Report to the coordinator how the workers have ended.
 
-        torchrun calls this last; if a worker has failed, the call happens while ChildFailedError is raised. A
-        coordinator hosted here keeps running until the workers of the other nodes have ended.
+        torchrun calls this last; if a worker has failed, it calls this while ChildFailedError is raised. A coordinator
+        hosted by this agent keeps running until the workers of the other nodes have ended.
         """
         self._end_line(failed=sys.exc_info()[0] is not None)
         if self._host is not None:
@@ -172,10 +173,10 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class AgentLine:
-    """Connection of an agent to the coordinator, from one start of its workers until they have ended.
+    """Connection of an agent to the coordinator, from one start of the agent's workers until they have ended.
 
-    A thread reconnects whenever the connection breaks. The agent continues without a coordinator as long as its workers
-    do.
+    A thread reconnects whenever the connection breaks. The agent continues without a coordinator for as long as its
+    workers do.
     """
 
     def __init__(self, connection: Connection, node: str, endpoint: Endpoint, token: str | None, job: str) -> None:
@@ -193,7 +194,7 @@ class AgentLine:
         self._thread.start()
 
     def close(self, failed: bool = False) -> None:
-        """Say good-bye and close the connection, after all workers have ended.
+        """Say goodbye and close the connection, after all workers have ended.
 
         failed: whether one of the workers ended with a nonzero exit code.
         """
@@ -225,7 +226,7 @@ class AgentLine:
                 self._end_worker(message)
 
     def _reconnect(self) -> bool:
-        """Connect again, however long that takes. Returns False if the coordinator refuses the agent or `close` is
+        """Reconnect, however long that takes. Returns False if the coordinator refuses the agent or `close` is
         called."""
         while not self._ended.wait(retry_pause()):
             try:
@@ -240,7 +241,7 @@ class AgentLine:
         return False
 
     def _end_worker(self, order: Fence) -> None:
-        """Kill the processes of a worker that was given up, if this agent started them."""
+        """Kill the processes of a worker that the coordinator has declared lost, if this agent started them."""
         found = workers_of(order.member, order.pid)
         if not found:
             logger.warning("process %s of %s is no worker of this agent; left alone", order.pid, order.member)
@@ -251,7 +252,7 @@ class AgentLine:
 
 
 def workers_of(member: str, pid: int | None) -> list[psutil.Process]:
-    """Return the processes started by this one, directly or indirectly, that belong to a member.
+    """Return the processes of a member that this process has started, directly or indirectly.
 
     pid: the member's process. If it is None (unknown), all processes that were started as this member are returned.
     """

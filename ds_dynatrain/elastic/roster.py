@@ -1,5 +1,5 @@
-"""The roster of workers that count as alive, the record of members that return to a new coordinator, and the effects of
-the membership's decisions."""
+"""The roster of workers that count as alive, the record of members that return to a new coordinator, and the actions
+that the membership decides on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_dynatrain.errors import PeerRefused
 
 @dataclass(frozen=True)
 class Publish:
-    """Effect: send these members a generation."""
+    """Action: send a generation to members."""
 
     world: Generation
     to: tuple[str, ...]
@@ -23,7 +23,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class GiveUpMember:
-    """Effect: end a member's connection, and its process if the member's agent can do so.
+    """Action: end a member's connection, and also its process if the member's agent can do so.
 
     pid: the process's id; None if the member never reported it.
     """
@@ -35,7 +35,7 @@ class GiveUpMember:
 
 @dataclass(frozen=True)
 class ProbeMembers:
-    """Effect: ask a member to which of these addresses of other members it can connect."""
+    """Action: ask a member to which addresses of other members it can connect."""
 
     member: str
     peers: tuple[str, ...]
@@ -43,7 +43,7 @@ class ProbeMembers:
 
 @dataclass(frozen=True)
 class Finish:
-    """Effect: inform these members that the job has finished."""
+    """Action: inform members that the job has finished."""
 
     to: tuple[str, ...]
 
@@ -54,7 +54,7 @@ Effect = Publish | GiveUpMember | ProbeMembers | Finish
 
 @dataclass
 class RosterEntry:
-    """One worker that counts as alive. Times are in seconds of the caller's clock."""
+    """One worker that counts as alive. Times are in seconds by the caller's clock."""
 
     member: str
     local_rank: int
@@ -66,16 +66,16 @@ class RosterEntry:
     arrival: int = 0
     """Position in the order in which workers became ready, counted from 1; 0 if the worker is not ready yet."""
     reach: str = ""
-    """Address at which others can try to connect to the worker; empty if unknown."""
+    """Address at which others can try to connect to the worker; "" if unknown."""
 
     @property
     def host(self) -> str:
-        """Host part of `reach`. All workers of one machine have the same host."""
+        """Host part of the address `reach`. All workers of one machine have the same host."""
         return self.reach.rpartition(":")[0]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the worker could join now.
+        """Whether the worker is ready to join now.
 
         False while the worker is building its engines for a generation that the others have entered without it.
         """
@@ -83,8 +83,8 @@ class RosterEntry:
 
 
 class Roster(dict[str, RosterEntry]):
-    """The workers that count as alive, keyed by id in the order in which they were added. They can also be found by
-    node."""
+    """The workers that count as alive, keyed by id in the order in which they were added. The roster also groups them
+    by node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,8 @@ class Roster(dict[str, RosterEntry]):
         self._arrivals = 0
 
     def add(self, said: Announce, now: float) -> RosterEntry:
-        """Add a worker. Raises PeerRefused if its announcement is invalid or contradicts another worker's."""
+        """Add a worker. Raises PeerRefused if the worker's announcement is invalid or contradicts that of another
+        worker."""
         member = member_id(said.node, said.local_rank)
         if said.local_rank >= said.local_size:
             raise PeerRefused(
@@ -132,9 +133,9 @@ class Roster(dict[str, RosterEntry]):
         return entry
 
     def report(self, member: str, report: Report, now: float) -> bool:
-        """Store a worker's report, and return whether it changes a value that matters for membership.
+        """Store a worker's report, and return whether a value that matters for membership has changed.
 
-        Raises PeerRefused if the report withdraws what an earlier one said.
+        Raises PeerRefused if such a value has decreased, which means that the report contradicts an earlier one.
         """
         entry = self[member]
         old = entry.report
@@ -150,10 +151,11 @@ class Roster(dict[str, RosterEntry]):
         return before != after
 
     def complete_nodes(self, apart: Container[str]) -> list[tuple[str, ...]]:
-        """Return the members, by local rank, of every node whose workers are all waiting.
+        """Return the members, by local rank, of every node whose workers are all ready to join.
 
         Nodes are in the order in which they became ready.
-        apart: members that do not count as waiting, because they work.
+
+        apart: members that are left out because they already work.
         """
         waiting = (
             [entry for entry in node.values() if entry.is_waiting and entry.member not in apart]
@@ -164,22 +166,22 @@ class Roster(dict[str, RosterEntry]):
         return [tuple(entry.member for entry in sorted(node, key=lambda one: one.local_rank)) for node in complete]
 
     def forgive(self, seconds: float) -> None:
-        """Do not count the last `seconds` as silence of any worker, because the coordinator received nothing during
-        that time."""
+        """Do not count the last `seconds` as silence of any worker. Called when the coordinator itself was not running
+        during that time."""
         for entry in self.values():
             entry.heard += seconds
 
 
 def _lasting_values(report: Report) -> tuple[int, ...]:
-    """Return the values of a report that matter for membership. From one report to the next, none of them may
-    decrease."""
+    """Return the values of a report that matter for membership. None of them may decrease from one report to the
+    next."""
     engines = get_args(Engines).index(report.engines)
     return report.ready, report.leaving, report.entered, report.broken, report.lacking, engines
 
 
 class Recovery:
-    """Record, after a restart of the coordinator, of the worlds that returning members know. One of these worlds is
-    chosen when the recovery ends.
+    """Period after a restart of the coordinator in which members return and say which world they know. When the
+    recovery ends, one of these worlds is chosen.
 
     The recovery ends when all members of the newest world have returned, or `seconds` after the last return. If no
     member has returned but some still may, the recovery lasts until the time given to `expect`.
@@ -197,7 +199,7 @@ class Recovery:
 
     @property
     def until(self) -> float:
-        """The latest time at which the recovery ends, on the caller's clock."""
+        """The latest time at which the recovery ends, by the caller's clock."""
         return self._until if self.told else max(self._until, self._patience)
 
     @property
@@ -209,16 +211,19 @@ class Recovery:
     def expect(self, patience: float) -> None:
         """Record that there was an earlier job whose members may still return.
 
-        patience: the time until which to wait for the first of them.
+        patience: the time until which to wait for the first of these members.
         """
         self._patience = max(self._patience, patience)
 
     def forgive(self, seconds: float) -> None:
-        """Extend the recovery by `seconds`, because the coordinator received nothing during that time."""
+        """Extend the recovery by `seconds`. Called when the coordinator itself was not running during that time."""
         self._until += seconds
 
     def hear(self, member: str, world: Generation, now: float) -> None:
-        """Record the newest world that a returning member knows."""
+        """Record the newest world that a returning member knows.
+
+        now: the time by the caller's clock.
+        """
         self._until = max(self._until, now + self._seconds)
         self.told[member] = world
         name = world.generation, world.begun, world.term
@@ -226,10 +231,10 @@ class Recovery:
         self._votes[name] += 1
 
     def choose(self) -> Generation | None:
-        """Return the newest world that any returning member knows; None if there is none.
+        """Return the newest world that any returning member knows; None if no member has returned.
 
-        If two worlds have the same number, the one in whose job a step was taken comes first, and among several of
-        these the one that most members know.
+        If several worlds have the same number, worlds of a job in which a step was taken come first, and among these
+        the world that most members know.
         """
         if not self._worlds:
             return None

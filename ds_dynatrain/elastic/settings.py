@@ -1,4 +1,4 @@
-"""Settings of the coordinator: numbers of nodes, and waiting times."""
+"""Settings of the coordinator: numbers of nodes, and time limits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Settings:
     """
 
     min_nodes: int
-    """The fewest nodes with which a job starts (MIN of `--nnodes=MIN:MAX`). A job with fewer nodes is paused."""
+    """Minimum number of nodes with which a job starts (MIN of `--nnodes=MIN:MAX`). A job with fewer nodes is paused."""
     max_nodes: int
-    """The most nodes that train at once. Further nodes wait, ready to replace a node that leaves."""
+    """Maximum number of nodes that train at once. Further nodes wait, ready to replace a node that leaves."""
     debounce_seconds: float = 0.05
     """How long to collect further events after the first sign of a change, before deciding on the next generation."""
     beat_seconds: float = 0.5
     """Interval between the heartbeats of every peer, in seconds."""
     silent_seconds: float = 5.0
-    """Time without a heartbeat after which a member is given up."""
+    """Time without a heartbeat after which a member is declared lost."""
     stuck_seconds: float = 300.0
-    """How long a training member's main thread may run no Python code before the member is given up; 0 for no limit.
-    Time in which the thread waits for another process does not count."""
+    """How long a training member's main thread may run no Python code before the member is declared lost; 0 for no
+    limit. Time in which the thread waits for another process does not count."""
     recovery_seconds: float = 3.0
     """How long a restarted coordinator waits for members of a running job before it makes any decision.
 

@@ -1,4 +1,4 @@
-"""Views of a worker from inside, which it sends on request: the last lines of its log, and where its threads are."""
+"""Information about a worker that it sends on request: the last lines of its log, and the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MOST_FRAMES = 100
 
 
 class LastLines:
-    """The last lines of all of this process's loggers.
+    """The last lines logged in this process, by any logger.
 
-    Lines are kept where records are made. A handler would change the meaning of the script's `logging.basicConfig`,
-    which does nothing if there is one.
+    Lines are captured when log records are created. A handler would change the effect of the script's
+    `logging.basicConfig`, which does nothing if there is a handler.
     """
 
     def __init__(self) -> None:
@@ -30,17 +30,17 @@ class LastLines:
         self._is_listening = False
 
     def listen(self) -> None:
-        """Keep lines from now on; later calls do nothing."""
+        """Capture lines from now on; later calls do nothing."""
         if not self._is_listening:
             self._is_listening, self._make = True, logging.getLogRecordFactory()
             logging.setLogRecordFactory(self._made)
 
     def read(self) -> tuple[str, ...]:
-        """Return the lines, oldest first."""
+        """Return the captured lines, oldest first."""
         return tuple(self._lines.copy())
 
     def _made(self, *arguments: Any, **more: Any) -> logging.LogRecord:
-        """Make a record, and keep its text rather than its arguments, which may hold tensors."""
+        """Create a log record, and keep its text instead of its arguments, which may refer to tensors."""
         record = self._make(*arguments, **more)
         try:
             text = record.getMessage()
@@ -56,14 +56,15 @@ LAST_LINES = LastLines()
 
 
 def shown() -> Shown:
-    """Return what this process is doing. May be called on any thread, and opens no file."""
+    """Return what this process is doing: its last log lines and its stacks. May be called on any thread; opens no
+    file."""
     return Shown(lines=LAST_LINES.read(), stacks=_sendable(stacks(), LONGEST_STACKS))
 
 
 def stacks() -> str:
     """Return the stacks of all threads, the main thread first, each with its innermost frame first.
 
-    Unlike `faulthandler`, this needs no file to write to, names the threads, and puts the one that matters first.
+    Unlike `faulthandler`, this needs no file to write to, names the threads, and puts the most important thread first.
     """
     names = {each.ident: each.name for each in threading.enumerate()}
     main = threading.main_thread().ident
@@ -76,5 +77,6 @@ def stacks() -> str:
 
 
 def _sendable(text: str, limit: int) -> str:
-    """Return a text cut to `limit` characters, with a question mark for each character that UTF-8 does not have."""
+    """Return a text truncated to `limit` characters, with a question mark for each character that UTF-8 cannot
+    encode."""
     return clipped(text, limit).encode(errors="replace").decode()

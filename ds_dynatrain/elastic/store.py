@@ -1,4 +1,5 @@
-"""Key-value stores for process groups: the coordinator's store for worlds, and an agent's store for its own node."""
+"""Key-value stores for process groups: the coordinator's store, which all members use, and an agent's store for its own
+node."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ StoreT = TypeVar("StoreT", bound=Store)
 def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
     """Return a store that others can reach at `host` through `listener`.
 
-    Without a listener the store listens at a free port of `host` that only this machine reaches. The store takes over
-    the listener, and ends with the returned object. torch's stores know no token: anybody who reaches the address can
-    use them.
+    Without a listener the store listens at a free port of `host` that only this machine can reach. The store takes
+    ownership of the listener, and stops serving when the returned object is deleted. torch's stores do not check the
+    token: anybody who can reach the address can use them.
     """
     listener = listener or listen(Address(host, 0), is_guarded=False)
     port = listener.getsockname()[1]
@@ -37,9 +38,9 @@ def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
 
 
 def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
-    """Return a client of the store at this address, over a new connection, for keys below a prefix.
+    """Return a client of the store at an address, over a new connection. All its keys get a prefix.
 
-    seconds: how long its calls wait.
+    seconds: the longest time that a call on the store waits.
 
     Raises torch's DistError if nothing answers.
     """
@@ -52,7 +53,7 @@ def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
 
 
 def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
-    """Return the store that `connect` returns, over a new connection. Raises torch's DistError after `seconds`.
+    """Return the store that `connect` opens. Raises torch's DistError if there is no connection after `seconds`.
 
     Later calls on the store also raise DistError if the store does not answer within `ANSWER_SECONDS`. torch's own
     timeout covers only missing keys, and a hanging server blocks its callers forever (measured on 2.13). The limit
@@ -67,7 +68,8 @@ def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
 
 
 def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
-    """Return the result of `ask`, run in a thread. Raises torch's DistError after `seconds`, and abandons the thread.
+    """Return the result of `ask`, which is called in a thread. Raises torch's DistError after `seconds`, and abandons
+    the thread.
 
     Used for calls without a usable timeout: torch's timeout covers only the time until a connection is accepted, and
     the kernel accepts a connection even for a process that hangs.
@@ -87,8 +89,8 @@ def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
 
 
 def _limit(store: Any, sockets: Mapping[int, int]) -> None:
-    """Limit how long calls on a store wait for an answer, and make them end if the world for which the store is opened
-    is aborted.
+    """Limit how long calls on a store wait for an answer. If the store is opened while a world is built, also make
+    these calls end when that world is aborted.
 
     sockets: new sockets, including the store's.
     """

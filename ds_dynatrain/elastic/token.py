@@ -1,4 +1,5 @@
-"""Secrets: a job's token, which is proved and never sent, and the token of readers who watch the job over HTTP.
+"""Secrets: a job's token, which is never sent (only proofs of it are), and the token of readers who watch the job over
+HTTP.
 
 The readers' token is sent unencrypted, so it is a separate secret that does not let anybody join the job. A job without
 a given readers' token uses the one in a file that belongs to its user.
@@ -39,11 +40,11 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 def read_token(path: str | Path) -> str:
-    """Return the token in a file, stripped of white space.
+    """Return the token in a file, stripped of whitespace.
 
-    The file's group may have rights only if the file belongs to another user: then the group may be how this user reads
-    it, as in a Kubernetes pod. Raises ConfigError if the file cannot be read, if others can read it, or if the token is
-    too short.
+    If the file belongs to this user, no other user may have any rights to it. If it belongs to another user, its group
+    may read it, because this user may be in the group, as in a Kubernetes pod. Raises ConfigError if the file cannot be
+    read, if others can read it, or if the token is too short.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
@@ -63,7 +64,7 @@ def read_token(path: str | Path) -> str:
 
 
 def made_token(path: Path) -> str:
-    """Return the token in a file of this user. A missing file is first created with a new token.
+    """Return the token in a file of this user. If the file is missing, create it with a new token.
 
     Concurrent callers get the same token. Raises ConfigError if the file cannot be created, belongs to another user, or
     is refused by `read_token`.
@@ -82,7 +83,7 @@ def made_token(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Create the file with a new token atomically, unless another process has created it first."""
+    """Create a file with a new token atomically, unless another process has created the file first."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32) + "\n")
@@ -95,7 +96,10 @@ def _make(path: Path) -> None:
 
 
 def checked_token(token: str, where: str) -> str:
-    """Return the token. Raises ConfigError, without repeating the token, if it is too short to be a secret."""
+    """Return the token unchanged. Raises ConfigError, without quoting the token, if it is too short to be a secret.
+
+    where: a description of where the token was found, for the error.
+    """
     if len(token) < SHORTEST_TOKEN:
         raise ConfigError(
             f"{where}: {len(token)} characters, a token has at least {SHORTEST_TOKEN}; make one with: openssl rand "
@@ -105,12 +109,13 @@ def checked_token(token: str, where: str) -> str:
 
 
 def derive(token: str | None, purpose: str) -> bytes:
-    """Return a key for one purpose only. Without a token, the key is one that everybody can compute."""
+    """Return a key that is derived from a token for one purpose only. Without a token, everybody can compute the
+    key."""
     return hmac.digest((token or "").encode(), f"ds_dynatrain {purpose}".encode(), "sha256")
 
 
 def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of a secret that all jobs of this user share, and create its folder."""
+    """Return the path of a file for a secret that all jobs of this user share. Creates the file's folder."""
     folder = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain"
     with suppress(OSError):  # `made_token` reports that the file cannot be made
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +124,7 @@ def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True)
 class Reading:
-    """The port for readers who watch a job.
+    """The HTTP port at which people and tools can watch a job.
 
     address: the address at which to listen.
     token: the token that readers have to send.
@@ -172,15 +177,15 @@ class Reading:
             ) from error
 
     def permits(self, authorization: str) -> bool:
-        """Return whether a request may be answered.
+        """Return whether an HTTP request has the right token.
 
-        authorization: the request's Authorization header; empty if it has none.
+        authorization: the request's Authorization header; "" if it has none.
         """
         return hmac.compare_digest(_secret_of(authorization).encode(), self.token.encode())
 
 
 def _secret_of(authorization: str) -> str:
-    """Return the secret in an Authorization header (`Bearer SECRET`, or `Basic` with any name); empty for any other
+    """Return the secret in an Authorization header (`Bearer SECRET`, or `Basic` with any user name); "" for any other
     header.
 
     `Basic` is accepted because it is the only scheme for which browsers ask people for a secret.

@@ -1,4 +1,5 @@
-"""View of a job as one value: the content of `/status.json`, from which the web page and the metrics are made.
+"""Everything that is shown of a job, as one value: the content of `/status.json`, from which the web page and the
+metrics are made.
 
 Times are in seconds since 1970 by the coordinator's clock.
 """
@@ -44,10 +45,10 @@ PATIENCE_SECONDS = 2.0
 
 
 class PointView(WireRecord):
-    """Steps between two samples of the history.
+    """Progress of training between two points in time, as shown to people.
 
-    samples_per_second: the rate over the whole time between the samples, standstills included.
-    loss: the mean of the members' losses at the end of these steps; None if none told a finite one.
+    samples_per_second: the rate over the whole time between the two points, standstills included.
+    loss: the mean of the members' losses at the end of these steps; None if no member reported a finite loss.
     """
 
     at: float
@@ -59,10 +60,10 @@ class PointView(WireRecord):
 
 
 class GoodputView(WireRecord):
-    """Account of the job's time, in seconds.
+    """How the job's time was spent, in seconds.
 
-    ratio: effective training time ratio (ETTR), the productive fraction of the time accounted for. The current step is
-    not included.
+    ratio: effective training time ratio (ETTR), the productive fraction of the time accounted for. A step that is still
+        in progress is not included.
     """
 
     ratio: Seconds
@@ -74,7 +75,7 @@ class GoodputView(WireRecord):
 
 
 class View(WireRecord):
-    """View of one job at one instant."""
+    """Everything that is shown of one job at one instant."""
 
     at: float
     state: State
@@ -83,7 +84,7 @@ class View(WireRecord):
     step: Count
     samples: Count
     quiet_seconds: Seconds | None
-    """Time since a new step was last reported; None before the first step."""
+    """Seconds since a new optimizer step was last reported; None before the first step."""
     goodput: GoodputView
     counts: Counts
     points: tuple[PointView, ...]
@@ -93,7 +94,7 @@ class View(WireRecord):
 
 
 def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
-    """Return the view of a job.
+    """Return everything that is shown of a job at one instant.
 
     now: the time by the coordinator's clock.
     wall: the same time in seconds since 1970.
@@ -137,10 +138,10 @@ def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
 
 
 def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, str]:
-    """Return the state of a job, and a description of the reason.
+    """Return the state of a job, such as "running", and a description of the details.
 
-    quiet: seconds since the last step; None before the first.
-    usual: usual duration of a step, in seconds.
+    quiet: seconds since the last step; None before the first one.
+    usual: usual step time in seconds.
     """
     if status.finished:
         return "finished", "the scripts of those that worked have ended"
@@ -175,7 +176,7 @@ def is_lost(status: Status) -> bool:
 
 
 def is_unprotected(status: Status) -> bool:
-    """Return whether any training member has reported that its death would cost more than the newest steps."""
+    """Return whether any training member has reported that its death would cost the job more than a step or two."""
     return any(one.protected == "no" for one in status.members if one.rank is not None)
 
 
@@ -189,8 +190,8 @@ def _before_the_start(status: Status) -> str:
 
 
 def _awaited(members: Iterable[MemberStatus]) -> str:
-    """Return a description of the members for which the given members report to wait or, if none reports a wait, of the
-    given members themselves."""
+    """Return a description of what the given members are waiting for. If none of them reports a wait, name the members
+    themselves."""
     members = list(members)
     said = [f"{one.member} waits for {one.waits_for}" for one in members if one.waits_for]
     if said:
@@ -208,8 +209,8 @@ def _count(number: int, what: str) -> str:
 
 
 def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status:
-    """Return the status at time `now`. Workers with a rank come first, in the order of their ranks; the others follow
-    by name."""
+    """Return the status at time `now`. Workers with a rank come first, in the order of their ranks, and the others
+    follow in the order of their names."""
     world = membership.world or NO_WORLD
     members = [
         MemberStatus(
@@ -254,7 +255,7 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
 
 
 class Feed(Generic[Value]):
-    """The newest value made by one function, for readers on other threads.
+    """The newest value of a function, for readers on other threads.
 
     make: makes the value. It runs through `call_soon`, and only if a reader has asked since the last value.
     call_soon: schedules a call on the thread that may make values.
@@ -268,8 +269,8 @@ class Feed(Generic[Value]):
         self._is_asked = False
 
     def read(self) -> Value | None:
-        """Return a fresh value, or the previous one if no fresh value is made in time; None if there has never been
-        one.
+        """Return a fresh value, or the previous one if a fresh one is not made in time; None if there has never been a
+        value.
 
         May be called from any thread.
         """

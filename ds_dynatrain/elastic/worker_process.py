@@ -1,5 +1,5 @@
-"""Signals and process lifetime of a worker: it ends with its agent, notices SIGTERM, and keeps its forked children
-silent.
+"""Signals and lifetime of a worker process: it ends with its agent, notices SIGTERM at once, and keeps its forked
+children from acting as members.
 
 Python runs a signal's handler only once the main thread executes Python code again. While that thread waits inside a
 collective, the handler runs seconds late, or never. The interpreter's wake-up descriptor receives a byte at once, and
@@ -31,7 +31,8 @@ SIGTERM = bytes([signal.SIGTERM])
 
 
 def end_with_parent(agent: int | None = None) -> None:
-    """Have Linux kill this process when the thread that started it ends; exit at once if the agent is already gone.
+    """Make Linux kill this process when the agent's thread that started it ends; exit at once if the agent has already
+    ended.
 
     torchrun starts workers in sessions of their own. Without this call they would continue to train alone after their
     agent is killed.
@@ -47,14 +48,15 @@ def end_with_parent(agent: int | None = None) -> None:
 
 
 def at_exit(call: Callable[..., Any], *arguments: Any) -> None:
-    """Register a function to be called when this process ends, but not when a child forked from it ends."""
+    """Register a function to be called when this process ends. Unlike `atexit`, it is not called when a forked child
+    ends."""
     process = os.getpid()
     atexit.register(lambda: call(*arguments) if os.getpid() == process else None)
 
 
 def in_forked_children(method: Callable[[], Any]) -> None:
-    """Register a bound method to be called in every process forked from this one, as long as the method's object is
-    alive.
+    """Register a bound method to be called in every child process forked from this one, for as long as the method's
+    object exists.
 
     Processes started by fork and exec inherit none of Python's sockets and need no such call. Raises TypeError if
     `method` is not a bound method.
@@ -72,7 +74,8 @@ def in_forked_children(method: Callable[[], Any]) -> None:
 def _is_alive(process: int) -> bool:
     """Return whether a process is running.
 
-    False for a zombie: a killed process that was not waited for, as in a container without an init process.
+    Returns False for a zombie: a killed process whose parent has not waited for it, as in a container without an init
+    process.
     """
     try:
         return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -81,7 +84,7 @@ def _is_alive(process: int) -> bool:
 
 
 class Termination:
-    """Watcher for SIGTERM, with a descriptor that becomes readable when the signal arrives. The user's own handler is
+    """Watcher for SIGTERM, with a descriptor that becomes readable when the signal arrives. The script's own handler is
     still called."""
 
     def __init__(self) -> None:
@@ -123,7 +126,7 @@ class Termination:
         self._send(b"\0")
 
     def stop(self) -> None:
-        """Restore the user's handler. Has no effect outside the main thread."""
+        """Stop watching, and restore the script's own handler. Has no effect outside the main thread."""
         if self._is_watching and threading.current_thread() is threading.main_thread():
             self._restore()
 
