@@ -21,7 +21,16 @@ from gpt import Block, Windows, texts
 
 OUT, SETTINGS = Path(os.environ["OUT"]), json.loads(os.environ["SETTINGS"])
 FREEZE_AT, FROZEN = int(os.environ["FREEZE_AT"]), 9
-DENSE = Dynamism(lambda number, count, width, heads: Block(width, heads), lambda *_: "")
+
+
+class DenseBlock(Block):
+    """A block that does not change."""
+
+    def __init__(self, number: int, count: int, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+
+
+DENSE = Dynamism(DenseBlock, lambda *_: "")
 SIZES = Sizes(blocks=10, width=96)
 
 

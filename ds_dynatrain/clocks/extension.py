@@ -50,8 +50,8 @@ class Clocks(Extension):
     def check_launch(self, is_elastic: bool) -> None:
         """Make the actuator, and remove a limit that a killed job has left on the device's clock.
 
-        Raises ConfigError if nothing measures times or the actuator cannot set clocks, and UnsupportedError if layers
-        move, too.
+        Raises ConfigError if nothing measures times or the actuator cannot set clocks, and UnsupportedError if clocks
+        are lowered while layers move.
         """
         if self._settings.actuator == "off":
             return
@@ -60,10 +60,10 @@ class Clocks(Extension):
                 "dynatrain.clocks: clocks follow from the times that balance measures, and nothing is measured; add "
                 '"balance": {"mode": "advise"}'
             )
-        if self._balance.acts:
-            raise BESIDE_MOVES.error("dynatrain.clocks")
         self._device = compute_device().index or 0
         actuator = made(self._settings.actuator, self._device)
+        if self._balance.acts and not actuator.is_dry:
+            raise BESIDE_MOVES.error("dynatrain.clocks")
         try:
             actuator.give_back()
         except Exception as error:

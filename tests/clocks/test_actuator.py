@@ -76,8 +76,9 @@ def test_clocks_need_times_and_layers_that_stay() -> None:
     with pytest.raises(ConfigError, match=r'nothing is measured; add "balance": \{"mode": "advise"\}'):
         extension("dry", mode="off").check_launch(is_elastic=False)
     with pytest.raises(UnsupportedError, match=r'does not look slow; set dynatrain\.balance\.mode to "advise"'):
-        extension("dry", mode="act").check_launch(is_elastic=False)
-    extension("off", mode="act").check_launch(is_elastic=False)
+        extension("tools.throttle:Throttle", mode="act").check_launch(is_elastic=False)
+    for actuator in ("off", "dry"):
+        extension(actuator, mode="act").check_launch(is_elastic=False)
 
 
 def test_one_engine_of_a_process_sets_its_clock() -> None:
