@@ -45,6 +45,7 @@ def freeze(engine: Any) -> None:
 
 def main() -> None:
     """Train until told to stop."""
+    ds_dynatrain.init_distributed()
     samples = Windows(texts()[0], 10_000, DENSE.length)
     engine, *_ = ds_dynatrain.initialize(model=pipeline(DENSE, SIZES), config=SETTINGS, training_data=samples)
     stop, profile = OUT / "stop", None
