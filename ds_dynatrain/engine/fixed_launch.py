@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_dynatrain.engine.driver import Driver
 from ds_dynatrain.engine.parts import EngineParts, parts_of
 from ds_dynatrain.errors import MemberMissing
-from ds_dynatrain.membership.liveness import Heartbeat, ending_error, post_end, say_last_words
+from ds_dynatrain.membership.liveness import (
+    FIRST_ERROR,
+    Heartbeat,
+    ending_error,
+    first_error,
+    is_consequence,
+    post_end,
+    say_last_words,
+)
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.membership import Membership
 from ds_dynatrain.reshard.process import PROCESS
 
+T = TypeVar("T")
 IDLE_POLL_SECONDS = 0.02
 SEE_OFF_SECONDS = 5.0
 
@@ -26,6 +36,8 @@ class FixedLaunch(Membership):
 
     def __init__(self) -> None:
         self._driver = Driver()
+        self._is_at_fault = False
+        """Whether an error of this member was the first, and has ended the job."""
 
     def add(self, engine: EngineCore) -> None:
         """Start this member's heartbeat, which waiting members observe."""
@@ -34,22 +46,27 @@ class FixedLaunch(Membership):
     def say_end(self, engine: EngineCore) -> None:
         """Post that the script has ended, including the error that ended it, if there was one."""
         error = ending_error()
-        say_last_words(engine.control, error)
+        self._is_at_fault = say_last_words(engine.control, error)
         post_end(engine.control, error)
         beating = parts_of(engine).heartbeat
         if beating is not None:
             beating.stop()
 
     def end_script(self, engine: EngineCore) -> None:
-        """Wait, on member 0, until idle and late members have read that the job has ended. Needed because member 0's
-        process may serve the key-value store."""
+        """Wait for members that still have to read that the job has ended, or why.
+
+        Member 0 waits for idle and late members, because its process may serve the key-value store. A member whose
+        error has ended the job waits for all others, because its launcher kills them as soon as its process has ended.
+        """
         board = engine.control
-        if board.member != 0:
-            return
-        waiting = [f"left/{member}" for member in engine.candidates.members if member not in engine.members]
-        waiting += [f"ended/{member}" for member in PROCESS.sync_points.late]
+        waiting = list[str]()
+        if board.member == 0:
+            waiting += [f"left/{member}" for member in engine.candidates.members if member not in engine.members]
+            waiting += [f"ended/{member}" for member in PROCESS.sync_points.late]
+        if self._is_at_fault:
+            waiting += [f"{FIRST_ERROR}/{member}" for member in engine.members]
         if waiting:
-            with suppress(MemberMissing):
+            with suppress(MemberMissing, RuntimeError):  # the store may have ended with another member
                 board.wait(dict(enumerate(waiting)), "the ends of others", time.monotonic() + SEE_OFF_SECONDS)
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
@@ -79,6 +96,16 @@ class FixedLaunch(Membership):
                     raise SystemExit(0)
                 engine.pass_time(IDLE_POLL_SECONDS)
         engine.note_safe()
+
+    def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
+        """Return the result of `call`. If a peer is lost in it, the error names the error that has ended that peer."""
+        try:
+            return call()
+        except RuntimeError as error:
+            found = first_error(engine.control) if is_consequence(error) else None
+            if found is None:
+                raise
+            raise RuntimeError("the job has ended with an error of member {}: {}".format(*found)) from error
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
         """Return the output of a forward pass. Keep it, too, while a late switch may still discard the batch."""

@@ -22,7 +22,11 @@ LONG_SECONDS = 10.0
 
 
 class Heartbeat:
-    """A daemon thread that posts an increasing number once a second, from its creation until `stop`."""
+    """A daemon thread that posts an increasing number once a second, from its creation until `stop`.
+
+    It also logs the error that ends another member's script. The main thread may be in a collective, and the launcher
+    kills this process as soon as that member's process has ended.
+    """
 
     def __init__(self, control: Control) -> None:
         self._control = control.clone()
@@ -37,11 +41,15 @@ class Heartbeat:
         self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
 
     def _run(self) -> None:
-        beat = 0
+        beat, is_told = 0, False
         while not self._stop.wait(BEAT_SECONDS):
             beat += 1
             try:
                 self._control.post(f"alive/{self._control.member}", beat)
+                if not is_told and (found := self._control.read(FIRST_ERROR)) is not None:
+                    is_told = True
+                    if not self._control.read(f"{FIRST_ERROR}/{self._control.member}"):
+                        _say_first_error(self._control, found)
             except RuntimeError:  # the store is gone: the job is ending
                 return
 
@@ -82,6 +90,7 @@ class Watch:
                 "member %d waits for work; the script of member %s ended with an error: %s",
                 *(me, failed, "see there" if first is None else "member {}: {}".format(*first)),
             )
+            self.control.post(f"{FIRST_ERROR}/{me}", True)
             time.sleep(BEAT_SECONDS)  # the launcher should see the failed script first
             raise SystemExit(1)
         if all(end is not None for end in ends.values()):
@@ -117,24 +126,42 @@ def post_end(control: Control, error: BaseException | None = None) -> None:
     control.post(f"ended/{control.member}", "error" if error is not None or ended_in_error() else "done")
 
 
-def say_last_words(control: Control, error: BaseException | None) -> None:
-    """Log the error that ended the job, and the member that raised it. Called before `post_end` in a script that ends
-    in an error.
+def say_last_words(control: Control, error: BaseException | None) -> bool:
+    """Log the error that ended the job, and the member that raised it, and return whether it is this member. Called
+    before `post_end` in a script that ends in an error.
 
     Once one member has raised an error, the errors of the others only say that a connection was closed.
     """
     if error is None:
-        return
-    if is_lost_peer(error) or isinstance(error, MemberMissing):
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
-        try:
-            (found,) = control.wait({control.member: FIRST_ERROR}, "the first error", deadline).values()
-        except MemberMissing:
-            return
+        return False
+    if is_consequence(error):
+        found = first_error(control)
     else:
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         found = control.decide(FIRST_ERROR, [control.member, said])
+    if found is not None:
+        _say_first_error(control, found)
+    return found is not None and found[0] == control.member
+
+
+def first_error(control: Control) -> tuple[int, str] | None:
+    """Return the member whose error has ended the job, and the error; None if no member says so soon."""
+    try:
+        (found,) = control.wait({control.member: FIRST_ERROR}, "", time.monotonic() + LAST_WORDS_SECONDS).values()
+    except (MemberMissing, RuntimeError):  # also if the store has ended
+        return None
+    return found[0], found[1]
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an error only says that another member is gone."""
+    return is_lost_peer(error) or isinstance(error, MemberMissing)
+
+
+def _say_first_error(control: Control, found: tuple[int, str]) -> None:
+    """Log the error that ended the job, and post that this member has done so."""
     logger.error("the job has ended with an error of member %d: %s", *found)
+    control.post(f"{FIRST_ERROR}/{control.member}", True)
 
 
 class Wait:

@@ -37,6 +37,15 @@ def launched(folder: Path, text: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_in_a_collective_is_told_before_its_launcher_kills_it(tmp_path: Path, stage: int) -> None:
+    text = SCRIPT.replace('"stage": 1', f'"stage": {stage}').replace('{"layout": {"data": 2}}', "{}")
+    last = {rank: lines[-1] for rank, lines in launched(tmp_path, text).items()}
+    assert len(last) == 3
+    assert all("error" in line and "member 1: ValueError: no such column 'x'" in line for line in last.values()), last
+
+
+@pytest.mark.full
 def test_all_ranks_end_with_the_error_that_ended_the_job(tmp_path: Path) -> None:
     last = {rank: lines[-1] for rank, lines in launched(tmp_path, SCRIPT).items()}
     assert len(last) == 3
