@@ -1,19 +1,19 @@
-"""Geometry: where every element of a training's state lies, under any layout, on any rank.
+"""The geometry of training state: on which rank, and where in its buffers, each element lies under a given layout.
 
 A model is a list of logical tensors (`tensor`), laid one after another on a line of integer coordinates. A `Layout`
 gives the number of ranks on each axis and the ZeRO stage; `zero` turns it into a `Sharding`: arithmetic that gives, for
-any coordinate and any state kind (`kind`), the owner and the place in the owner's buffers. The elements on a rank are
-`Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack) are set
-operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
+any coordinate and any state kind (`kind`), the owner and the position in the owner's buffers. The elements on a rank
+are `Pieces`: sorted runs, that is, contiguous ranges of coordinates. All questions about them (what do two ranks share,
+what does one lack) are set operations on runs (`interval`). `VirtualParameterSpace` combines all of this for one model.
 
-Tensor parallelism, pipelines and experts cut tensors before ZeRO does (`cut`). A `Mesh` groups the ranks that hold the
-same tensors into shard groups, each with a line of its own that ZeRO cuts, and an index map to the logical line. For a
-switch between two layouts, a `tiling` orders the elements of each tensor such that the parts of both are few runs; a
-run may then lie in a buffer as rows at equal distances (`strips`).
+Tensor parallelism, pipelines and experts partition tensors before ZeRO does (`cut`). A `Mesh` groups the ranks that
+hold the same tensors into shard groups. Each group has a line of its own, which ZeRO partitions, and an index map to
+the logical line. For a switch between two layouts, a `tiling` orders the elements of each tensor such that each rank's
+part is a few runs in both layouts; a run may then lie in a buffer as rows at equal distances (`strips`).
 
 Only numpy is needed here: no torch, no DeepSpeed, no process groups.
 
-May import `records`; start with `vps`.
+This package may import only `records`. Begin reading at `vps`.
 """
 
 from ds_dynatrain.space.columns import Columns

@@ -32,7 +32,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length in every dim."""
+        """Length of the box in every dim."""
         return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
 
     @property
@@ -40,7 +40,7 @@ class Box:
         return math.prod(self.shape)
 
     def contains(self, other: Box) -> bool:
-        """Return whether the other box, which is not empty, lies in this one."""
+        """Return whether this box contains the box `other`, which must not be empty."""
         return all(map(int.__le__, self.start, other.start)) and all(map(int.__ge__, self.stop, other.stop))
 
 
@@ -51,7 +51,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Placed:
-    """A piece of a tensor in a local buffer.
+    """A block of a tensor (`box`), and its position in a local buffer.
 
     The element of `box` at `index` lies at offset + sum((index[d] - box.start[d]) * strides[d]) of the buffer.
     """
@@ -79,9 +79,11 @@ class Shard:
 
     @classmethod
     def along(cls, shape: tuple[int, ...], dim: int, size: int, runs: Iterable[tuple[int, int, int]]) -> Shard:
-        """Return the shard that has `size` rows of one dim of a tensor of `shape`.
+        """Return a shard that consists of slices of a tensor along one dim.
 
-        runs: (first row, end) in the tensor and first row in the shard, for each run of rows.
+        shape: the shape of the tensor.
+        size: the length of the shard in this dim.
+        runs: for each slice, (first index, end index) in the tensor and the first index in the shard.
         """
         local = (*shape[:dim], size, *shape[dim + 1 :])
         strides, pieces, before = row_major(local), list[Placed](), (0,) * dim
@@ -139,7 +141,7 @@ class DimCut:
         return len(self.blocks[0])
 
     def shard(self, shape: tuple[int, ...], index: int) -> Shard:
-        """Return the shard of rank `index`, with a piece for each block of which the rank holds elements.
+        """Return the shard of rank `index`, with one piece per block in which the rank holds elements.
 
         Raises LayoutError if the blocks do not cover the dim.
         """
@@ -163,7 +165,7 @@ class DimCut:
 class Dealt:
     """A cut of dim 0 into single rows, which are assigned to ranks in any order. Used for stacks of experts.
 
-    rows: the rows of each rank, in the order in which they lie there. Each row has one rank.
+    rows: the rows of each rank, in the order in which the rank stores them. Each row belongs to one rank.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -175,7 +177,7 @@ class Dealt:
     def shard(self, shape: tuple[int, ...], index: int) -> Shard:
         """Return the shard of rank `index`, with a piece for each run of neighboring rows.
 
-        Raises LayoutError if the rows are not those of the tensor, each once.
+        Raises LayoutError unless each row of the tensor is assigned to exactly one rank.
         """
         if not shape or sorted(itertools.chain(*self.rows)) != list(range(shape[0])):
             raise LayoutError(
@@ -212,7 +214,10 @@ class AxisCuts:
     tensor: Cut | None = None
 
     def shard(self, shape: tuple[int, ...], expert: int, tensor: int) -> Shard:
-        """Return the shard of a tensor of `shape` at the given indexes, on a stage that holds the tensor."""
+        """Return the shard of a tensor of `shape` for the given indexes on the expert and tensor axes.
+
+        The stage must be one that holds the tensor.
+        """
         if self.expert is not None:
             return self.expert.shard(shape, expert)
         return Shard.whole(shape) if self.tensor is None else self.tensor.shard(shape, tensor)
@@ -227,12 +232,12 @@ Partitioner = Callable[[Layout], Partition]
 
 
 def is_partitioned(layout: Layout) -> bool:
-    """Return whether ranks of the layout hold different parts of the model before ZeRO cuts anything."""
+    """Return whether the pipe, expert or tensor axes of a layout partition the model before ZeRO does."""
     return layout.pipe > 1 or layout.expert > 1 or layout.tensor > 1
 
 
 def shared_stages(cuts: Iterable[AxisCuts]) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of stages that share a tensor, sorted."""
+    """Return the sets of pipeline stages that share a tensor (a tied weight), sorted."""
     return tuple(sorted({each.stages for each in cuts if len(each.stages) > 1}))
 
 

@@ -1,7 +1,8 @@
-"""Vectorized algebra of half-open integer runs, each set of runs given as two arrays (starts, stops).
+"""Vectorized set operations on runs (half-open integer ranges); a set of runs is given as two arrays (starts, stops).
 
-A set is *tidy* if its runs are sorted, disjoint and not empty. Set operations take n arbitrary runs (*rows*) and m tidy
-runs, and need O((n + m + result) log m) of numpy work. They return the row that each result came from, in row order.
+A set is *tidy* if its runs are sorted, disjoint and not empty. Operations take n arbitrary runs (*rows*) and m tidy
+runs, and need O((n + m + result) log m) numpy operations. They return the row that each part of the result came from,
+in row order.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def ints(values: object) -> Ints:
 
 
 def join(parts: Sequence[AnyRows]) -> AnyRows:
-    """Concatenate several tuples of arrays, position by position; at least one tuple is needed."""
+    """Concatenate the first arrays of all tuples, their second arrays, and so on. At least one tuple is needed."""
     return cast("AnyRows", tuple(map(np.concatenate, zip(*parts, strict=True))))
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:
-    """Return each row number i repeated counts[i] times, and a counter 0, 1, ... within each row."""
+    """Return two arrays: each row number i repeated counts[i] times, and a counter 0, 1, ... within each row."""
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
 
@@ -54,10 +55,10 @@ def chains(joined: npt.NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
 
 
 def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the non-empty intersections of arbitrary runs with other, sorted and disjoint runs.
+    """Return the non-empty intersections of arbitrary runs with a second set of sorted, disjoint runs.
 
-    An intersection is given as (row, run, start, stop): the index of the arbitrary run, that of the other run, and the
-    part that they share.
+    An intersection is given as (row, run, start, stop): the index of the arbitrary run, the index of the run in the
+    second set, and the range that they share.
     """
     first = np.searchsorted(other_stop, start, side="right")
     last = np.searchsorted(other_start, stop, side="left")
@@ -71,7 +72,7 @@ def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> t
 
 
 def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the parts of arbitrary runs that lie outside other, sorted and disjoint runs.
+    """Return the parts of arbitrary runs that lie outside a second set of sorted, disjoint runs.
 
     A part is given as (row, start, stop); row is the index of the arbitrary run.
     """
@@ -80,9 +81,9 @@ def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
 
 def outside(start: Ints, stop: Ints, row: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the parts of runs that lie outside of given parts, as (row, start, stop).
+    """Return what is left of runs when given parts are removed, as (row, start, stop).
 
-    row, low, high: the given parts, disjoint; `row` is the index of the run that contains each of them.
+    row, low, high: the parts to remove, which must be disjoint; `row` is the index of the run that contains each part.
     """
     rows = np.concatenate([np.arange(len(start), dtype=np.int64), row])
     begin, end = np.concatenate([start, high]), np.concatenate([stop, low])
@@ -92,7 +93,7 @@ def outside(start: Ints, stop: Ints, row: Ints, low: Ints, high: Ints) -> tuple[
 
 
 def union(start: Ints, stop: Ints) -> Runs:
-    """Return sorted, disjoint runs that cover the same coordinates as arbitrary runs; adjacent runs are merged."""
+    """Return the union of arbitrary runs as sorted, disjoint runs; adjacent runs are merged."""
     keep = start < stop
     order = np.argsort(start[keep], kind="stable")
     start, stop = start[keep][order], stop[keep][order]
@@ -105,7 +106,7 @@ def union(start: Ints, stop: Ints) -> Runs:
 
 
 def cut_every(start: Ints, stop: Ints, width: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut each run at the multiples of its width; return the parts as (row, start, stop, start // width)."""
+    """Cut each run at all multiples of `width[row]`; return the parts as (row, start, stop, start // width)."""
     first = start // width
     row, nth = expand(np.where(start < stop, (stop - 1) // width - first + 1, 0))
     part = first[row] + nth

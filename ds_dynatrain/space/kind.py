@@ -27,14 +27,14 @@ class StateRow:
     """Properties of a state kind that are the same in all jobs.
 
     element: which of the job's data types the kind has.
-    needed_for: the first phase of a step that reads or writes the kind; a late switch moves kinds that only the
-    optimizer step needs during the first batch.
+    needed_for: the first phase of a step that reads or writes the kind. A late switch sends kinds that only
+        the optimizer step needs after training has resumed, during the first batch.
     stages: the ZeRO stages that hold the kind.
     whole_in: the stages in which each rank of a ZeRO group holds the whole kind.
     of_frozen: whether frozen tensors also have the kind.
-    is_cast: whether the kind can be cast from the master of a trained tensor; copies then leave it out.
+    is_cast: whether the kind can be cast from the master of a trained tensor; copies then omit it.
     is_offloaded: whether the kind exists only with CPU offload.
-    pinned_in: the stages in which DeepSpeed pins the kind's memory when offloaded.
+    pinned_in: the stages in which DeepSpeed pins the kind's memory when it is offloaded.
     is_moment: whether the kind exists only after the optimizer's first step; other kinds exist from the start.
     """
 
@@ -76,7 +76,7 @@ STATE: Mapping[str, StateRow] = {
 
 
 def row_of(kind: str) -> StateRow:
-    """Return the row of a kind in `STATE`, or that of moments if the name is not in `STATE`."""
+    """Return the properties of a state kind. A name that `STATE` does not list is taken as that of a moment."""
     return STATE.get(kind, MOMENT)
 
 
@@ -106,11 +106,11 @@ class Kind:
         object.__setattr__(self, "sources", (self.name, *others))
 
     def is_of(self, group: int) -> bool:
-        """Return whether the trainable tensors of an optimizer group have the kind."""
+        """Return whether the trainable tensors of the optimizer group with number `group` have this kind."""
         return self.groups is None or group in self.groups
 
     def overlaps(self, layout: Layout) -> bool:
-        """Return whether several ranks of a layout hold the same whole tensor of the kind while each owns a part."""
+        """Return whether, under a layout, a rank that owns part of a tensor of this kind holds the whole tensor."""
         return self.whole_tensors and layout.zero_stage in (1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Layouts: the sizes of the axes and the ZeRO stage, and the order of ranks that follows from them."""
+"""Layouts: the size of every parallel axis, the ZeRO stage, and the numbering of ranks that follows from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_AXES = {"pipe": "boundaries", "data": "shares", "expert": "experts"}
 NO_AXES = ("zero_stage", *OF_AXES.values(), "order")
 """Fields of a layout that are not axes."""
 ExpertMap = tuple[tuple[tuple[int, ...], ...], ...]
-"""The experts that each index of the expert axis has, in the order in which they lie there, for each layer."""
+"""For each layer and each index of the expert axis: the numbers of the experts at this index, in storage order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +26,22 @@ class Layout:
     """A complete layout: every axis has a size (1 if not named) and the ZeRO stage has no default.
 
     world size = pipe x data x sequence x tensor. `expert` divides data x sequence x tensor and adds no ranks; `data`
-    never includes `sequence`. Ranks count slowest first: pipe, data, sequence, tensor.
+    never includes `sequence`. Ranks are numbered with the pipe index varying slowest, then data, sequence and tensor.
 
     boundaries: the first layer of each pipeline stage, followed by the number of layers, such as (0, 3, 7) for layers 0
-        to 2 and 3 to 6. None leaves the cut to the model's partition method.
-    shares: how many samples of a global batch each index of the data axis takes, such as (3, 5). None deals them as
-        evenly as possible.
-    order: how the flat buffers of ZeRO stages 1 and 2 order the tensors, as runs of tensor numbers, such as (4, 6, 0,
-        4) for 4, 5, 0, 1, 2, 3. None is DeepSpeed's order. Switches choose it; see `dynatrain.owners`.
-    experts: for each layer with experts, the experts of each index of the expert axis, such as (((0, 2), (1, 3)),) for
-        one layer and expert=2. None gives the first index the first experts, and so on; a map that says the same
+        to 2 and 3 to 6. None lets the model's partition method decide.
+    shares: how many samples of a global batch each index of the data axis gets, such as (3, 5). None divides the
+        samples as evenly as possible.
+    order: the order of tensors in the flat buffers of ZeRO stages 1 and 2, as half-open ranges of tensor numbers: (4,
+        6, 0, 4) stands for 4, 5, 0, 1, 2, 3. None is DeepSpeed's order. Switches choose it; see `dynatrain.owners`.
+    experts: for each layer with experts, the experts at each index of the expert axis, such as (((0, 2), (1, 3)),) for
+        one layer and expert=2. None gives the first index the first experts, and so on; a map equal to this default
         becomes None.
 
     Raises LayoutError for a size below 1, a stage that is not 0, 1, 2 or 3, an expert size that does not divide,
     boundaries that do not make `pipe` stages of at least one layer each, an index without a share of at least 1, an
-    order in which a number does not occur once, indices with unequal numbers of experts, and an expert with several
-    indices.
+    order in which a number does not occur exactly once, indices with unequal numbers of experts, and an expert at
+    several indices.
     """
 
     zero_stage: int
@@ -56,7 +56,7 @@ class Layout:
     experts: ExpertMap | None = None
 
     def __post_init__(self) -> None:
-        """Raise LayoutError, with the arithmetic that fails, for sizes that make no layout."""
+        """Raise LayoutError, stating the arithmetic that fails, if the sizes do not form a valid layout."""
         for name, value in {**self.axes(), "zero_stage": self.zero_stage}.items():
             if not _is_whole(value):
                 raise LayoutError(f"{name}={value!r} is not a whole number; give 1, 2, ..., and for zero_stage 0 to 3")
@@ -105,25 +105,23 @@ class Layout:
 
     @property
     def moved_experts(self) -> int:
-        """The number of experts, over all layers, that a map puts at another place than they would have
-        without a map.
-        """
+        """Number of experts, over all layers, whose position in `experts` differs from the default."""
         pairs = (pair for layer in self.experts or () for pair in enumerate(itertools.chain(*layer)))
         return sum(place != expert for place, expert in pairs)
 
     def expert_place(self, rank: int) -> tuple[int, int]:
-        """Return (index on the expert axis, place among the ranks of the rank's pipeline stage that have this index).
+        """Return (a rank's index on the expert axis, its position among the ranks of its stage with this index).
 
-        Consecutive ranks of a stage share one set of experts, whatever their places on the other axes are.
+        Consecutive ranks of a stage share one set of experts, regardless of their indexes on other axes.
         """
         place, index = divmod(rank % self.ranks_per_stage, self.expert)
         return index, place
 
     def replace(self, **changes: Any) -> Layout:
-        """Return a layout with some sizes changed. Raises LayoutError for a name that is not an axis.
+        """Return a copy of the layout with some fields changed. Raises LayoutError for an unknown name.
 
-        Boundaries hold for one number of stages only, so another `pipe` drops them; another `data` drops the shares,
-        and another `expert` the map of experts. Every change drops the order.
+        A new `pipe` resets the boundaries, a new `data` the shares, and a new `expert` the map of experts, because
+        these fit only one size. Every change resets the order.
         """
         names = tuple(field.name for field in dataclasses.fields(self))
         unknown = sorted(set(changes) - set(names))
@@ -136,7 +134,10 @@ class Layout:
         return found if found == self or "order" in changes else dataclasses.replace(found, order=None)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the place of a rank on each axis that adds ranks. Raises LayoutError for a rank outside the world."""
+        """Return a rank's index on each axis that adds ranks (all but `expert`).
+
+        Raises LayoutError for a rank outside the world.
+        """
         if not 0 <= rank < self.world_size:
             raise LayoutError(
                 f"rank {rank} is not in a world of {self.world_size} ({self}); give 0 to {self.world_size - 1}"
@@ -147,7 +148,10 @@ class Layout:
         return {axis: place[axis] for axis in RANK_ORDER}
 
     def rank(self, **place: int) -> int:
-        """Return the rank at a place (axes not named are at 0); the inverse of `coordinate`, with the same errors."""
+        """Return the rank with the given indexes (0 on axes not named). This is the inverse of `coordinate`.
+
+        Raises LayoutError for an unknown axis, or an index outside its axis.
+        """
         unknown = sorted(set(place) - set(RANK_ORDER))
         if unknown:
             raise LayoutError(
@@ -162,7 +166,7 @@ class Layout:
         return rank
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all sizes, the stage, and the boundaries, shares, experts and order if given, as plain JSON."""
+        """Return the layout as JSON-compatible values. Boundaries, shares, experts and order are left out if None."""
         found: dict[str, Any] = {**self.axes(), "zero_stage": self.zero_stage}
         for name in (*OF_AXES.values(), "order"):
             if (numbers := getattr(self, name)) is not None:
@@ -171,8 +175,9 @@ class Layout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
-        """Return the layout that `to_dict` wrote. Missing axes are 1. Raises LayoutError for an unknown name or a
-        missing stage.
+        """Return the layout that `to_dict` wrote. Axes that are missing have size 1.
+
+        Raises LayoutError for an unknown name or a missing stage.
         """
         if "zero_stage" not in values:
             raise LayoutError(
@@ -184,7 +189,7 @@ class Layout:
     def __str__(self) -> str:
         """Return a short form for people, such as "data=4 zero_stage=2".
 
-        Other axes of size 1 are left out. "owners=nearest" stands for an order.
+        Other axes of size 1 are left out. An order of tensors appears as "owners=nearest".
         """
         parts = []
         for name, size in self.axes().items():
@@ -205,7 +210,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
-    """Raise LayoutError unless the boundaries cut the layers into `pipe` stages of at least one layer each."""
+    """Raise LayoutError unless the boundaries divide the layers into `pipe` stages of at least one layer each."""
     if len(boundaries) != pipe + 1:
         raise LayoutError(
             f"boundaries={boundaries} cut {max(0, len(boundaries) - 1)} stages and pipe is {pipe}: give the first "
@@ -242,7 +247,9 @@ def _check_order(order: tuple[int, ...]) -> None:
 
 
 def _check_experts(experts: ExpertMap, size: int) -> None:
-    """Raise LayoutError, naming the layer, unless each layer deals its experts evenly to `size` indices, each once."""
+    """Raise LayoutError, naming the layer, unless every layer assigns each expert to exactly one of `size` indices, and
+    equally many experts to each index.
+    """
     if not isinstance(experts, tuple) or not all(
         isinstance(layer, tuple) and all(isinstance(held, tuple) and all(map(_is_whole, held)) for held in layer)
         for layer in experts
@@ -285,7 +292,9 @@ def _as_list(value: Any) -> Any:
 def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:
     """Return the data indexes whose ranks are all alive and that form complete blocks of the expert axis.
 
-    The ranks at these indexes together hold the whole state. With ZeRO the result is all indexes or none.
+    The ranks at these indexes together hold the whole state. With ZeRO the result is either all indexes or none.
+
+    alive: the ranks that are alive.
     """
     if len(alive) == layout.world_size:
         return list(range(layout.data))

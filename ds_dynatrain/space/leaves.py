@@ -1,4 +1,4 @@
-"""Leaves: micro-batches that hold the same samples in every world size, and the random seeds used in them."""
+"""Leaves: micro-batches that hold the same samples at every world size, and the random seeds used for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def leaf_seed(job_seed: int, stream: str, step: int, leaf: int, place: int = 0) 
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
-    """Return the seed of the random generators while one sample is read, from 0 to 2^63 - 1.
+    """Return the seed that random generators get before one sample is read, from 0 to 2^63 - 1.
 
     seed: the seed that also determines the order of samples.
     """

@@ -1,13 +1,13 @@
 """The mesh of a layout with several axes: which elements of the logical tensors each rank's local tensors hold.
 
 Ranks with the same indexes on the pipe and tensor axes form a ZeRO group and hold the same *local* tensors: their parts
-of the logical tensors, with the same numbers; some are empty. ZeRO partitions these local tensors like any model
-(`zero`). An *index map* gives the place on such a local line for each coordinate that the group holds. Expert tensors
-are partitioned separately: ranks of a pipeline stage with the same expert index form their group, whatever their index
-on the tensor axis.
+of the logical tensors, under the same tensor numbers (a part may be empty). ZeRO partitions these local tensors like
+those of any model (`zero`). For each coordinate that a group holds, an *index map* gives the position on the line of
+its local tensors. Expert tensors are partitioned separately: the ranks of a pipeline stage with the same expert index
+form a group, regardless of their index on the tensor axis.
 
-A large layout has thousands of groups, and a rank deals with few of them. Everything about a group is therefore built
-when it is asked for, from the *forms* of tensors: tensors of one form have the same shape and are cut alike.
+A large layout has thousands of groups, and a rank deals with few of them. Everything about a group is therefore
+computed on demand from the *forms* of tensors: tensors of one form have the same shape and are cut alike.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ShardGroup:
 
     number: the index of the group in `Mesh.shard_groups`.
     ranks: the ranks in group order.
-    place: the place of the first rank. Other ranks of the group may have another place, with other tensors of other
-        groups.
+    place: the indexes of the first rank on the pipe, expert and tensor axes. Other ranks of the group may have other
+        indexes; they then differ in the tensors that they hold as members of other groups.
     experts: whether the group holds expert tensors.
     """
 
@@ -87,11 +87,14 @@ class Mesh:
         return found | ({True: interval.union(bases[:-1][experts], bases[1:][experts])} if experts.any() else {})
 
     def per_stage(self, experts: bool) -> int:
-        """Return the number of shard groups of each stage."""
+        """Return the number of shard groups per pipeline stage.
+
+        experts: whether to count the groups of expert tensors instead of those of other tensors.
+        """
         return self.layout.expert if experts else self.layout.tensor
 
     def groups_of(self, rank: Ints | int, experts: bool) -> tuple[Ints, Ints]:
-        """Return (shard group's number, rank's index in the group), each an array if `rank` is an array.
+        """Return (number of a rank's shard group, the rank's index in it), as arrays if `rank` is an array.
 
         experts: whether to return the groups of expert tensors instead of those of other tensors.
         """
@@ -104,7 +107,7 @@ class Mesh:
 
     @cached_property
     def holders(self) -> tuple[Ints, Ints, Ints]:
-        """(tensor, shard group, first shard group with the same part) for each part of a tensor that a group holds.
+        """Parts of tensors that shard groups hold, as arrays (tensor, group, first group with the same part).
 
         The result is cached and safe to read from any thread.
         """
@@ -125,7 +128,7 @@ class Mesh:
         return self._shard(tensor, *indexes) if pipe in self.partition[tensor].stages else NOTHING
 
     def shards(self, tensor: int) -> list[Shard]:
-        """Return all shards of a tensor on the stages that hold it, one for each different place."""
+        """Return all shards of a tensor on a stage that holds it: one per pair of expert index and tensor index."""
         cuts = self.partition[tensor]
         experts, tensors = (1 if cut is None else cut.count for cut in (cuts.expert, cuts.tensor))
         return [self._shard(tensor, expert, index) for expert in range(experts) for index in range(tensors)]
@@ -144,8 +147,8 @@ class Mesh:
 
     @cached_property
     def forms(self) -> tuple[int, ...]:
-        """A number for each tensor; tensors with the same number have the same shape and are cut alike, whatever their
-        stages. Large models have few forms.
+        """A number for each tensor. Tensors with the same number have the same shape and are cut alike, regardless of
+        their stages. Large models have few forms.
         """
         if self.tiling is not None:
             return self.tiling.forms
@@ -160,7 +163,7 @@ class Mesh:
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """The first tensor of each form."""
+        """The first tensor of each form (tensors of one form have the same shape and are cut alike)."""
         firsts: list[int] = np.unique(self._form, return_index=True)[1].tolist()
         return firsts
 
@@ -180,9 +183,9 @@ class Mesh:
 
     @cached_property
     def _first_alike(self) -> list[Ints]:
-        """First group of the stage with the same part of a form's tensors, for each form and each group of a stage.
+        """First group of a stage that holds the same part, for each form of tensors and each shard group of the stage.
 
-        The entry is -1 if the group holds nothing. Two parts of a tensor are the same, or have no element in common.
+        The entry is -1 if the group holds nothing. Two parts of a tensor are either the same or disjoint.
         """
         found = list[Ints]()
         for tensor in self._firsts:
@@ -195,7 +198,7 @@ class Mesh:
         return found
 
     def _indexes(self, index: int) -> tuple[int, int]:
-        """Return the indexes on the expert and tensor axes in the shard groups with number `index` of their stages."""
+        """Return (expert index, tensor index) of the shard groups that are number `index` within their stages."""
         return index % self.layout.expert, index % self.layout.tensor
 
     def _key(self, tensor: int, expert: int, index: int) -> tuple[int, int, int]:
@@ -208,7 +211,7 @@ class Mesh:
 
     @cached_property
     def _shard_at(self) -> Callable[[int, int, int], Shard]:
-        """Function that returns the shard of a key (see `_key`), cached."""
+        """A cached function that returns the shard for a key of `_key`."""
 
         @cache
         def shard(form: int, expert: int, index: int) -> Shard:
@@ -219,9 +222,9 @@ class Mesh:
 
     @cached_property
     def _strips_at(self) -> Callable[[int, int, int], Strips]:
-        """Function that returns the strips of the shard of a key (see `_key`), cached.
+        """A cached function that returns the strips of the shard for a key of `_key`.
 
-        They are relative to the tensor's first coordinate and local address.
+        Strips are relative to the tensor's first coordinate and to its first local address.
         """
 
         @cache
@@ -234,9 +237,9 @@ class Mesh:
     # ---- shard groups ------------------------------------------------------------------------------------------------
 
     def local_line(self, place: Place) -> CoordinateLine:
-        """Return the coordinate line of the local tensors at a place, with tensors numbered like the logical tensors.
+        """Return the coordinate line of the local tensors at the given indexes on the pipe, expert and tensor axes.
 
-        Tensors that are not held at the place are empty.
+        Tensors have the numbers of the logical tensors. Those that are not held there are empty.
         """
         pipe, *indexes = place
         shapes = tuple(self._shard(first, *indexes).shape for first in self._firsts)
@@ -251,9 +254,9 @@ class Mesh:
 
     @cached_property
     def index_map(self) -> Callable[[ShardGroup, bool], Strips]:
-        """Function that returns where the coordinates that a shard group holds lie on its local line, cached.
+        """A cached function (shard group, is_primary) -> where the group's coordinates lie on its local line.
 
-        Its second argument says whether to leave out those that an earlier group holds, too.
+        is_primary: whether to leave out coordinates that an earlier group also holds.
         """
         return cache(self._index_map)
 
@@ -271,6 +274,7 @@ class Mesh:
     def groups_with(self, start: Ints, stop: Ints, is_primary: bool) -> Iterator[ShardGroup]:
         """Yield the shard groups that may hold some of the given coordinates, in order. A few of them may hold none.
 
+        start, stop: the coordinates, as half-open ranges.
         is_primary: whether to leave out groups whose elements are all held by earlier groups.
         """
         filled = np.flatnonzero(self.line.numels)
@@ -288,7 +292,10 @@ class Mesh:
         return map(self.shard_groups.__getitem__, sorted(numbers))
 
     def _spans(self, form: int, is_primary: bool) -> tuple[Ints, Ints]:
-        """Return the first coordinate and the end of the part of a form in each shard group of a stage."""
+        """Return (first coordinate, end) of the part of a form's tensors that each shard group of a stage holds.
+
+        The range is empty for groups that hold nothing and, if `is_primary`, for parts that an earlier group holds.
+        """
         firsts, tensor = self._first_alike[form], self._firsts[form]
         low, high = np.zeros_like(firsts), np.zeros_like(firsts)
         for index, first in enumerate(firsts.tolist()):

@@ -2,8 +2,8 @@
 
 Three classes have the same methods. `EvenSharding` gives every rank an equal part, or the whole. `OverlappingSharding`
 keeps whole tensors on several ranks. `GroupedSharding` combines one of these per shard group: the ranks to which the
-pipe, expert and tensor axes assign the same tensors. Methods take and return runs of coordinates as arrays. A *row* is
-the index of a run in the query, and each part of a result names the row that it belongs to.
+pipe, expert and tensor axes assign the same tensors. Methods take and return runs (contiguous ranges of coordinates) as
+arrays. A *row* is the index of a run in the query, and each part of a result names the row that it belongs to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_dynatrain.space.strips import PLAIN
 from ds_dynatrain.space.tensor import BufferId, CoordinateLine, Pieces
 
 Owned = tuple[Ints, Ints, Ints, Ints]
-"""Runs and the rank that owns or holds each, as arrays (row, start, stop, rank)."""
+"""Runs and a rank that owns or holds each of them, as arrays (row, start, stop, rank)."""
 Rows = tuple[Ints, Ints, Ints]
 """Runs as arrays (row, start, stop); or runs that all of several ranks hold, as (ranks, start, stop)."""
 Placed = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
@@ -41,8 +41,8 @@ class Copies(NamedTuple):
 
     ranks: the ranks in group order.
     experts: whether the runs are of expert tensors.
-    each: the number of elements of all shard groups with (or without) expert tensors, divided by the number of all
-        ranks.
+    each: the number of elements of all expert tensors (or of all other tensors), divided by the number of all ranks and
+        rounded up.
     start, stop: the runs.
     """
 
@@ -96,7 +96,7 @@ class EvenSharding:
         return Pieces(start[keep], stop[keep], self.buffer[keep], offset[keep], self.buffers).coalesce()
 
     def owned(self, rank: int) -> Pieces:
-        """Return the part of `holding` that the rank owns. Each element has exactly one owner, even if replicated."""
+        """Return the pieces that a rank owns. Each element has exactly one owner, even if several ranks hold it."""
         held = self.holding(rank)
         if not self.replicated:
             return held
@@ -138,20 +138,20 @@ class EvenSharding:
 
     @property
     def has_copies(self) -> bool:
-        """Whether all ranks of a shard group hold the same elements."""
+        """Whether all ranks hold the same elements."""
         return self.replicated
 
     def copies(self, start: Ints, stop: Ints) -> Iterable[Copies]:
-        """Return the runs of which every rank holds a copy."""
+        """Return the runs of which every rank holds a copy. The arguments are ignored here."""
         return self.copies_of(0)
 
     def copies_of(self, rank: int) -> list[Copies]:
-        """Return the runs that a rank holds; every other rank holds the same."""
+        """Return the runs of which every rank holds a copy, whichever rank is asked about."""
         each = -(-int((self.stop - self.start).sum()) // self.ranks)
         return [Copies(np.arange(self.ranks), False, each, *self.region())]
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Return each part of a run with each rank that holds it, as (row, start, stop, rank)."""
+        """Return, for each rank, the parts of the given runs that it holds, as (row, start, stop, rank)."""
         if not self.replicated:
             return self.owners(start, stop)
         row, _, low, high = interval.intersect(start, stop, *self.region())
@@ -159,7 +159,10 @@ class EvenSharding:
         return np.tile(row, self.ranks), np.tile(low, self.ranks), np.tile(high, self.ranks), rank
 
     def held(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop); none for ABSENT."""
+        """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop).
+
+        A row has no parts if `holder[row]` is ABSENT.
+        """
         row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
         if not self.replicated:
             part = (self.start - self.lead)[segment] + holder[row] * self.width[segment]
@@ -168,7 +171,10 @@ class EvenSharding:
         return row[keep], low[keep], high[keep]
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that the rank `holder[row]` does not hold; all of the row if it is ABSENT."""
+        """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).
+
+        This is the whole row if `holder[row]` is ABSENT.
+        """
         return interval.outside(start, stop, *self.held(start, stop, holder))
 
     def candidates(self, start: Ints, stop: Ints) -> Ints:
@@ -191,20 +197,21 @@ class EvenSharding:
 class OverlappingSharding(EvenSharding):
     """A sharding of ZeRO stages 1 and 2 in which a rank that owns a part of a tensor holds the whole tensor.
 
-    DeepSpeed's Muon orthogonalizes whole matrices, so every rank that has a part of a matrix keeps its whole momentum
-    (0.19.8: `runtime/zero/stage_1_and_2.py` `get_flat_partition`). A rank's tensors of an optimizer group lie end to
-    end from the start of its buffer, in the order of the flat group but without its alignment gaps. A rank without a
-    part of the group has no such buffer. An element belongs to the rank that owns it in the flat group.
+    DeepSpeed's Muon orthogonalizes whole matrices, so every rank that owns a part of a matrix keeps the momentum of the
+    whole matrix (0.19.8: `runtime/zero/stage_1_and_2.py` `get_flat_partition`). A rank's tensors of an optimizer group
+    lie end to end from the start of a buffer, in the order of the flat group but without its alignment gaps. A rank
+    without a part of the group has no such buffer. An element belongs to the rank that owns it in the flat group.
 
-    The fields of `EvenSharding` are those of the ordinary sharding of flat groups. The arrays here have one entry per
+    The fields of `EvenSharding` describe the ordinary sharding of flat groups. The arrays here have one entry per
     tensor.
     first_at, end: the tensor's coordinates, sorted.
     group: index into `buffers`.
     before: number of elements in all tensors before this one, in the flat order of one group after the other.
     first: the first rank that holds the tensor.
     last: the last rank that holds the tensor. All ranks between `first` and `last` hold it as well.
-    reach: group x ranks + last, sorted by (group, position in the flat order).
-    opening: `before`, sorted in the same way.
+    reach: sorted search keys, group * ranks + last, in flat order: a search finds the first tensor that a rank holds.
+    opening: `before` in the order of `reach`: the flat position at which a rank's buffer begins if this is its first
+        tensor.
     """
 
     first_at: Ints
@@ -246,18 +253,21 @@ class OverlappingSharding(EvenSharding):
         return Pieces(self.first_at[held], self.end[held], self.group[held], offset, self.buffers).coalesce()
 
     def owned(self, rank: int) -> Pieces:
-        """Return the part of `holding` that the rank owns. Each element has exactly one owner."""
+        """Return the pieces that a rank owns: a part of those that it holds. Each element has exactly one owner."""
         own = super().holding(rank)
         return self.holding(rank).restrict(own.start, own.stop)
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Return each part of a run with each rank that holds it, as (row, start, stop, rank)."""
+        """Return, for each rank, the parts of the given runs that it holds, as (row, start, stop, rank)."""
         row, tensor, low, high = interval.intersect(start, stop, self.first_at, self.end)
         again, nth = interval.expand((self.last - self.first + 1)[tensor])
         return row[again], low[again], high[again], self.first[tensor][again] + nth
 
     def held(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop); none for ABSENT."""
+        """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop).
+
+        A row has no parts if `holder[row]` is ABSENT.
+        """
         row, tensor, low, high = interval.intersect(start, stop, self.first_at, self.end)
         keep = (self.first[tensor] <= holder[row]) & (holder[row] <= self.last[tensor])  # ABSENT is below every rank
         return row[keep], low[keep], high[keep]
@@ -280,11 +290,11 @@ class OverlappingSharding(EvenSharding):
 class GroupedSharding:
     """The sharding of a layout with several axes, which combines one sharding per shard group of the mesh.
 
-    Only the shard groups that a question is about are looked at. On the line of a tiling, `holding` and `owned` give
-    the coordinates alone; `place` says where they lie.
+    Methods look only at the shard groups that a query concerns. If the space has a tiling (its own order of elements),
+    `holding` and `owned` return valid coordinates but no valid offsets; ask `place` for positions in buffers.
 
     cutter: function that returns the sharding of a shard group on its local line.
-    buffers: all buffers that a rank may have; the table of each shard group is the beginning of this one.
+    buffers: all buffers that a rank may have; the table of each shard group is a prefix of this one.
     """
 
     mesh: Mesh
@@ -306,7 +316,7 @@ class GroupedSharding:
         return self._pieces(rank, is_owned=False)
 
     def owned(self, rank: int) -> Pieces:
-        """Return the part of `holding` that the rank owns. Each element has exactly one owner."""
+        """Return the pieces that a rank owns: a part of those that it holds. Each element has exactly one owner."""
         return self._pieces(rank, is_owned=True)
 
     def region(self) -> tuple[Ints, Ints]:
@@ -315,8 +325,9 @@ class GroupedSharding:
 
     @cached_property
     def shared(self) -> list[Rows] | None:
-        """The runs that all ranks of a shard group hold, as (ranks, start, stop) per group; None if any rank holds a
-        part only.
+        """The runs that all ranks of a shard group hold, as (ranks, start, stop) per group.
+
+        None if the ranks of a group hold different parts.
         """
         groups = self.mesh.shard_groups
         if not all(self.cutter(group).replicated for group in groups):
@@ -331,17 +342,21 @@ class GroupedSharding:
         return self._ranks(start, stop, is_owned=True)
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Return each part of a run with each rank that holds it, as (row, start, stop, rank), sorted by row."""
+        """Return, for each rank, the parts of the given runs that it holds, as (row, start, stop, rank).
+
+        The result is sorted by row.
+        """
         return self._ranks(start, stop, is_owned=False)
 
     @cached_property
     def has_copies(self) -> bool:
-        """Whether all ranks of a shard group hold the same elements; it is so in all groups, or in none."""
+        """Whether all ranks of a shard group hold the same elements; the answer is the same for all groups."""
         return self.cutter(self.mesh.shard_groups[0]).has_copies
 
     def copies(self, start: Ints, stop: Ints) -> Iterable[Copies]:
-        """Return the runs that all ranks of a shard group hold, for each group that may hold some of the given runs. An
-        element that several groups hold belongs to the first of them.
+        """Return, for each shard group that may hold some of the given runs, the runs that all its ranks hold.
+
+        An element that several groups hold is returned for the first of them only.
         """
         return map(self._copies, self.mesh.groups_with(start, stop, is_primary=True))
 
@@ -355,12 +370,15 @@ class GroupedSharding:
 
     @cached_property
     def _each(self) -> dict[bool, int]:
-        """Elements of experts' tensors (True) and of others, divided by the number of ranks."""
+        """Elements of all expert tensors (key True) or of all others, divided by the number of ranks, rounded up."""
         experts, numels = self.mesh.line.experts, self.mesh.line.numels
         return {sort: -(-int(numels[experts == sort].sum()) // self.ranks) for sort in (False, True)}
 
     def held(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop); none for ABSENT."""
+        """Return the parts of each row that the rank `holder[row]` holds, as (row, start, stop).
+
+        A row has no parts if `holder[row]` is ABSENT.
+        """
         parts = [(np.empty(0, np.int64),) * 3]
         for group, rows, low, high, index in self._by_group(start, stop, holder):
             hulls = self.mesh.index_map(group, False).hulls(low, high)
@@ -370,7 +388,10 @@ class GroupedSharding:
         return _in_order(parts)
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that the rank `holder[row]` does not hold; all of the row if it is ABSENT."""
+        """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).
+
+        This is the whole row if `holder[row]` is ABSENT.
+        """
         return interval.outside(start, stop, *self.held(start, stop, holder))
 
     def candidates(self, start: Ints, stop: Ints) -> Ints:
@@ -394,8 +415,9 @@ class GroupedSharding:
         return _in_order(parts)
 
     def _by_group(self, start: Ints, stop: Ints, rank: Ints) -> Iterator[tuple[ShardGroup, Ints, Ints, Ints, Ints]]:
-        """Split rows at the borders of experts' tensors, and yield them for each shard group of the rows' ranks, as
-        (group, rows, start, stop, index of the rank in the group). Rows whose rank is ABSENT are left out.
+        """Yield the given rows by shard group, as (group, rows, start, stop, index of the rank in the group).
+
+        Rows are split where expert tensors begin or end. Rows whose rank is ABSENT are left out.
         """
         for experts, (first, last) in self.mesh.regions.items():
             row, _, low, high = interval.intersect(start, stop, first, last)
@@ -408,8 +430,9 @@ class GroupedSharding:
 
     @cached_property
     def _region(self) -> Callable[[ShardGroup, bool], Runs]:
-        """Function that returns the runs that the ranks of a shard group hold, without those of earlier groups if the
-        second argument is true.
+        """A cached function (shard group, is_primary) -> the runs that the ranks of the group hold.
+
+        is_primary: whether to leave out runs that an earlier group also holds.
         """
 
         @cache
@@ -421,7 +444,7 @@ class GroupedSharding:
         return region
 
     def _pieces(self, rank: int, is_owned: bool) -> Pieces:
-        """Return the pieces that a rank holds, or owns."""
+        """Return the pieces that a rank holds or, if `is_owned`, those that it owns."""
         parts = [Pieces.empty(self.buffers)]
         for experts in self.mesh.regions:
             number, index = map(int, self.mesh.groups_of(rank, experts))
@@ -434,7 +457,7 @@ class GroupedSharding:
         return Pieces(*join([part.columns for part in parts]), self.buffers).tidy()
 
     def _ranks(self, start: Ints, stop: Ints, is_owned: bool) -> Owned:
-        """Split runs by the rank that owns each element, or by every rank that holds it."""
+        """Split runs by the rank that holds each element or, if `is_owned`, by the one that owns it."""
         parts = [(np.empty(0, np.int64),) * 4]
         for group in self.mesh.groups_with(start, stop, is_owned):
             cut, hulls = self.cutter(group), self.mesh.index_map(group, is_owned).hulls(start, stop)

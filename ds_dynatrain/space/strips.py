@@ -1,4 +1,4 @@
-"""Strips: runs of coordinates that lie in a buffer as rows at equal distances.
+"""Strips: runs (contiguous ranges of coordinates) that lie in a buffer as rows at equal distances.
 
 A line of coordinates numbers the elements of all tensors, and a buffer (or another line) has addresses for them. The
 part of a matrix that a rank holds is contiguous in the rank's buffer, but not in that of a rank that holds whole rows.
@@ -17,7 +17,7 @@ from ds_dynatrain.space import interval
 from ds_dynatrain.space.interval import Ints
 
 PLAIN = 1 << 62
-"""Width and step of a strip whose elements lie end to end: a single row, longer than any tensor."""
+"""Width and step of a plain strip, whose elements are contiguous: a single row, longer than any tensor."""
 
 
 def reach(index: Ints, width: Ints, step: Ints) -> Ints:
@@ -30,9 +30,9 @@ class Strips:
     """Strips as a struct of int64 arrays, sorted by start and disjoint.
 
     start, stop: the coordinates of each strip, half open.
-    address: where its first element lies.
+    address: the address of its first element.
     width: number of elements in a row.
-    step: distance between the first elements of two rows in the buffer. Rows do not overlap.
+    step: distance between the first elements of two successive rows in the buffer. Rows do not overlap.
     """
 
     start: Ints
@@ -43,13 +43,13 @@ class Strips:
 
     @staticmethod
     def of(start: Ints, size: int, address: Ints, width: int = PLAIN, step: int = PLAIN) -> Strips:
-        """Return strips of equal size, width and step; a strip of a single row becomes plain."""
+        """Return strips of equal size, width and step; a strip of a single row becomes plain (`PLAIN`)."""
         width, step = (width, step) if size > width else (PLAIN, PLAIN)
         return Strips(start, start + size, address, np.full_like(start, width), np.full_like(start, step))
 
     @staticmethod
     def join(parts: list[Strips]) -> Strips:
-        """Return all strips of several objects, sorted by start, with plain neighbors merged."""
+        """Concatenate strips, sorted by start; contiguous neighbors are merged."""
         nothing = np.empty(0, np.int64)
         columns = interval.join([(nothing,) * 5, *(part.columns for part in parts)])
         order = np.argsort(columns[0], kind="stable")
@@ -65,7 +65,7 @@ class Strips:
         return self.start, self.stop, self.address, self.width, self.step
 
     def repeat(self, starts: Ints, addresses: Ints) -> Strips:
-        """Return one copy of the strips for each pair of `starts` and `addresses`, moved by these numbers."""
+        """Return the strips once per entry of `starts` and `addresses`, shifted by these numbers."""
         count = len(starts)
         start, stop = (np.add.outer(starts, each).reshape(-1) for each in (self.start, self.stop))
         address = np.add.outer(addresses, self.address).reshape(-1)
@@ -79,7 +79,7 @@ class Strips:
         return self.address[strip] + reach(coordinate - self.start[strip], self.width[strip], self.step[strip])
 
     def hulls(self, start: Ints, stop: Ints) -> Hulls:
-        """Return the parts of runs of coordinates that lie in the strips."""
+        """Return the parts of the runs [start[i], stop[i]) that lie in the strips."""
         row, strip, low, high = interval.intersect(start, stop, self.start, self.stop)
         return Hulls(self, row, strip, low, high, self.address_of(strip, low), self.address_of(strip, high - 1) + 1)
 
@@ -94,7 +94,7 @@ class Strips:
         return row[keep], strip[keep], start[keep], stop[keep]
 
     def _first_at(self, strip: Ints, address: Ints) -> Ints:
-        """Return the first coordinate of each strip that lies at an address or after it; the strip's end if none."""
+        """Return, for each strip, the first coordinate at or after `address`, or the strip's end if there is none."""
         gone, width, step = np.maximum(address - self.address[strip], 0), self.width[strip], self.step[strip]
         before = gone // step * width + np.minimum(gone % step, width)
         found: Ints = np.minimum(self.start[strip] + before, self.stop[strip])
@@ -102,8 +102,10 @@ class Strips:
 
     @cached_property
     def _by_address(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Strips by address, and groups of strips whose rows interleave: (order, first address of each group, its end,
-        number of strips before it, number of strips in it).
+        """Strips sorted by address, in groups of strips whose rows interleave.
+
+        Five arrays: the order of strips; for each group its first address, its end, the number of strips before it, and
+        the number of strips in it.
         """
         order = np.argsort(self.address, kind="stable")
         low, end = self.address[order], self.address_of(order, self.stop[order] - 1) + 1

@@ -32,8 +32,8 @@ The number of the group follows."""
 class LogicalTensor:
     """A tensor of the model, with the shape that it has if every axis has size 1.
 
-    group: its optimizer parameter group, or `FROZEN`.
-    expert: whether ZeRO partitions it over the ranks of an expert-data group only.
+    group: the number of its optimizer parameter group, or `FROZEN`.
+    expert: whether it belongs to an expert, so that ZeRO partitions it only over the ranks with this expert.
     """
 
     name: str
@@ -62,7 +62,7 @@ class LogicalTensor:
 
     @property
     def words(self) -> str:
-        """Shape and group for messages, such as "of shape (4, 4), in optimizer group 1"."""
+        """Shape and group as text for messages, such as "of shape (4, 4), in optimizer group 1"."""
         group = f"in optimizer group {self.group}" if self.trainable else "frozen"
         return f"of shape {self.shape}, {group}{', an expert' if self.expert else ''}"
 
@@ -205,7 +205,7 @@ class Pieces:
         return self.start, self.stop, self.buffer, self.offset
 
     def take(self, row: Ints, start: Ints, stop: Ints) -> Pieces:
-        """Return the parts [start[i], stop[i]) of the pieces row[i], with the offsets of the parts."""
+        """Return the parts [start[i], stop[i]) of pieces number row[i], with adjusted offsets."""
         offset = self.offset[row] + start - self.start[row]
         return replace(self, start=start, stop=stop, buffer=self.buffer[row], offset=offset)
 

@@ -1,12 +1,13 @@
 """Tilings: an order of a tensor's elements in which each rank's part, in either of two layouts, is a few runs.
 
-In row-major order, a matrix that is cut along its columns is one run per row on every rank. A tiling splits each tensor
-at all boundaries of all parts in both layouts, and numbers its elements *tile* by tile, row-major inside of a tile. So
-each part is a union of whole tiles. A contiguous range of a rank's local tensor is a contiguous range of every tile in
-it, because both orders are row-major there. All questions about the two layouts are then questions about few runs.
+In row-major order, a matrix that is cut along its columns is one run (contiguous range) per row on every rank. A tiling
+splits each tensor at all boundaries of all parts in both layouts, and numbers its elements *tile* by tile, row-major
+within a tile. Each part is therefore a union of whole tiles. A contiguous range of a rank's local tensor is a
+contiguous range of every tile in it, because both orders are row-major there. All questions about the two layouts are
+then questions about few runs.
 
-A tile lies in every buffer as rows at equal distances (`Strips`). If two of its inner dims are cut, it would need more
-levels; its outer dims are then enumerated, and it becomes several strips.
+A tile lies in every buffer as rows at equal distances (`Strips`). A tile of which two inner dims are cut would need
+more levels of strides; it becomes several strips instead, one for each index in its outer dims.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def addresses(dims: Iterable[int], strides: Iterable[int], first: int) -> Ints:
 
 
 def rows(shape: Shape, pieces: Iterable[Placed]) -> Strips:
-    """Return a shard of a tensor as plain strips of its row-major order."""
+    """Return a shard of a tensor as contiguous strips of the tensor's row-major order."""
     parts, whole = [], row_major(shape)
     for piece in pieces:
         dims, length, outer = piece.box.shape, 1, len(shape)
@@ -53,12 +54,12 @@ def rows(shape: Shape, pieces: Iterable[Placed]) -> Strips:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of a tensor whose elements are numbered one after another.
+    """A block of a tensor whose elements are numbered consecutively.
 
     box: the block.
     start: the number of its first element.
-    outer, inner: one strip for each index in the dims before `outer`; the dims from `inner` on are contiguous in every
-    buffer and make the rows; the dims between are the rows of a strip.
+    outer, inner: the block has one strip for each index in the dims before `outer`. The dims between are the rows of a
+        strip. The dims from `inner` on are contiguous in every buffer, and form one row.
     """
 
     box: Box
@@ -99,9 +100,9 @@ def _steps_from(dims: Shape, strides: Sequence[Shape], last: int) -> int:
 
 
 def tiles(shape: Shape, shards: Iterable[Shard]) -> tuple[Tile, ...] | None:
-    """Split a tensor at all boundaries of its shards; None if row-major order will do.
+    """Split a tensor at all boundaries of its shards. Returns None if row-major order suffices.
 
-    The latter holds if every shard consists of whole rows, end to end.
+    Row-major order suffices if every shard consists of contiguous whole rows.
     """
     pieces, whole = [piece for shard in shards for piece in shard.pieces], row_major(shape)
     if all(piece.strides[1:] == whole[1:] and piece.box.shape[1:] == shape[1:] for piece in pieces):
@@ -134,7 +135,7 @@ class Tiling:
 
     @staticmethod
     def of(line: CoordinateLine, forms: Sequence[Hashable], shards: Callable[[int], Iterable[Shard]]) -> Tiling | None:
-        """Build the tiling of all tensors; None if row-major order will do for all of them.
+        """Build the tiling of all tensors. Returns None if row-major order suffices for all of them.
 
         forms: one value per tensor; tensors with equal values have the same shape and are cut alike in both layouts.
         shards: function that returns all shards of a tensor in both layouts.

@@ -95,8 +95,9 @@ class VirtualParameterSpace:
         return tuple(found)
 
     def mesh(self, layout: Layout) -> Mesh | None:
-        """Return which rank holds which part of each tensor before ZeRO partitions it, or None if every rank holds
-        every tensor. The result is cached.
+        """Return which rank holds which part of each tensor before ZeRO partitions it. The result is cached.
+
+        Returns None if every rank holds every tensor.
 
         Raises LayoutError if the space has no partitioner and an axis needs one, if an axis cannot cut a tensor, or if
         tensor-parallel ranks would have different numbers of ZeRO-3 sub-groups.
@@ -153,11 +154,11 @@ class VirtualParameterSpace:
         return self._shardings[key]
 
     def tiled(self, target: Layout) -> VirtualParameterSpace:
-        """Return the space in which a switch to a target layout is planned: with a tiling for both layouts, if either
-        cuts tensors along other dims than the first, and otherwise the space itself.
+        """Return the space in which a switch from the current layout to a target layout is planned.
 
-        Buffers and their contents are the same; only coordinates differ. `logical` leads back to those of this space.
-        The result is cached for the latest pair of layouts.
+        If either layout cuts tensors along a dim other than the first, this is a space with a tiling for both layouts;
+        otherwise it is this space itself. Buffers and their contents are the same; only coordinates differ, and
+        `logical` converts them to row-major ones. The result is cached for the latest pair of layouts.
         """
         pair = self.layout, target
         if pair not in self._tiled:
@@ -177,7 +178,7 @@ class VirtualParameterSpace:
 
     @cached_property
     def logical(self) -> Strips:
-        """The coordinates in row-major order that correspond to the coordinates of this space."""
+        """Strips that map the coordinates of this space to coordinates in row-major order."""
         if self.tiling is not None:
             return self.tiling.strips
         return Strips.of(ints([0]), len(self.line), ints([0]))
@@ -208,7 +209,10 @@ class VirtualParameterSpace:
         return zero.as_cut(self.rules, layout).zero_stage in row_of(kind).whole_in
 
     def owned(self, layout: Layout, rank: int, kind: str) -> Pieces:
-        """Return the part of `holding` that the rank owns. Each element has exactly one owner, even if replicated."""
+        """Return the pieces of a state kind that a rank owns: a part of those that it holds.
+
+        Each element has exactly one owner, even if it is replicated.
+        """
         return self.sharding(layout, kind).owned(rank)
 
     def split_by_tensor(self, pieces: Pieces) -> tuple[Ints, Pieces]:
@@ -216,7 +220,7 @@ class VirtualParameterSpace:
         return split_by_tensor(self.bases, pieces)
 
     def with_groups(self, kind: str, groups: Iterable[int]) -> VirtualParameterSpace:
-        """Return a copy of the space with a state kind limited to some optimizer groups, which may include FROZEN."""
+        """Return a copy of the space with a state kind limited to the given optimizer groups (may include FROZEN)."""
         kinds = [replace(each, groups=frozenset(groups)) if each.name == kind else each for each in self.kinds]
         return replace(self, kinds=tuple(kinds), _shardings={}, _tiled={})
 

@@ -41,15 +41,16 @@ from ds_dynatrain.space.tensor import FROZEN, BufferId, CoordinateLine, LogicalT
 
 @dataclass(frozen=True)
 class ZeroRules:
-    """The settings of a DeepSpeed configuration that decide where ZeRO cuts. Sizes are in elements.
+    """The settings of a DeepSpeed configuration that determine how ZeRO partitions tensors. Sizes are in elements.
 
     alignment_factor: in stages 1 and 2 a flat group is padded to a multiple of alignment_factor x data.
     round_robin_stages: which of stages 1 and 2 order the tensors of a flat group round-robin over the ranks.
     aligned_stages: which of stages 1 and 2 begin each tensor of a flat group at a multiple of weight_alignment.
     weight_alignment: the alignment of tensors in the `aligned_stages`.
-    ordered_stages: which of stages 1 and 2 can have an order of tensors of our choice (`Layout.order`).
+    ordered_stages: which of stages 1 and 2 can have a custom order of tensors (`Layout.order`).
     flat_without_zero: whether stage 0 has flat groups, whole and without padding (DeepSpeed's FP16_Optimizer).
-    parts_without_zero: whether stage 0 is cut like stage 1 (BF16_Optimizer, which DeepSpeed uses for pipelines there).
+    parts_without_zero: whether stage 0 is partitioned like stage 1 (BF16_Optimizer, which DeepSpeed uses for pipelines
+        at stage 0).
     sub_group_size: a ZeRO-3 sub-group is closed when the sum of its parts on a rank reaches this size.
     """
 
@@ -64,7 +65,7 @@ class ZeroRules:
 
 
 def as_cut(rules: ZeroRules, layout: Layout) -> Layout:
-    """Return the layout with the ZeRO stage that decides how it is cut: stage 0 becomes 1 if `parts_without_zero`."""
+    """Return the layout with its effective ZeRO stage: stage 0 becomes 1 if it is partitioned like stage 1."""
     return layout.replace(zero_stage=1) if rules.parts_without_zero and layout.zero_stage == 0 else layout
 
 
@@ -91,7 +92,10 @@ def buffer_table(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> Tabl
 
 @lru_cache(maxsize=32)
 def _numbered(*sorts: tuple[str, int]) -> Table:
-    """Name buffers 0 to `count` - 1 of each (sort, count); cached, so that many shard groups share one object."""
+    """Return buffers numbered 0 to count - 1 for each (place, count).
+
+    The result is cached, so that many shard groups share one object.
+    """
     found = list[BufferId]()
     for place, count in sorts:
         found += map(BufferId, itertools.repeat(place, count), range(count))
@@ -132,7 +136,7 @@ def group_size(layout: Layout, experts: bool = False) -> int:
 
 
 def group_sizes(line: CoordinateLine, layout: Layout) -> Ints:
-    """Return `group_size` for each tensor."""
+    """Return, for each tensor, the number of ranks over which ZeRO partitions it."""
     return np.where(line.experts, group_size(layout, experts=True), group_size(layout))
 
 
@@ -159,12 +163,12 @@ def subgroups(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> Ints:
 
 
 def subgroup_count(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> int:
-    """Return the number of ZeRO-3 sub-groups that the local tensors form."""
+    """Return the number of ZeRO-3 sub-groups of the local tensors."""
     return int(subgroups(line, rules, layout).max(initial=-1)) + 1
 
 
 def flat_order(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: int) -> tuple[Ints, Ints, int]:
-    """Return the order of tensors in a flat group: (tensor numbers, position of each, elements before the final
+    """Return the order of tensors in a flat group: (tensor numbers, position of each tensor, elements before the final
     padding).
 
     Empty tensors are left out; DeepSpeed also drops them before it numbers tensors.
@@ -184,9 +188,9 @@ def flat_order(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: in
 
 @lru_cache(maxsize=8)
 def places_of(order: tuple[int, ...], count: int) -> Ints:
-    """Return the place of each of `count` trainable tensors in a layout's order.
+    """Return the position of each of `count` trainable tensors in the order of tensors of a layout.
 
-    Raises LayoutError if the order is of another number of tensors.
+    Raises LayoutError if the order has another number of tensors.
     """
     numbers = np.concatenate([np.arange(*run) for run in zip(order[::2], order[1::2], strict=True)])
     if len(numbers) != count:
@@ -220,9 +224,9 @@ def _whole(line: CoordinateLine, count: int, table: Table, ranks: int) -> EvenSh
 def _flat_groups(
     line: CoordinateLine, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table, ranks: int
 ) -> EvenSharding:
-    """Return a sharding of flat groups, with one segment per frozen tensor.
+    """Return the sharding of flat groups for stages 0 to 2. Each frozen tensor is a segment of its own.
 
-    A segment of a flat group ends where the order in the group stops following the coordinate line.
+    A flat group has several segments if its order of tensors differs from that of the coordinate line.
     """
     replicated = layout.zero_stage in row_of(kind).whole_in
     trainable = min(count, line.trainable_count)
