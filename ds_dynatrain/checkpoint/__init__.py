@@ -11,5 +11,5 @@
 | **others/** | reads checkpoints of other tools, and converts ours to their formats |
 
 This package uses neither an engine nor DeepSpeed, and sends no messages between processes. docs/dev/format.md describes
-the format. May import `transfer` and `version`; start with `manifest`.
+the format. This package may import only `transfer` and `version`. Begin reading at `manifest`.
 """

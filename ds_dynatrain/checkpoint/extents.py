@@ -1,4 +1,4 @@
-"""Extents: parts of a tensor that are contiguous in a file, as runs of equal length at equal distances in the tensor.
+"""Extents: parts of a tensor that are contiguous in a file. In the tensor they are equally spaced ranges ("runs").
 
 A part cut by ZeRO is an extent with one run. A block of rows and columns cut by the tensor axis is an extent with one
 run per row. In the file the runs follow one another without gaps. Element types have torch's names.
@@ -23,7 +23,7 @@ _CHUNK = BufferId("tensor", 0)
 ALIGN = 8
 """Alignment of values in a data file, in bytes, which is Arrow's own; pyarrow pads them to a multiple of it."""
 DIGEST_ELEMENTS = 1 << 18
-"""Elements that are digested at once; few enough to stay in the cache."""
+"""Number of elements that are digested at once; few enough to stay in the cache."""
 WORD = (1 << 64) - 1
 """Bit mask of digests, which are sums modulo 2^64."""
 
@@ -45,7 +45,11 @@ def named(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Extent:
-    """`count` runs of `length` elements of a logical tensor, the first at row-major index `start`, `step` apart."""
+    """A part of a logical tensor: `count` ranges ("runs") of `length` elements.
+
+    start: the flat (row-major) index of the first element in the tensor.
+    step: the distance between the starts of two runs.
+    """
 
     start: int
     length: int
@@ -62,9 +66,9 @@ class Extent:
         return matrix_in(flat, self.start, self.step, self.length, self.count)
 
     def parts(self, most: int) -> Iterator[Extent]:
-        """Yield parts of at most `most` elements in order, which count elements as if the runs followed one another.
+        """Yield parts of at most `most` elements, in order. Each part consists of whole runs, or lies in one run.
 
-        A part is a number of whole runs, or lies in one run.
+        The positions of the parts count elements as if the runs lay back to back.
         """
         if self.count > 1 and self.length <= most:
             height = most // self.length
@@ -85,9 +89,9 @@ class Extent:
 def placed(
     line: CoordinateLine, sides: tuple[Pieces, ...], buffers: tuple[dict[BufferId, torch.Tensor], ...]
 ) -> Iterator[tuple[int, Extent, tuple[torch.Tensor, ...]]]:
-    """Yield the fewest extents that cover pieces, in order, as (tensor number, extent, matrices).
+    """Yield the fewest extents that cover the given pieces, in order, as (tensor number, extent, matrices).
 
-    The matrices are the memory of the extent in each side's buffers, with one row per run.
+    The matrices are views of the extent's values in the buffers of each side, with one row per run.
 
     sides: one or more descriptions of the same pieces, in different buffers.
     buffers: the buffers of each side.
@@ -113,9 +117,9 @@ def placed(
 def regular(keys: tuple[Ints, ...], length: Ints, offsets: tuple[Ints, ...], begin: Ints) -> tuple[Ints, Ints]:
     """Group consecutive runs that form matrices; return (first run, number of runs) of each.
 
-    keys: properties that all runs of a matrix share, beside their length.
-    offsets: places of the runs in memory; in a matrix no run overlaps the one before, or lies before it.
-    begin: a further place of each run. In a matrix all places are equally far apart.
+    keys: properties that all runs of a matrix share, besides their length.
+    offsets: positions of the runs in memory. Within a matrix, no run begins before the previous one ends.
+    begin: one more position of each run. Within a matrix, positions of each sort are equally spaced.
     """
     same = np.zeros(len(length), np.int64)
     for key in (length, *keys):
@@ -131,8 +135,8 @@ def regular(keys: tuple[Ints, ...], length: Ints, offsets: tuple[Ints, ...], beg
 def matrix_in(flat: torch.Tensor, first: int, step: int, length: int, count: int) -> torch.Tensor:
     """Return runs of a flat contiguous tensor as a view with one row per run.
 
-    first: where the first run begins.
-    step: the distance of the runs.
+    first: the index of the first run's first element.
+    step: the distance between the starts of two runs.
 
     Raises RuntimeError if the runs leave the tensor.
     """
@@ -180,6 +184,6 @@ def digest_of_part(matrix: torch.Tensor, part: Extent, numel: int, dtype: torch.
 
 
 def runs_of(extent: Extent) -> tuple[Ints, Ints]:
-    """Return two arrays: each run's first element in the tensor, and its first element in the extent."""
+    """Return two arrays with the index of each run's first element: in the tensor, and within the extent."""
     steps = np.arange(extent.count, dtype=np.int64)
     return extent.start + extent.step * steps, extent.length * steps

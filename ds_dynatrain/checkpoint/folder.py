@@ -102,7 +102,7 @@ def free_tag(folder: Path, wanted: str) -> str:
 
 
 def finish(path: Path, tag: str, keep: int | None = None) -> Path:
-    """Rename a sealed hidden folder to its tag and make it the latest. Return its path.
+    """Rename a complete hidden folder to its tag, make it the latest checkpoint, and return its path.
 
     keep: number of newest checkpoints to keep; older ones are removed. None keeps all.
     """

@@ -1,7 +1,7 @@
 """Reading of a checkpoint: a rank reads only the byte ranges of its own pieces, directly into its buffers.
 
-The file and the position of each element follow from the manifest by arithmetic. Values that need a cast, runs that are
-apart, and values for buffers outside host memory are read through a staging chunk.
+The file and the position of each element follow from the manifest by arithmetic. A staging buffer is used only for
+values that need a cast, that are not contiguous, or that belong to buffers outside host memory.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Reader:
     def _read(
         self, vps: VirtualParameterSpace, kind: str, pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor]
     ) -> Pieces:
-        """Read pieces of a state kind into their buffers. Return those that must be cast from masters instead.
+        """Read pieces of a state kind into their buffers. Return the pieces that must be cast from masters instead.
 
         Raises CheckpointDamaged if the checkpoint does not contain the state kind of one of the tensors.
         """
@@ -136,9 +136,12 @@ class Reader:
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
     def copy_into(self, place: torch.Tensor, dtype: torch.dtype, name: str, at: int, step: int = 0) -> None:
-        """Fill a matrix with runs of elements of type `dtype`, which begin `step` bytes apart from byte `at` of a file.
+        """Fill the matrix `place` with elements from a file, one run of contiguous elements for each row.
 
-        step: 0 if the runs follow one another.
+        dtype: the type of the elements in the file.
+        name: the name of the file.
+        at: the position of the first run in the file, in bytes.
+        step: the distance in bytes between the starts of two runs; 0 if they lie back to back.
         """
         (count, length), stage = place.shape, self._stage
         nbytes = length * dtype.itemsize

@@ -86,7 +86,7 @@ class Share:
 def shares_of(
     vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, kinds: tuple[str, ...]
 ) -> Iterator[Share]:
-    """Yield the shares of the given state kinds that a rank of the layout writes.
+    """Yield the shares (extents of tensors) of the given state kinds that a rank of the layout writes.
 
     A rank that writes masters also yields their weights, which are stored only if a cast does not reproduce them.
     """

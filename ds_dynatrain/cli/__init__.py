@@ -3,7 +3,7 @@
 | file | what it does |
 |---|---|
 | `main` | defines the commands and their options, except those of extensions |
-| `doctor` | checks versions, names, accelerator, compiler and launch variables |
+| `doctor` | checks versions, DeepSpeed's private names, accelerator, compiler and launch variables |
 | `trial_switch` | tries a switch between two processes, for `doctor --try` |
 | `configuration` | checks a configuration file against the support table and with DeepSpeed itself |
 | `block` | adds a `dynatrain` block to a configuration file |

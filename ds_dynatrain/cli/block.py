@@ -26,10 +26,11 @@ def lacks(config: Mapping[str, Any], key: str) -> bool:
 
 
 def additions(checkpoints: str, report: str, exact: bool) -> dict[str, Any]:
-    """Return a block for these answers; "" and False add nothing.
+    """Return a `dynatrain` block for the user's answers. Answers of "" and False add nothing.
 
     checkpoints: a folder for automatic checkpoints, from which the next start continues.
-    report: a file that gets a line for each switch.
+    report: a file that gets a line of JSON for each switch.
+    exact: whether all worlds must compute the same bits.
     """
     found: dict[str, Any] = {}
     if checkpoints:
@@ -41,9 +42,9 @@ def additions(checkpoints: str, report: str, exact: bool) -> dict[str, Any]:
 
 
 def complete(path: Path, added: Mapping[str, Any]) -> dict[str, Any]:
-    """Add keys to the `dynatrain` block of a file, and return the block. A key that is there already stays as it is.
+    """Add keys to the `dynatrain` block of a file, and return the block. Keys that the block already has are kept.
 
-    The file is replaced at once, and only by one that reads as the old configuration with these keys. Raises
+    The file is replaced atomically, and only with one that reads as the old configuration plus these keys. Raises
     ConfigError, with the file unchanged, if the block would be invalid, or if the file has comments that would be lost.
     """
     config = read_config(path)
@@ -69,9 +70,9 @@ def complete(path: Path, added: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(old: str, config: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:
-    """Return the text of the completed file; None for a file with a block and with comments.
+    """Return the text of the completed file; None if the file already has a block and contains comments.
 
-    A new block goes before the last brace, and all else stays as it is.
+    A new block is inserted before the last brace, and the rest of the text is unchanged.
     """
     found = re.search(r"^([ \t]+)\S", old, re.MULTILINE)
     indent = found[1] if found else "  "

@@ -1,4 +1,4 @@
-"""Checks whether this machine can run a job: versions, DeepSpeed's names, accelerator, compiler, launch variables."""
+"""Checks whether this machine can run a job: versions, DeepSpeed's private names, accelerator, compiler, variables."""
 
 from __future__ import annotations
 

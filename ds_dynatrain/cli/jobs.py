@@ -140,7 +140,7 @@ def show_status(status: Status) -> None:
 
 
 def _state(status: Status) -> str:
-    """Return a short description of the job's state."""
+    """Return a short description of the job's state, such as "running"."""
     if status.finished:
         return "finished"
     if status.generation == 0:

@@ -38,14 +38,14 @@ SECONDS = 60.0
 """Limit of each wait for another process."""
 FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 20, 1 << 28, 4
 LONG_SECONDS = 0.02
-"""Messages grow until one takes this many seconds."""
+"""Duration in seconds up to which the size of test messages is increased."""
 REPEATS, MESSAGES = 5, 64
 STAGING_BYTES = 1 << 28
 TAG = 1
 SAME = 0.8
-"""If members together reach this fraction of their speed alone, they do not slow each other down."""
+"""Fraction of its speed alone that a member must keep when all members send, to count as not slowed down."""
 Flows = Sequence[tuple[int, int]]
-"""Pairs (sender, receiver) of members that exchange at the same time. If both are equal, the member copies."""
+"""Pairs (sender, receiver) of members that transfer at the same time. A pair of equal members is a copy in memory."""
 
 
 def probe(way: str) -> str | None:
@@ -96,7 +96,7 @@ class Links:
 
     @staticmethod
     def between(device: torch.device, way: str) -> Links:
-        """Connect the processes of the launch. All of them call this."""
+        """Connect the processes of a launch, and return the links. All processes call this."""
         rank, size = dist.get_rank(), dist.get_world_size()
         nodes = dict(enumerate(_gathered(os.environ.get(NODE) or socket.gethostname())))
         world = dist.group.WORLD
@@ -140,7 +140,7 @@ class Links:
         return replace(topology, overhead_seconds=start, overhead_factor=max(1.0, (seconds - start) / links_alone))
 
     def _moves(self, topology: Topology, width: int) -> tuple[float, float]:
-        """Let each member take over the state of the previous one. Return (measured seconds, expected seconds)."""
+        """Move the state of each member to the next one. Return (measured seconds, seconds expected from the links)."""
         size = len(self.nodes)
         shapes = [(3 * width, width), (width, width), (width,), (4 * width, width), (width, 4 * width), (width,)]
         tensors = [LogicalTensor(f"{layer}.{n}", shape) for layer in range(12) for n, shape in enumerate(shapes)]
@@ -158,7 +158,7 @@ class Links:
         return measured, topology.seconds(*pairs.T).expected
 
     def _state(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> Buffers:
-        """Return buffers for the state of a rank, whose memory has been touched."""
+        """Return buffers for the state of a rank, with all of their memory pages already allocated."""
         found: dict[tuple[str, BufferId], torch.Tensor] = {}
         for (kind, buffer), numel in vps.local(layout, rank).sizes().items():
             held = allocate(numel, torch.float32 if vps.kind(kind).itemsize == 4 else torch.bfloat16)
@@ -194,7 +194,7 @@ class Links:
         return float(seconds)
 
     def _act(self, flows: Flows, way: Transport, nbytes: int, messages: int = 1) -> None:
-        """Carry out this rank's part of the flows.
+        """Carry out this rank's part of the transfers in `flows`.
 
         nbytes: the size of a message.
         messages: the number of messages in each flow.
@@ -232,7 +232,10 @@ class Links:
         torch.cuda.synchronize(self.device)
 
     def _buffer(self, what: str, nbytes: int) -> torch.Tensor:
-        """Return a buffer whose memory has been touched. It is kept for later exchanges of the same length."""
+        """Return a buffer with all of its memory pages already allocated; later calls with the same size reuse it.
+
+        what: the buffer's use, "from" or "into".
+        """
         if (what, nbytes) not in self._buffers:
             for key in [key for key in self._buffers if key[0] == what]:
                 del self._buffers[key]
@@ -243,13 +246,13 @@ class Links:
 
 
 def _rings(groups: list[list[int]]) -> list[tuple[int, int]]:
-    """Return a pair of each member of a group and the next one, for groups of several members."""
+    """Return (member, next member) for each member, so that each group of several members forms a ring."""
     rings = (zip(group, group[1:] + group[:1], strict=True) for group in groups if len(group) > 1)
     return [pair for ring in rings for pair in ring]
 
 
 def _gathered(record: Any) -> list[Any]:
-    """Return the records of all ranks."""
+    """Gather a record from each rank, and return the records in the order of ranks. All processes call this."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, record)
     return found

@@ -127,7 +127,7 @@ def _print_job(console: Console, job: JobReport) -> None:
 
 
 def _key(finding: Finding) -> dict[str, Any]:
-    """Return the verdict on one key, as plain JSON."""
+    """Return the verdict on one key of the configuration, as plain JSON."""
     why, instead = "", ""
     if finding.refusal is not None:
         why, instead = finding.refusal.why, finding.refusal.instead

@@ -49,7 +49,7 @@ class LaunchError(DynatrainError):
 
 @dataclass(frozen=True)
 class Launched:
-    """A finished launch of ranks: when it began, by the machine's clock, and the notes of its ranks by member."""
+    """A finished launch of ranks: when it began, by the machine's clock, and its ranks' notes, keyed by member."""
 
     at: float
     notes: Mapping[int, Notes]
@@ -159,7 +159,7 @@ def measure(task: Task, launches: Sequence[Launched]) -> Measure:
 
 
 def _ahead(rank: Notes) -> float:
-    """Return the total number of seconds by which the request slowed down the steps from itself to the change."""
+    """Return the total number of seconds by which the request slowed down the steps between it and the change."""
     plain, asked = _median_step(rank, WARM + 1, BEFORE - LEAD), range(BEFORE - LEAD + 1, BEFORE + 1)
     return max(0.0, sum(rank.steps[number].seconds - plain for number in asked))
 
@@ -178,7 +178,7 @@ def machine() -> str:
 
 
 def measure_in(scratch: Path | None, size: str, change: ComparedChange, way: Way, limit_seconds: float) -> Measure:
-    """Carry out a change in one way (method), and return its measure, or one that says why a launch failed.
+    """Carry out a change in one way (method), and return its measure; if a launch failed, a measure with the reason.
 
     scratch: a folder for checkpoints, on the disk to measure; None for the system's temporary folder.
     limit_seconds: the time limit of one launch.

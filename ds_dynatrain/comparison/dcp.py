@@ -23,7 +23,7 @@ from ds_dynatrain.comparison.notes import Notes
 
 
 class DcpTrainer(workload.Trainer):
-    """A model sharded by FSDP2, and its optimizer."""
+    """A trainer whose model is sharded by FSDP2."""
 
     def __init__(self, task: Task, notes: Notes) -> None:
         super().__init__(task, notes)

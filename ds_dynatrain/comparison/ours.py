@@ -125,7 +125,7 @@ def _live(task: Task, notes: Notes) -> None:
 
 
 def _here(task: Task, notes: Notes) -> None:
-    """Carry out the change by a checkpoint without a restart: the same processes load it into a new engine.
+    """Carry out the change by a checkpoint that the same processes save, and load into a new engine.
 
     Processes that are idle before or after the change wait.
     """

@@ -245,7 +245,7 @@ figure svg { width: 100%; min-width: 40rem; max-width: max-content; height: auto
 
 
 def page(found: Comparison) -> str:
-    """Return one self-contained HTML document, with all tables and charts: no script, nothing from a network."""
+    """Return one self-contained HTML document with all tables and charts. It has no scripts and loads nothing."""
     html, cases = MarkdownIt("commonmark", {"html": False}).enable("table").render, found.cases()
     body = html(f"# The same change, live and by checkpoint\n\n{NOT_COUNTED}\n\n{_best(found)}")
     for number, change in enumerate(dict.fromkeys(change for _, change in cases)):

@@ -75,7 +75,7 @@ def run(task: Task, notes: Notes) -> None:
 
 
 def convert(folder: Path, notes: Notes) -> None:
-    """Run DeepSpeed's converter to its universal format. Raises RuntimeError with its last words if it fails.
+    """Run DeepSpeed's converter to its universal format. Raises RuntimeError with its last error line if it fails.
 
     `--inject_missing_state` is needed because a plain model's checkpoint lacks entries that the converter requires.
     """

@@ -12,8 +12,8 @@ exactly that of the mean over all samples of the global batch:
 
 A leaf is a micro-batch of fixed size that has the same samples in every world: `micro_batch_limit` consecutive
 positions of a global batch; the last one of a batch may be smaller. Leaves are assigned to the ranks of the data axis
-in turn: in micro-step m rank r trains leaf m * data + r. If there is no such leaf, the rank borrows leaf 0 at weight 0:
-its collectives match those of the other ranks, and its gradient is added nowhere. A short batch has fewer leaves.
+in turn: in micro-step m rank r trains leaf m * data + r. If there is no such leaf, the rank borrows leaf 0: it trains
+leaf 0 with weight 0, only to take part in the collectives of the other ranks. A short batch has fewer leaves.
 
 The weight of a leaf is its fraction of the samples, so that
 
@@ -36,7 +36,7 @@ from ds_dynatrain.space.columns import Columns
 
 @dataclass(frozen=True)
 class Slot:
-    """One micro-batch of one rank.
+    """One micro-batch of one rank: its samples, and the weight of its loss.
 
     positions: positions in the global batch, from 0 to n - 1.
     samples: how many of these positions count: all, or 0 for a slot that only repeats the sample at position 0 so that
@@ -176,8 +176,8 @@ class ColumnArithmetic(BatchArithmetic):
     """Batch arithmetic of pipelines: all micro-batches have one size, and data ranks may have different numbers of them
     (see `Columns`).
 
-    Every slot therefore has weight 1, and a rank divides its sum by `columns.mean` rather than by `accumulation`, which
-    is the largest number of micro-batches of any rank.
+    Every micro-batch therefore has weight 1. A rank divides its sum of gradients by `columns.mean` instead of by
+    `accumulation`, which is the largest number of micro-batches of any rank.
     """
 
     @cached_property
@@ -326,7 +326,8 @@ class LeafArithmetic(BatchArithmetic):
         return len(self.positions(0, self.train_batch_size))
 
     def even(self) -> bool:
-        """Return whether all leaves of a full global batch have the same size, and no rank borrows one."""
+        """Return whether all leaves of a full global batch have the same size, and each rank has its own in each
+        micro-step."""
         return self.train_batch_size % self.largest_slot == 0 and self.leaves == self.slots
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:

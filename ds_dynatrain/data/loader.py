@@ -14,7 +14,7 @@ The rules of `iter`:
   `break`.
 - After `load_state_dict` of a position inside a pass, the next `iter()` continues from this position. So does an
   iterator that already exists.
-- A global batch that was begun must be returned in full: leaving it in the middle is an error of the next `iter()`.
+- A global batch that was begun must be returned in full; otherwise the next `iter()` raises an error.
 - If the host reports that the other members have left their loops, the pass has no batch, and the position stays.
 - Only one iterator may be used at a time: an older one raises.
 
@@ -59,7 +59,7 @@ class LoaderHost(Protocol):
 
     @property
     def generation(self) -> int:
-        """Number of the current world. When it changes, a loader assigns its samples to ranks anew."""
+        """Number of the current world. When this number changes, a loader assigns its samples to ranks again."""
 
     @property
     def idle(self) -> bool:
@@ -99,14 +99,14 @@ class LoaderHost(Protocol):
         """
 
     def deal(self, slot: Slot, last: bool) -> None:
-        """Record the slot of the micro-batch that is about to be returned.
+        """Record the samples and the weight (the slot) of the micro-batch that is about to be returned.
 
         last: whether the micro-batch is the last one of its global batch.
         """
 
     def note_slots(self, slots: Sequence[Slot]) -> None:
-        """Record this rank's slots of a global batch that is fetched as a whole. `deal` is called for each of them
-        later."""
+        """Record the slots of all micro-batches of this rank in a global batch that is fetched as a whole. `deal` is
+        called for each of them later."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class TrainLoader(Loader):
 
 
 class Pass(Iterator[Any]):
-    """The iterator of a `TrainLoader`. It holds everything that belongs to the current world."""
+    """The iterator of a `TrainLoader`, which holds everything that depends on the current world."""
 
     def __init__(
         self, loader: TrainLoader, host: LoaderHost, stream: torch.Generator | None, is_over: bool = False

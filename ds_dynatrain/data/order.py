@@ -115,7 +115,7 @@ class EpochOrder:
         return min(self.train_batch_size, self.length - step * self.train_batch_size)
 
     def size(self, at: Cursor) -> int:
-        """Return the number of samples in the global batch at `at`; 0 behind the end of its epoch."""
+        """Return the number of samples in the global batch at `at`; 0 past the end of its epoch."""
         return self.samples(at.step) if at.step < self.steps else 0
 
     def permutation(self, epoch: int) -> torch.Tensor:
@@ -142,11 +142,12 @@ class EpochOrder:
         return None
 
     def state_at(self, cursor: Cursor) -> dict[str, Any] | None:
-        """Return what a position needs besides the cursor, as plain JSON: None for an order that follows from it."""
+        """Return what a position needs besides the cursor, as plain JSON; None if the cursor alone determines the
+        order."""
         return None
 
     def load(self, cursor: Cursor, state: Mapping[str, Any] | None) -> None:
-        """Continue at `cursor`, where `state_at` returned `state`."""
+        """Continue at `cursor`. `state` is what `state_at` returned for this cursor."""
 
     def describe(self) -> dict[str, Any]:
         """Return all fields except `follows_sampler`. It is not needed, because a position itself records the sampler's
@@ -157,7 +158,7 @@ class EpochOrder:
 
 
 class SampledOrder(EpochOrder):
-    """The order in which a torch sampler draws from a generator of its own, which epoch k seeds with its seed + k."""
+    """The order that a torch sampler draws from its own generator, which is seeded with (its seed + k) in epoch k."""
 
     def __init__(self, sampler: Any, train_batch_size: int, drop_last: bool) -> None:
         """Make the order of `sampler`, whose `generator` has the same initial seed on every rank."""

@@ -1,8 +1,8 @@
 """The source of a loader: a map-style data set and the settings to fetch its samples, taken from the user's arguments.
 
-From a torch `DataLoader` the data set and settings are extracted. Samples are chosen anew by global index, so the
-loader's batch size and its own split over ranks are ignored. Data that cannot be sampled by global index is refused
-with an error that names the reason.
+From a torch `DataLoader` the data set and settings are extracted. This package selects samples by global index itself,
+so the loader's batch size and its own split over ranks are ignored. Data that cannot be sampled by global index is
+refused with an error that names the reason.
 
 If micro-batches are leaves (micro-batches of fixed size), random draws do not depend on the rank that reads a sample or
 on earlier reads.
@@ -104,7 +104,7 @@ class DataSource:
     """Whether random generators are seeded before each sample is read, so that every rank makes the same draws for a
     sample."""
     sampler: DistributedSampler[Any] | None = field(default=None, repr=False, compare=False)
-    """The user's sampler if its `set_epoch` decides the order; otherwise None."""
+    """The user's sampler if its `set_epoch` determines the order; otherwise None."""
     drawn: Any = field(default=None, repr=False, compare=False)
     """The user's sampler if it draws the order from a generator of its own; otherwise None."""
     end: SharedEnd = field(default_factory=SharedEnd, repr=False, compare=False)
@@ -166,7 +166,7 @@ class DataSource:
         return 0 if self.sampler is None else int(self.sampler.epoch)
 
     def order(self, train_batch_size: int) -> EpochOrder:
-        """Return the order of an epoch in global batches of `train_batch_size`."""
+        """Return the order of the samples in an epoch, cut into global batches of `train_batch_size`."""
         if self.is_stream:
             return StreamOrder(self.dataset, train_batch_size, self.drop_last)
         if self.drawn is not None:

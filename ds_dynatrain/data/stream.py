@@ -45,9 +45,9 @@ class Rest(IterableDataset[Any]):
 class SampleStream:
     """A stream as a data set, whose sample i is the i-th of the current pass. Only the newest samples can be read.
 
-    samples: an object whose `__iter__` starts anew. If it has a method `iter_from(number)`, which returns an iterator
-        that begins with that sample, nothing before it is read. If it has a method `set_epoch`, it is called with the
-        number of each pass.
+    samples: an object whose `__iter__` starts from the first sample each time. If it has a method `iter_from(number)`,
+        which returns an iterator that begins with that sample, earlier samples are not read. If it has a method
+        `set_epoch`, this method is called with the number of each pass.
     read: function that iterates over a `Rest` of the stream, here or in a worker process.
 
     Raises `DataError` for an iterator, which cannot be read from its start a second time.
@@ -70,7 +70,7 @@ class SampleStream:
         return self._read[number]
 
     def count(self, cursor: Cursor, size: int) -> int:
-        """Read the global batch of `size` samples at `cursor`; return how many samples the stream has for it."""
+        """Read the global batch of `size` samples at `cursor`, and return how many samples the stream still had."""
         start = cursor.step * size
         if not self._has(cursor, start):
             self._go_to(cursor, start, size)
@@ -80,7 +80,7 @@ class SampleStream:
         return max(0, min(self._at - start, size))
 
     def _has(self, cursor: Cursor, start: int) -> bool:
-        """Return whether sample `start` has been read and is kept, or is the next one, or lies behind the end."""
+        """Return whether sample `start` is available without going back: it is kept, or next, or past the end."""
         is_next = start == self._at or (self._is_at_end and start > self._at)
         return self._epoch == cursor.epoch and (is_next or start in self._read)
 
@@ -94,7 +94,7 @@ class SampleStream:
         self._is_at_end = self._at < stop
 
     def _go_to(self, cursor: Cursor, start: int, size: int) -> None:
-        """Make `start` the number of the next sample, and check the global batch before it."""
+        """Move to sample `start`, and check that the global batch before it has the expected hash."""
         before, name = max(0, start - size), type(self.samples).__name__
         self._epoch, self._is_at_end, self._read = -1, False, {}
         if hasattr(self.samples, "set_epoch"):
@@ -123,7 +123,7 @@ class SampleStream:
         return self._hash(start - size, start) if is_kept else None
 
     def load(self, cursor: Cursor, hash_before: int | None, size: int) -> None:
-        """Go to `cursor` with the next read, which then checks the hash of the global batch before it."""
+        """Let the next read begin at `cursor`, after a check that the global batch before it has this hash."""
         if not self._has(cursor, cursor.step * size):
             self._epoch, self._loaded = -1, None if hash_before is None else (cursor, hash_before)
 
@@ -145,7 +145,7 @@ SCALARS = (bool, int, float, str, bytes, type(None))
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """Yield bytes that describe a sample; objects of unknown types count by their type alone."""
+    """Yield bytes that describe a sample, for its hash. Objects of unknown types are described by their type only."""
     yield type(value).__name__.encode()
     if isinstance(value, torch.Tensor):
         yield from _parts(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -170,14 +170,14 @@ class StreamOrder(EpochOrder):
 
     @property
     def steps(self) -> int:
-        """More global batches than any pass has: the end of a stream is not known before it is read."""
+        """A number that no pass reaches, because the length of a stream is not known before its end is read."""
         return UNKNOWN // self.train_batch_size
 
     def __len__(self) -> int:
         raise TypeError("a stream has no length; give the number of steps to train, such as max_steps")
 
     def size(self, at: Cursor) -> int:
-        """Read the global batch at `at`, and return its number of samples; 0 behind the stream's end."""
+        """Read the global batch at `at`, and return its number of samples; 0 past the end of the stream."""
         found = self.stream.count(at, self.train_batch_size)
         if not found and at.step == 0:
             raise DataError(f"the stream {type(self.stream.samples).__name__} has no sample; give one with at least 1")
@@ -192,14 +192,14 @@ class StreamOrder(EpochOrder):
             yield torch.arange(start, start + found)
 
     def digest(self, at: Cursor) -> int:
-        """Return a hash of the samples at `at`, which must be the same on every rank."""
+        """Return a hash of the samples in the global batch at `at`, which must be equal on all ranks."""
         return self.stream.digest(at, self.train_batch_size)
 
     def state_at(self, cursor: Cursor) -> dict[str, Any] | None:
-        """Return a hash of the samples before `cursor`, if they are known."""
+        """Return a hash of the global batch before `cursor` in a dictionary; None if its samples are not known."""
         found = self.stream.hash_before(cursor, self.train_batch_size)
         return None if found is None else {"before": found}
 
     def load(self, cursor: Cursor, state: Mapping[str, Any] | None) -> None:
-        """Continue at `cursor`, where `state_at` returned `state`."""
+        """Continue at `cursor`. `state` is what `state_at` returned for this cursor."""
         self.stream.load(cursor, None if state is None else int(state["before"]), self.train_batch_size)

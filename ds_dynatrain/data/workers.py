@@ -84,8 +84,8 @@ class WorkerStart:
 def without_collection() -> Iterator[None]:
     """Context manager that switches off automatic garbage collection inside its block.
 
-    Worker processes started in the block collect nothing before `WorkerStart` has run in them. This also spares a pause
-    a full collection, which takes 0.2 s in a large process.
+    Worker processes that are started in the block collect no garbage before `WorkerStart` has run in them. This also
+    avoids a full collection during a pause, which takes 0.2 s in a large process.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -110,6 +110,6 @@ def like_stock() -> torch.Generator:
 
 
 def apart(*place: int) -> torch.Generator:
-    """Return a generator that is seeded by a place in training (seed, epoch, step, ...). No other random stream is
-    drawn from."""
+    """Return a generator seeded with a position in training (seed, epoch, step, ...). Leaves all other random streams
+    unchanged."""
     return torch.Generator(device="cpu").manual_seed(seed_of(*place))

@@ -15,9 +15,10 @@ class MovedBytes(_Part):
     kept: bytes that a member already holds, and copies or leaves in place.
     cast: bytes of weights that a member casts from its new masters.
     in_node, between_nodes: bytes sent to another member.
-    sent: the sum of these two.
-    minimum: a proved lower bound for any assignment of members to ranks in which rank 0 and the nodes of ranks stay.
-    excess: the bytes sent beyond what the sizes of both layouts require, by cause.
+    sent: the sum of `in_node` and `between_nodes`.
+    minimum: a proven lower bound on `sent` for all assignments of members to ranks that keep the member at rank 0 and
+        the node of each rank.
+    excess: the bytes sent beyond what the sizes of both layouts require, keyed by cause.
     """
 
     kept: int
@@ -58,8 +59,8 @@ class PeakMemory(_Part):
 class ChangeSeconds(_Part):
     """The time of a change.
 
-    memory, node, network: the minimum time for each class of links.
-    floor: the largest of these, because the links work in parallel.
+    memory, node, network: the minimum time for each class of links: inside a member, inside a node, between nodes.
+    floor: a lower bound on the transfer time: the largest of the three, because classes of links work in parallel.
     phases: the expected time of each phase, from measured coefficients.
     expected: the sum of the phases.
     """
@@ -73,7 +74,7 @@ class ChangeSeconds(_Part):
 
 
 class NodeBytes(_Part):
-    """A node, its number of members before and after the change, and the bytes that it exchanges with other nodes."""
+    """One node: its number of members before and after the change, and the bytes that it exchanges with other nodes."""
 
     name: str
     before: int

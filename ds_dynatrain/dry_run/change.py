@@ -34,8 +34,8 @@ from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.support.axes import smaller
 
 LINK_TIMES, DIGEST_BYTES_PER_SECOND, REBUILD_SECONDS, VOTE_SECONDS = 1.25, 1.1e12, 0.2, 0.1
-"""Coefficients of the expectation, from docs/figures/training.md: time of moves over that of the raw bytes, speed of
-the digests of a certificate on a device, time to build DeepSpeed's optimizer anew, time of the votes."""
+"""Coefficients for the expected duration, from docs/figures/training.md: the time of moves divided by the time of their
+raw bytes, the speed of digests on a device, the time to rebuild DeepSpeed's optimizer, and the time of the votes."""
 COEFFICIENTS = (
     f"expected: moves take {LINK_TIMES:g} x the raw time of their bytes, one class of links after the other; digests "
     f"of both sides run at {DIGEST_BYTES_PER_SECOND / 1e12:g} TB/s; building the optimizer takes {REBUILD_SECONDS:g} s "
@@ -187,7 +187,7 @@ def _seconds(plan: SwitchPlan, found: Picture, topology: Topology, places: Ints)
 
 
 def _pairs(apart: Ints, names: tuple[str, ...], nodes: list[answer.NodeBytes]) -> list[tuple[int, int, int]]:
-    """Return (node, node, bytes) for the pairs of nodes that exchange the most."""
+    """Return (sending node, receiving node, bytes) for the pairs of nodes that exchange the most."""
     number = {node.name: at for at, node in enumerate(nodes)}
     busy = np.flatnonzero(apart)
     most = busy[np.argsort(-apart.ravel()[busy], kind="stable")][:MOST_PAIRS]
@@ -224,9 +224,7 @@ def _rounds(plan: SwitchPlan, topology: Topology) -> list[answer.ExchangeRound]:
 def _memory_refusal(
     job: PlannedJob, source: Layout, target: Layout, figures: answer.ChangeFigures
 ) -> tuple[SwitchRefused | None, list[str]]:
-    """Return (refusal if the devices have too little memory, what would fit). If they have enough, return
-    (None, []).
-    """
+    """Return (the refusal, what would fit instead) if the devices have too little memory, otherwise (None, [])."""
     memory = figures.memory
     if memory.device is None or memory.peak <= memory.device:
         return None, []

@@ -20,15 +20,17 @@ class PolicyOutcome(BaseModel):
 
     goodput: the steps that count, divided by the steps that all members would have made in the same time without
         events.
-    ettr: the seconds of steps that count, divided by the seconds in which there was a member.
-    ettr_without_starts: the same, without the seconds of starts from nothing.
+    ettr: effective training time ratio: the seconds of steps that count, divided by the seconds with at least one
+        member.
+    ettr_without_starts: the same ratio, without the seconds of starts in which no member had the state.
     steps: the number of steps that count. A step that trains a part of the batch counts as that part.
-    lost_steps: the number of steps that were made and lost.
+    lost_steps: the number of steps that were trained and later lost.
     changes: how often training paused to change the world.
     useful, lost, paused, starting, waiting: seconds of steps that count, of steps that were lost, of pauses for changes
-        and checkpoints, of starts when no member had the state, and without enough members. Their sum is the trace.
-    member_hours: hours of the members in the world, whether they trained or paused.
-    course: (seconds, steps that count by then) at each event.
+        and checkpoints, of starts when no member had the state, and without enough members. Their sum is the length of
+        the trace.
+    member_hours: hours for which members belonged to the world, summed over members, whether they trained or paused.
+    course: progress over time: (seconds since the start, number of steps so far that count) at each event.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,7 +55,7 @@ class SimulationOutcome(BaseModel):
     """The outcome of a trace for all policies.
 
     seconds: the length of the trace.
-    events: the number of rows of each kind.
+    events: the number of events of each kind.
     reference_seconds: the time of a step if all members train.
     empty_seconds: seconds without any member.
     assumptions: what was assumed, because the profile, the cluster file and the trace do not say it.

@@ -1,4 +1,4 @@
-"""A simulation of a trace under a policy, from event to event, which adds up the time spent on each activity.
+"""A simulation of a trace (a list of losses, joins and the like) under a policy, which adds up time by activity.
 
 Between two events nothing changes except the number of steps. Events are the rows of a trace and their later effects:
 started processes become ready, and slow members are noticed.
@@ -20,7 +20,7 @@ from ds_dynatrain.simulate.trace import TraceRow, at_the_beginning
 TIMES = ("useful", "lost", "paused", "starting", "waiting")
 NO_SAVE = (math.inf, 0.0)
 _ROUNDING = 1e-9
-"""Part of a step by which a whole number of steps may appear too small."""
+"""Fraction of a step by which rounding errors may make a whole number of steps too small."""
 ASSUMED = (
     "members are equally fast until the trace says otherwise; a member whose first row is no join trains from 0 s on",
     "steps follow the profile (docs/dev/balance-formulas.md), without overlap of messages; the bytes of a live switch "
@@ -51,7 +51,7 @@ def play(job: SimulatedJob, rows: Sequence[TraceRow], rivals: Iterable[Rival] = 
 
 
 class _Player:
-    """The state of the simulation of one trace under one policy.
+    """The simulation of one trace under one policy: its current state, and the sums so far.
 
     held: the last world that trained; None if no living member has its state.
     world: the world that trains now, or from `stands_at` on; None while too few members are ready.
@@ -84,7 +84,7 @@ class _Player:
         self.world = self.held = self._ask().world if self.ready else None
 
     def outcome(self, empty: float) -> PolicyOutcome:
-        """Simulate all rows, and return the outcome.
+        """Simulate all rows of the trace, and return the outcome.
 
         empty: the seconds without any member.
         """

@@ -15,8 +15,8 @@ from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.simulate.simulated_job import SimulatedJob, SimulatedWorld
 
 Kept = Literal["all", "step", "copies", "checkpoint", "saved"]
-"""From where training continues: the present step; the last finished step; the newest complete copies of all buddies;
-the newest checkpoint; a checkpoint that leaving members save now."""
+"""The state from which training continues, in this order: the present step, the last finished step, the newest complete
+copies on buddies, the newest checkpoint, or a checkpoint that leaving members save now."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Standing:
 
 @dataclass(frozen=True)
 class Reaction:
-    """The reaction of a policy.
+    """The reaction of a policy to an event.
 
-    world: the members that train from now on; None if training waits.
-    pause_seconds: the time until they train, if the world is new.
-    kept: the state from which they continue.
+    world: the members that train from now on, and how; None if training waits.
+    pause_seconds: the time until the members train, if the world is new.
+    kept: the state from which the members continue.
     """
 
     world: SimulatedWorld | None
@@ -154,11 +154,12 @@ def peers_of_the_stage(job: SimulatedJob, now: Standing) -> Reaction:
 
 
 def _places(now: Standing, count: int, size: int, groups: int = 1, fresh: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Return the members at each place. A place keeps its members if all of them live; free members fill the others.
+    """Return the members at each place (a replica, or a part of one stage). A place keeps its members if all are alive;
+    free members fill the other places.
 
     size: the number of members of a place. A place with fewer members is empty.
     groups: the number of groups of places. The group with the fewest members is filled first.
-    fresh: whether all members are placed anew.
+    fresh: whether to assign all members again, without regard to their present places.
     """
     ready, before = {*now.ready}, () if now.held is None or fresh else now.held.units
     units = [unit if {*unit} <= ready else () for unit in before] or [()] * count
@@ -175,9 +176,9 @@ def _places(now: Standing, count: int, size: int, groups: int = 1, fresh: bool =
 def _regrouped(
     job: SimulatedJob, now: Standing, units: tuple[tuple[int, ...], ...], seconds: float, share: float, kept: bool
 ) -> Reaction:
-    """Return the reaction of a policy whose members keep their places.
+    """Return the reaction of a policy that keeps members together in replicas or in parts of stages.
 
-    units: the members at each place.
+    units: the members of each replica or part.
     seconds: the time of a step.
     share: the part of a global batch that a step trains.
     kept: whether living members hold the state.
@@ -212,7 +213,7 @@ def restart(job: SimulatedJob, now: Standing) -> Reaction:
 
 
 def _from_storage(job: SimulatedJob, now: Standing) -> float:
-    """Return the seconds until new processes have read a checkpoint."""
+    """Return the number of seconds until new processes have been started and have read a checkpoint."""
     return now.detection_seconds + job.assumed.start_seconds + job.storage_seconds
 
 

@@ -60,7 +60,7 @@ class Assumptions(BaseModel):
 
 @dataclass(frozen=True)
 class SimulatedWorld:
-    """The members that train together.
+    """The members that train together, their layout, and how fast they are.
 
     members: the members by rank.
     deal: the division of the samples.
@@ -78,13 +78,13 @@ class SimulatedWorld:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """The world without its step time: two worlds with equal values differ at most in that time."""
+        """A key for comparing worlds: worlds with equal keys differ at most in their step times and shares."""
         return self.members, self.layout, self.deal, self.units
 
 
 @dataclass(frozen=True, eq=False)
 class SimulatedJob:
-    """A profiled model in a cluster.
+    """The job to simulate: a profiled model in a cluster.
 
     layout: the layout in which all members train. Policies with a fixed shape keep its axes.
     least: the number of members below which training waits.
@@ -173,7 +173,7 @@ class SimulatedJob:
         return self.timed(SimulatedWorld(members_by_rank, found.layout, found.deal, 0.0), speeds)
 
     def timed(self, world: SimulatedWorld, speeds: Mapping[int, float]) -> SimulatedWorld:
-        """Return a world with the step time that it has at these speeds of its members."""
+        """Return a copy of `world` with its step time computed from the speeds of its members."""
         pace = [speeds[member] for member in world.members]
         return replace(world, step_seconds=self.step(world.layout, pace, world.deal, world.members).seconds)
 

@@ -20,7 +20,7 @@ from ds_dynatrain.plan import Topology
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 EXAMPLE = '{"seconds": 60, "event": "loss", "members": [3]}'
 NOTICE_SECONDS = 30.0
-"""Notice of a pre-emption unless its row gives another one; torchrun kills workers 30 s after SIGTERM."""
+"""Default notice of a pre-emption in seconds: torchrun kills workers 30 s after SIGTERM."""
 
 Values = TypeVar("Values", bound=BaseModel)
 

@@ -1,4 +1,4 @@
-"""All rows of the support table, and the check of each key of a user's configuration against them."""
+"""The rows of the support table, and the check of each key of a user's configuration against them."""
 
 from __future__ import annotations
 

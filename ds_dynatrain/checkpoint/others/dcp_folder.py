@@ -1,4 +1,4 @@
-"""Folders of torch's distributed checkpoint (DCP): reading one, and writing one of our checkpoints as one.
+"""Folders of torch's distributed checkpoint (DCP): reads them, and converts this package's checkpoints to them.
 
 The file `.metadata` describes the content. It is a pickle, but is never executed: reading it yields only plain values
 and `Opaque` objects that represent torch's records. A data file contains many small files of `torch.save`, one per
@@ -165,7 +165,7 @@ class _Folder:
     def _sort(self, nested: Mapping[str, Any]) -> None:
         """Sort the keys into weights, states and hyper-parameters.
 
-        nested: the levels of each key, outermost first; without an entry, a key says its levels itself.
+        nested: a map from each key to its levels, outermost first. A key that is missing has one level, itself.
         """
         levels = {key: [str(each) for each in nested.get(key) or (key,)] for key in self.shapes}
         if not any(len(each) > 1 or key.startswith(f"{OPTIM}.") for key, each in levels.items()):

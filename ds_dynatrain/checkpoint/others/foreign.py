@@ -79,7 +79,7 @@ class Foreign:
         scalars: Mapping[str, Mapping[str, float]],
         **more: Any,
     ) -> Foreign:
-        """Describe a checkpoint of tensors in any order.
+        """Return the description of a checkpoint whose tensors may be given in any order.
 
         carry: the state outside tensors, without the optimizer's scalars; empty if only weights are known.
         scalars: the optimizer's scalars, keyed by name and by the tensor's name.
@@ -141,7 +141,7 @@ def number_of(folder: Path, value: Any) -> float:
 def take(
     foreign: Foreign, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress = silent
 ) -> Path:
-    """Convert another tool's checkpoint into the latest checkpoint of one of our folders. Return the result's path.
+    """Convert another tool's checkpoint to one of this package, the latest in `folder`. Return the new one's path.
 
     carry: the encoded shared extra state.
     rest: the encoded extra state of rank 0.
@@ -222,8 +222,7 @@ def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress:
 def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:
     """Yield (state kind, element type) for each state kind of a tensor that is to be stored.
 
-    A weight is not stored if it has a master. If the checkpoint has a trainable weight without a master, a master is
-    stored in its place.
+    A weight is not stored if it has a master. For a trainable weight without a master, a master is stored instead.
     """
     types = ((kind, foreign.manifest.dtype(tensor.name, kind)) for kind in foreign.kinds)
     held = {kind: dtype for kind, dtype in types if dtype is not None}

@@ -265,13 +265,13 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[int, int] | None = None) -> Any:
-    """Return the content of a file of `torch.save`, with a `Stored` in place of each tensor. Values are not read.
+    """Return the content of a file of `torch.save`, with a `Stored` instead of each tensor. Values are not read.
 
     trust_pickle: whether to run the pickle if `weights_only` refuses it. Only for files that you wrote yourself.
     part: (first byte, length) if the content lies inside another file.
 
     Raises CheckpointError if the content is refused. Raises CheckpointDamaged if the file has another format, is cut
-    off, or stands for more values than are accepted.
+    off, or would unpickle to more values than are accepted.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
     from torch.serialization import safe_globals
@@ -347,7 +347,7 @@ def _stored(tensor: torch.Tensor, name: str, first: int, size: int) -> Stored:
 def mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
     """Return a copy of nested containers in which each instance of `kind` is replaced with the result of `change`.
 
-    A part that occurs in several places is changed once, and stays shared.
+    An object that occurs several times is changed once, and stays shared.
     """
     known: dict[int, Any] = {}
 

@@ -269,7 +269,7 @@ class ZeroFolder:
         return range(min(size, samples // steps) if steps else size, size + 1)
 
     def tree(self, name: str) -> Mapping[str, Any]:
-        """Return the content of a file, with a `Stored` in place of each tensor. Each file is read only once."""
+        """Return the content of a file, with a `Stored` instead of each tensor. Each file is read only once."""
         if name not in self._trees:
             tree = read_tree(self.path, name, self.trust_pickle)
             if not isinstance(tree, Mapping):
