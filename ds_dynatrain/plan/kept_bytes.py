@@ -8,7 +8,7 @@ shard group holds the same elements, the table has one entry for the group inste
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from scipy.sparse import coo_array, csr_array, hstack
 
 from ds_dynatrain.plan.sides import Sides
 from ds_dynatrain.space import ABSENT, Kind, Sharding, interval
-from ds_dynatrain.space.interval import Ints, join
+from ds_dynatrain.space.interval import Ints, Runs, join
 
 Held = tuple[Ints, Ints, Ints]
 """Runs of coordinates and what holds each run, as arrays (start, stop, holder).
@@ -102,12 +102,14 @@ def kept_bytes(sides: Sides) -> KeptBytes:
     shape = rank_groups.shape[1], slot_groups.shape[1]
     wanted = np.zeros(shape[1], np.int64)
     parts = [(np.empty(0, np.int64),) * 3]
+    among, times = _tensors(sides)
     for kinds in sides.alike():
         kind, itemsize = kinds[0], sum(each.itemsize for each in kinds)
-        for (start, stop, slot), factor in _wanted(sides, kind, itemsize):
+        for (start, stop, slot), sign in _wanted(sides, kind, among):
+            factor = sign * itemsize * times[np.searchsorted(among.start, start, side="right") - 1]
             np.add.at(wanted, slot, factor * (stop - start))
-            for rank, other, count in _meetings(sides, kind, start, stop, slot):
-                parts.append((rank, other, factor * count))
+            for row, rank, count in _meetings(sides, kind, start, stop):
+                parts.append((rank, slot[row], factor[row] * count))
     rank, slot, nbytes = join(parts)
     table = coo_array((nbytes, (rank, slot)), shape=shape).tocsr()
     table.eliminate_zeros()
@@ -126,41 +128,64 @@ def kept_bytes(sides: Sides) -> KeptBytes:
         by_class = by_class + coo_array((nbytes[less], pairs), shape=by_class.shape)
     rank, slot, nbytes = rank[~less], slot[~less], nbytes[~less]
     by_class = csr_array(by_class)
+    by_class.sort_indices()  # so that entries are found by binary search
     if len(rank):
         nbytes = nbytes + by_class[rank_class.of[rank], slot_class.of[slot]]
     zones = np.zeros(ranks, np.int64), np.zeros(slots, np.int64)
     return KeptBytes(rank_class, slot_class, by_class, rank, slot, nbytes, slot_groups @ wanted, zones)
 
 
-def _wanted(sides: Sides, kind: Kind, nbytes: int) -> Iterator[tuple[Held, int]]:
-    """Yield (runs that each slot needs, bytes per element).
+def _tensors(sides: Sides) -> tuple[Runs, Ints]:
+    """Return the coordinates of the tensors to look at, and for how many tensors each of them stands.
+
+    If both sides cut each tensor by itself (stage 3), ranks share tensors of one shape and cut in the same way.
+    """
+    space, layouts = sides.space, (sides.vps.layout, sides.layout)
+    if any(layout.zero_stage != 3 for layout in layouts):
+        return Runs(space.bases[:1], space.bases[-1:]), np.ones(1, np.int64)
+    meshes = [mesh for mesh in map(space.mesh, layouts) if mesh is not None]
+    found: dict[Hashable, list[int]] = {}
+    for number, tensor in enumerate(space.tensors):
+        cuts = [(mesh.forms[number], mesh.partition[number].stages) for mesh in meshes]
+        found.setdefault((tensor.shape, tensor.group, tensor.expert, *cuts), []).append(number)
+    first = interval.ints([alike[0] for alike in found.values()])
+    return Runs(space.bases[first], space.bases[first + 1]), interval.ints([*map(len, found.values())])
+
+
+def _wanted(sides: Sides, kind: Kind, among: Runs) -> Iterator[tuple[Held, int]]:
+    """Yield (runs that each slot needs, sign of their bytes).
 
     Runs that the slot can cast from its own state are also yielded, with negative bytes, so that they cancel.
     """
     goal = sides.target(kind.name)
-    start, stop, slot = _held(goal)
+    start, stop, slot = _held(goal, among)
     if kind.derived_from is not None and goal.shared is None:
         row, start, stop = sides.target(kind.derived_from).lacking(start, stop, slot)
         slot = slot[row]
     elif kind.derived_from is not None:
-        yield _held(sides.target(kind.derived_from)), -nbytes
-    yield (start, stop, slot), nbytes
+        yield _held(sides.target(kind.derived_from), among), -1
+    yield (start, stop, slot), 1
 
 
-def _held(cut: Sharding) -> Held:
-    """Return all runs of a sharding with their holders. If a whole shard group holds a run, the holder is the group."""
+def _held(cut: Sharding, among: Runs) -> Held:
+    """Return the runs of a sharding with their holders. If a whole shard group holds a run, the holder is the group.
+
+    among: the coordinates to look at.
+    """
     if cut.shared is None:
-        _, start, stop, rank = cut.holders(*cut.region())
+        _, _, first, last = interval.intersect(*cut.region(), *among)
+        _, start, stop, rank = cut.holders(first, last)
         return start, stop, rank
     holder = np.repeat(np.arange(len(cut.shared), dtype=np.int64), [len(start) for _, start, _ in cut.shared])
     _, start, stop = join(cut.shared)
-    return start, stop, cut.ranks + holder
+    row, _, start, stop = interval.intersect(start, stop, *among)
+    return start, stop, cut.ranks + holder[row]
 
 
-def _meetings(sides: Sides, kind: Kind, start: Ints, stop: Ints, slot: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yield (source rank, slot, number of elements) for the elements of each slot's runs that a source rank holds.
+def _meetings(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Yield (row, source rank, number of elements) for the elements of slots' runs that a source rank holds.
 
-    Both may be groups, which are numbered as in `Held`. If a rank holds the same bytes in two kinds, they count once.
+    The rank may be a group, which is numbered as in `Held`. If a rank holds the same bytes in two kinds, they count once.
     """
     earlier: list[Sharding] = []
     for cut in sorted(map(sides.source, kind.sources), key=lambda cut: cut.shared is None):
@@ -169,12 +194,12 @@ def _meetings(sides: Sides, kind: Kind, start: Ints, stop: Ints, slot: Ints) -> 
             for before in earlier:
                 part, low, high = before.lacking(low, high, rank)
                 row, rank = row[part], rank[part]
-            yield rank, slot[row], high - low
+            yield row, rank, high - low
         for number, (_, first, last) in enumerate(cut.shared or ()):
             for before in earlier:  # the same groups share these runs
                 _, first, last = interval.subtract(first, last, *(before.shared or [])[number][1:])
             row, _, low, high = interval.intersect(start, stop, first, last)
-            yield np.full_like(row, cut.ranks + number), slot[row], high - low
+            yield row, np.full_like(row, cut.ranks + number), high - low
         earlier.append(cut)
 
 

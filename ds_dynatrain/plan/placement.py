@@ -54,7 +54,7 @@ def place_slots(
     for node in order:
         if sum(room.values()) < slots:
             room[node] = int(sizes[node]) // unit * unit
-    if group == unit:
+    if group == unit or ({*room.values()} == {sizes[0]} and group % sizes[0] == 0):
         node_of_slot = np.repeat(list(room), list(room.values()))[:slots]
     else:
         node_of_slot = np.empty(slots, np.int64)

@@ -19,6 +19,7 @@ from ds_dynatrain.plan.placement import place_slots
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, ZeroRules
 from tests.plan.dense import fewest_bytes, received, slot_costs, table_of
 from tests.plan.simulate import lacking_bytes
+from tests.plan.test_senders import SIZES, layers
 from tests.sets import examples, one_in
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
 from tools.minimum import bytes_minimum, bytes_sent
@@ -66,6 +67,17 @@ def test_no_assignment_moves_fewer_bytes(
     every = itertools.permutations(order, target.data)
     free = min(sum(cost[member, slot] for slot, member in enumerate(choice)) for choice in every)
     assert found.rank_zero_bytes == least - free
+
+
+@pytest.mark.parametrize("source", one_in(3, SIZES), ids=str)
+def test_layers_that_are_cut_alike_count_each(source: dict[str, int]) -> None:
+    """At stage 3, the table looks at one of them."""
+    before = Layout(zero_stage=3, **source)
+    for stage, target in itertools.product((1, 3), SIZES):
+        after = Layout(zero_stage=stage, **target)
+        candidates = range(before.world_size + 1)
+        dense = slot_costs(layers(before), after, candidates, KINDS)
+        assert received(layers(before), after, candidates, KINDS).tolist() == dense.tolist()
 
 
 def test_usual_rank_order_moves_half_as_much_again() -> None:
