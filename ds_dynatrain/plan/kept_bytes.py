@@ -12,12 +12,14 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.sparse import coo_array, csr_array, hstack
 
 from ds_dynatrain.plan.sides import Sides
 from ds_dynatrain.space import ABSENT, Kind, Sharding, interval
 from ds_dynatrain.space.interval import Ints, Runs, join
 
+Bools = npt.NDArray[np.bool_]
 Held = tuple[Ints, Ints, Ints]
 """Runs of coordinates and what holds each run, as arrays (start, stop, holder).
 
@@ -82,6 +84,36 @@ class KeptBytes:
             *(ranks, slots, by_class),
             *(self.rank[pairs], self.slot[pairs], self.nbytes[pairs]),
             *(self.wanted, (rank_zone, slot_zone)),
+        )
+
+    def by_node(self, node: Ints, slots: Bools) -> KeptBytes:
+        """Return the table of what the nodes of members hold of each slot, in one zone, with a row for each member.
+
+        node: the node of each member. The first members are the source ranks, and others may follow.
+        slots: those of which bytes that single ranks hold are looked at.
+        """
+        _, first, node = np.unique(node, return_index=True, return_inverse=True)
+        shape = len(first), len(self.slots.first)
+        at, of = np.divmod(
+            np.unique(node[: len(self.ranks.of)] * len(self.ranks.first) + self.ranks.of), len(self.ranks.first)
+        )
+        rows = coo_array(self.by_class[of])
+        key, place = np.unique(at[rows.row] * shape[1] + rows.col, return_inverse=True)
+        most = np.zeros(len(key), np.int64)
+        np.maximum.at(most, place, rows.data)
+        by_class = coo_array((most, np.divmod(key, shape[1])), shape=shape).tocsr()
+        mine = slots[self.slot]
+        rank, slot, nbytes = self.rank[mine], self.slot[mine], self.nbytes[mine]
+        nbytes = nbytes - self.by_class[self.ranks.of[rank], self.slots.of[slot]]
+        key, place = np.unique(node[rank] * len(slots) + slot, return_inverse=True)
+        at, slot = np.divmod(key, len(slots))
+        alone = np.bincount(place, nbytes, len(key)).astype(np.int64) + by_class[at, self.slots.of[slot]]
+        order = np.argsort(node, kind="stable")
+        start, stop = (np.searchsorted(node[order], at, side=side) for side in ("left", "right"))
+        row, nth = interval.expand(stop - start)
+        return KeptBytes(
+            *(Classes(node, first), self.slots, by_class, order[start[row] + nth], slot[row], alone[row]),
+            *(self.wanted, (np.zeros_like(node), np.zeros(len(slots), np.int64))),
         )
 
     def nbytes_of(self, rank_of: Ints) -> int:
@@ -185,7 +217,8 @@ def _held(cut: Sharding, among: Runs) -> Held:
 def _meetings(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Yield (row, source rank, number of elements) for the elements of slots' runs that a source rank holds.
 
-    The rank may be a group, which is numbered as in `Held`. If a rank holds the same bytes in two kinds, they count once.
+    The rank may be a group, which is numbered as in `Held`. If a rank holds the same bytes in two kinds, they count
+    once.
     """
     earlier: list[Sharding] = []
     for cut in sorted(map(sides.source, kind.sources), key=lambda cut: cut.shared is None):

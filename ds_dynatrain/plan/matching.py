@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array, vstack
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan.kept_bytes import Classes, KeptBytes
+from ds_dynatrain.plan.kept_bytes import Bools, Classes, KeptBytes
 from ds_dynatrain.space import ABSENT
 from ds_dynatrain.space.interval import Ints, join
 
-Bools = npt.NDArray[np.bool_]
 Selection = tuple[bool | Bools, ...]
 
 

@@ -8,15 +8,15 @@ on every member.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan.kept_bytes import KeptBytes, kept_bytes
-from ds_dynatrain.plan.matching import Bools, match, most_kept
+from ds_dynatrain.plan.kept_bytes import Bools, KeptBytes, kept_bytes
+from ds_dynatrain.plan.matching import match, most_kept
 from ds_dynatrain.plan.placement import place_slots
 from ds_dynatrain.plan.plan import plan_switch
 from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace
@@ -57,11 +57,11 @@ def assign_slots(
 
     If the members are on several nodes, the rules of `place_slots` take precedence.
 
-    If several members would move equally many bytes, members are preferred that already work, then lower current ranks,
-    then nodes with more working members, then lower member numbers. Among the members that get a slot, those with lower
-    current ranks get lower slots, such that the sum of the squared differences is small (see `match`); idle members get
-    the remaining slots in order. The order of the arguments does not matter. Raises LayoutError if there are fewer
-    candidates than slots.
+    If several members would move equally many bytes, members are preferred that already work, then those that make
+    fewer bytes cross between nodes (see `_near_senders`), then lower current ranks, then nodes with more working
+    members, then lower member numbers. Among the members that get a slot, those with lower current ranks get lower
+    slots, such that the sum of the squared differences is small (see `match`); idle members get the remaining slots in
+    order. The order of the arguments does not matter. Raises LayoutError if there are fewer candidates than slots.
     """
     node_of, members = node_of or {}, set(candidates)
     slots = target_layout.world_size
@@ -79,21 +79,44 @@ def assign_slots(
     capacity, has_first = Counter(node.values()), vps.members[0] in members
     takes_part = np.array([member in members for member in vps.members])
     rank_of, most, rank_zero_bytes = _ruled(kept, takes_part)
-    free = kept.nbytes_of(rank_of)
-    zone_of_slot, zone_of_node = kept.zones[1], np.zeros(len(number), np.int64)
+    free, table, everyone = kept.nbytes_of(rank_of), kept, [*vps.members, *idle]
+    at_node = np.array([number[node[each]] if each in members else len(number) for each in everyone])
+    zone_of_node = np.zeros(len(number) + 1, np.int64)
     if 1 < len(number) < len(members):
         sizes, counts = [capacity[name] for name in number], [busy[name] for name in number]
-        of_rank = np.array([number[node[each]] if each in members else len(number) for each in vps.members])
-        zone_of_slot, zone_of_node = place_slots(target_layout, sizes, counts, has_first, kept, of_rank)
-        placed = kept.within(np.append(zone_of_node, len(number))[of_rank], zone_of_slot)
-        rank_of, most, rank_zero_bytes = _ruled(placed, takes_part)
-    waiting = defaultdict[int, list[int]](list)
-    for member in reversed(idle):
-        waiting[int(zone_of_node[number[node[member]]])].append(member)
-    pairs = zip(rank_of.tolist(), zone_of_slot.tolist(), strict=True)
-    chosen = tuple(waiting[zone].pop() if rank == ABSENT else vps.members[rank] for rank, zone in pairs)
+        of_rank = at_node[: len(vps.members)]
+        zone_of_slot, zone_of_node[:-1] = place_slots(target_layout, sizes, counts, has_first, kept, of_rank)
+        zone_of_node[-1] = len(number)
+        table = kept.within(zone_of_node[of_rank], zone_of_slot)
+        rank_of, most, rank_zero_bytes = _ruled(table, takes_part)
+    may_move = np.append(takes_part, np.ones(len(idle), bool))
+    may_move[0] &= not has_first
+    at_slot = _near_senders(table, rank_of, at_node, zone_of_node[at_node], may_move)
     wanted, keeps = int(kept.wanted.sum()), kept.nbytes_of(rank_of)
+    chosen = tuple(everyone[each] for each in at_slot.tolist())
     return Assignment(chosen, wanted - keeps, wanted - most, rank_zero_bytes, free - keeps)
+
+
+def _near_senders(kept: KeptBytes, rank_of: Ints, node: Ints, zone: Ints, may_move: Bools) -> Ints:
+    """Return the member at each slot such that nodes hold the most bytes of what their members receive.
+
+    Members change places only if the bytes kept stay the same: idle ones of a zone, and ranks of a class that keep no
+    more than their class does.
+
+    rank_of: the rank at each slot, or ABSENT for an idle member of the slot's zone.
+    node, zone, may_move: of each member; members are the source ranks, and after these the idle members.
+    """
+    slots, ranks, classes = np.arange(len(rank_of)), len(kept.ranks.of), len(kept.ranks.first)
+    groups = np.append(kept.ranks.of, classes + zone[ranks:])
+    slot_groups = np.where(rank_of == ABSENT, classes + kept.zones[1], kept.ranks.of[rank_of])
+    nodes_of = np.bincount(np.unique(np.stack([groups, node])[:, may_move], axis=1)[0], minlength=slot_groups.max() + 1)
+    keeps_more = np.isin(rank_of * len(slots) + slots, kept.rank * len(slots) + kept.slot)
+    is_open = (rank_of == ABSENT) | (may_move[rank_of] & ~keeps_more & (nodes_of[slot_groups] > 1))
+    if not is_open.any():
+        return rank_of
+    may_move = may_move & ~np.isin(np.arange(len(node)), rank_of[~is_open])
+    table = kept.by_node(node, is_open).within(groups, slot_groups)
+    return np.where(is_open, match(table, may_move, is_open).rank_of, rank_of)
 
 
 def _ruled(kept: KeptBytes, ranks: Bools) -> tuple[Ints, int, int]:

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan import assign_slots, plan_switch
+from ds_dynatrain.plan import assign_slots, picture_of, plan_switch
 from ds_dynatrain.plan.kept_bytes import Classes, KeptBytes
 from ds_dynatrain.plan.matching import Prices, match, most_kept
 from ds_dynatrain.plan.placement import place_slots
@@ -265,3 +265,32 @@ def test_members_on_nodes_move_what_is_proved(
     assert len({*found.members}) == target.data and found.members[0] == order[0]
     assert bytes_sent(plan_switch(vps, target, found.members, KINDS)) == found.bytes_moved == found.bytes_bound
     assert found.bytes_moved == free.bytes_moved + found.placement_bytes
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(st.sampled_from([1, 3]), st.sampled_from([1, 3]), st.integers(1, 4), st.integers(2, 5), st.data())
+def test_ties_go_to_members_whose_nodes_hold_the_bytes(
+    stage: int, goal: int, ranks: int, slots: int, data: st.DataObject
+) -> None:
+    """No assignment that keeps as many masters on nodes of these members sends fewer between nodes."""
+    count = max(ranks, slots) + 1
+    nodes = dict(enumerate(data.draw(st.lists(st.sampled_from("abc"), min_size=count, max_size=count))))
+    source, target = Layout(zero_stage=stage, data=ranks), Layout(zero_stage=goal, data=slots)
+    vps = space([LogicalTensor("a", (64, 6))], RULES, source, tuple(range(ranks)))
+    found = assign_slots(vps, target, range(count), nodes, kinds=KINDS[1:])
+    used = {nodes[member] for member in found.members}
+    costs = received(vps, target, range(count), KINDS[1:])
+
+    def between(members: tuple[int, ...]) -> int:
+        plan = plan_switch(vps, target, members, KINDS[1:], nodes=nodes)
+        numbers = [ord(nodes[member]) - ord("a") for member in plan.members]
+        return int(picture_of(plan, np.array(numbers)).sent[1].sum())
+
+    others = (
+        members
+        for members in itertools.permutations(range(count), slots)
+        if members[0] == 0
+        and {nodes[member] for member in members} <= used
+        and sum(int(costs[member, slot]) for slot, member in enumerate(members)) == found.bytes_moved
+    )
+    assert between(found.members) == min(map(between, others))
