@@ -46,7 +46,7 @@ STORES = 2
 ASKED = 300
 STRANGERS_A_SECOND = 1000
 STATUS_BAR_MS, STRANGERS_BAR_MS, DESCRIPTORS_BAR = 200.0, 1000.0, 4.0
-STEP_BAR = 0.005
+STEP_BAR, LOSS_BAR = 0.005, 1.0
 LISTEN_SECONDS = 2.0
 """Seconds without a message after which a connection counts as accepted. The coordinator closes bad ones at once, and
 silent ones after 5 s."""
@@ -85,7 +85,7 @@ class Members:
 
     def __init__(self, address: Address, token: str, count: int) -> None:
         self._links: dict[int, tuple[Connection, Report]] = {}
-        self._stop = threading.Event()
+        self._stop, self._leaves = threading.Event(), threading.Event()
         self._poll = select.poll()
         self.world: Generation | None = None
         for number in range(count):
@@ -101,6 +101,13 @@ class Members:
         for number in self._links:
             self._say(number, ready=True)
         self._thread.start()
+
+    def lose_one(self) -> float:
+        """Close the connection of one worker; return the seconds until all others have entered a world without it."""
+        count, begin = len(self._links) - 1, time.monotonic()
+        self._leaves.set()
+        wait_for(lambda: self.world is not None and self.entered == count == len(self.world.members), "a loss")
+        return time.monotonic() - begin
 
     def stop(self) -> None:
         """Stop the thread, and close all connections."""
@@ -125,6 +132,11 @@ class Members:
         numbers, beat = list(self._links), 0
         while not self._stop.is_set():
             begin = time.monotonic()
+            if self._leaves.is_set():
+                self._leaves.clear()
+                number = numbers.pop()
+                self._poll.unregister(number)
+                self._links.pop(number)[0].close()
             # heartbeats are spread over the interval between two of one worker
             for _ in range(max(1, len(numbers) // 20)):
                 self._say(numbers[beat % len(numbers)])
@@ -189,10 +201,17 @@ def many_members(count: int, token: str, port: int) -> list[list[object]]:
         held = (descriptors(process) - before) / count
         middle, worst = percentiles(measured(lambda: ask_status(address, token, 30.0), ASKED))
         soft = next(line for line in Path(f"/proc/{process}/limits").read_text().splitlines() if "open files" in line)
+        lost = members.lose_one()
         members.stop()
     return [
         [f"{count} members connect", f"{connected:.1f} s", "", ""],
         [f"{count} members are told of one world, and all have entered it", f"{formed:.1f} s", "", ""],
+        [
+            "one is lost, until all others have heard of it",
+            f"{lost:.2f} s",
+            f"≤ {LOSS_BAR:g} s",
+            verdict(lost <= LOSS_BAR),
+        ],
         [
             f"files that it may open, begun with {FILES}",
             soft.split()[3],

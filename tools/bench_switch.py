@@ -181,13 +181,13 @@ SUMMARY = (
 
 
 def document(rows: list[Record], laps: int, immediate: int, transport: str) -> str:
-    """Return the tables, with a row for each model and kind of change."""
+    """Return the tables, with a row for each model and kind of change, after what a cluster file predicted."""
     cases: dict[str, list[Record]] = {}
     for row in rows:
         cases.setdefault(f"{row['size']}, {row['title']}", []).append(row)
     return (
         f"Measured on: {machine()}. Four ranks, {WAYS[transport]}; medians of {laps} laps ahead and {immediate} "
-        f"immediate.\n\n{table(SUMMARY, (_summary_row(case, mine) for case, mine in cases.items()))}"
+        f"immediate.{prediction(rows)}\n\n{table(SUMMARY, (_summary_row(case, mine) for case, mine in cases.items()))}"
     )
 
 
@@ -209,11 +209,12 @@ def _summary_row(case: str, rows: list[Record]) -> list[object]:
 
 def prediction(rows: list[Record]) -> str:
     """Return a sentence on how close expected and measured times of the moves are; "" without a cluster file."""
-    ratios = [row["expected_ms"] / row["phases_ms"]["move"] for row in rows if row["expected_ms"] is not None]
+    moved = [row for row in rows if row["expected_ms"] is not None and row["bytes_sent"]]
+    ratios = [row["expected_ms"] / row["phases_ms"]["move"] for row in moved]
     close = sum(abs(ratio - 1) <= CLOSE for ratio in ratios)
     return (
-        f"The expected time of the moves is within {CLOSE:.0%} of the measured one in {close} of {len(ratios)} cases; "
-        f"expected / measured: {', '.join(f'{ratio:.2f}' for ratio in ratios)}.\n"
+        f" The expected time of the moves is within {CLOSE:.0%} of the measured one in {close} of {len(ratios)} cases; "
+        f"expected / measured: {', '.join(f'{ratio:.2f}' for ratio in ratios)}."
         if ratios
         else ""
     )
@@ -261,7 +262,6 @@ def main() -> None:
             if args.write is not None:
                 keep(args.write, section, text)
     print(text)
-    print(prediction(rows), end="")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
+import statistics
+import subprocess
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -57,6 +60,16 @@ def large_row(ranks: int, model: str, source: str, target: str) -> list[object]:
     return [model, f"{before} → {after}", f"{found.gives.sum() / 1e9:,.0f}", f"{seconds:.1f}", f"{peak / 1e6:.0f}"]
 
 
+def help_seconds() -> float:
+    """How long `ds-dynatrain plan --help` takes: the median of nine calls."""
+    times = []
+    for _ in range(9):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "ds_dynatrain.cli", "plan", "--help"], check=True, capture_output=True)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
 def named_row(model: str, source: str, target: str) -> list[object]:
     """Compute one change on the cluster, and return a row."""
     before = layout_of(source)
@@ -85,7 +98,7 @@ def main() -> None:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             named.append(pool.submit(named_row, *row).result())
     head = "model", "change", "sent GB", "seconds (bar 10; 120)", "peak MB (bar 2,000)"
-    text = f"Measured on: {machine()}.\n\n{table(head, large)}"
+    text = f"Measured on: {machine()}. `plan --help` takes {help_seconds():.2f} s (bar 0.5).\n\n{table(head, large)}"
     of_named = "model, 16 x 8", "change", "sent GB (between nodes)", "floor s", "expected s", "verdict"
     text += f"\n\nComputed, not run:\n\n{table(of_named, named)}"
     print(text)

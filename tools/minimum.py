@@ -6,13 +6,16 @@ compare plans with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
 
 from ds_dynatrain.plan import SwitchPlan, picture_of
 from ds_dynatrain.space import Kind, Layout, VirtualParameterSpace
+from ds_dynatrain.space.interval import Ints
 
 Marks = npt.NDArray[np.bool_]
 
@@ -54,6 +57,68 @@ def traffic(plan: SwitchPlan) -> dict[int, tuple[int, int]]:
     found = picture_of(plan)
     both = zip(found.gives.tolist(), found.takes.tolist(), strict=True)
     return dict(zip(plan.members, both, strict=True))
+
+
+def least_busiest(plan: SwitchPlan, nodes: Mapping[int, str]) -> float:
+    """Bytes of the first kind that the busiest member must send, if replicas are read by the rule for nodes.
+
+    What a member of a receiver's node holds is read there. Anything else crosses to each node once, from any holder,
+    and one of the members that need it passes it on to the others. A linear program divides it among all who may.
+    nodes: the node of each member; a member that is not in it is alone on its node.
+    """
+    sides, kind = plan.sides, plan.sides.kinds[0]
+    held = {member: sides.source(kind.name).holding(rank) for rank, member in enumerate(sides.vps.members)}
+    ranks = zip(sides.members, range(len(sides.members)), sides.source_ranks.tolist(), strict=True)
+    wanted = {member: sides.needs(kind, rank, source).remote for member, rank, source in ranks}
+    edges = np.unique(
+        np.concatenate([end for runs in (*held.values(), *wanted.values()) for end in (runs.start, runs.stop)])
+    )
+    middle = edges[:-1] + np.diff(edges) // 2
+    nbytes = dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
+    has, needs = (
+        {member: _covers(runs.start, runs.stop, middle) for member, runs in side.items()} for side in (held, wanted)
+    )
+    for part, size in enumerate((np.diff(edges) * kind.itemsize).tolist()):
+        holders, takers = (tuple(member for member in side if side[member][part]) for side in (has, needs))
+        nbytes[holders, takers] = nbytes.get((holders, takers), 0) + size
+    share, totals = list[tuple[int, int, int]](), list[int]()  # (member, what it sends of each byte, which total)
+    for (holders, takers), size in nbytes.items():
+        for node in {nodes.get(member, str(member)) for member in takers}:
+            here = [member for member in takers if nodes.get(member, str(member)) == node]
+            near = [member for member in holders if nodes.get(member, str(member)) == node]
+            share += [(member, 1, len(totals)) for member in near or holders]
+            totals.append(size * len(here) if near else size)
+            if not near and len(here) > 1:
+                share += [(member, len(here) - 1, len(totals)) for member in here]
+                totals.append(size)
+    if not totals:
+        return 0.0
+    member, weight, number = map(np.array, zip(*share, strict=True))
+    _, sender = np.unique(member, return_inverse=True)
+    column, count = np.arange(len(share)), int(sender.max()) + 1
+    rows = np.append(sender, np.arange(count)), np.append(column, np.full(count, len(share)))
+    found = linprog(
+        np.append(np.zeros(len(share)), 1),
+        A_ub=coo_array((np.append(weight, -np.ones(count)), rows)).tocsr(),
+        b_ub=np.zeros(count),
+        A_eq=coo_array((np.ones(len(share)), (number, column)), (len(totals), len(share) + 1)).tocsr(),
+        b_eq=np.array(totals) / max(totals),
+    )
+    return float(found.fun) * max(totals)
+
+
+def busiest_ratio(plan: SwitchPlan, nodes: Mapping[int, str]) -> float:
+    """What the busiest member sends, over the most of: what one has to receive, the mean, and what one has to send."""
+    found = picture_of(plan)
+    needed = max(found.takes.max(), found.gives.mean(), least_busiest(plan, nodes))
+    return float(found.gives.max() / needed) if needed else 0.0
+
+
+def _covers(start: Ints, stop: Ints, places: Ints) -> Marks:
+    """Whether disjoint sorted runs cover places."""
+    at = np.searchsorted(start, places, side="right") - 1
+    covered: Marks = (at >= 0) & (places < stop[at]) if len(start) else np.zeros(len(places), dtype=bool)
+    return covered
 
 
 def _marks(vps: VirtualParameterSpace, layout: Layout, rank: int, names: Iterable[str]) -> Marks:

@@ -56,7 +56,9 @@ def test_a_rule_of_the_support_table_refuses() -> None:
 
 
 def test_a_change_that_does_not_fit_says_what_would() -> None:
-    found = answer("--from", "data=8,zero_stage=1", "--to", "data=4", "--cluster", CLUSTER, model="llama-2-13b")
+    change = "--from", "data=8,zero_stage=1", "--to", "data=4", "--cluster", CLUSTER
+    assert plan(*change, model="llama-2-13b").exit_code == 1
+    found = answer(*change, model="llama-2-13b")
     assert not found.fits and found.figures is not None
     assert "needs" in found.refusal and "its device has 80.0 GB" in found.refusal
     assert any("lean switch" in way for way in found.ways_out)
@@ -127,6 +129,13 @@ def test_the_schema_is_published() -> None:
 def test_errors_are_a_sentence_and_exit_code_2(options: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(app, ["plan", *options])
     assert result.exit_code == 2 and said in result.output and result.output.startswith("ds-dynatrain plan: ")
+
+
+def test_a_broken_cluster_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("nodes = [")
+    result = plan("--from", "data=2,zero_stage=1", "--to", "data=1", "--cluster", str(file))
+    assert result.exit_code == 2 and "cluster.toml: this is no TOML" in result.output.replace("\n", "")
 
 
 def test_it_needs_no_torch() -> None:
