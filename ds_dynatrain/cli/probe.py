@@ -126,7 +126,7 @@ class Links:
         memory = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
         topology = Topology(self.nodes, links["memory"], links["node"], links["network"], memory)
         if self.device.type == "cpu":
-            topology = self._with_overhead(topology)
+            topology = self._with_overhead(replace(topology, overhead_factor=1.0))
         else:
             lines.append("overhead: not measured on this device; a switch takes longer than its links alone.")
         return topology.to_toml("\n".join(lines))

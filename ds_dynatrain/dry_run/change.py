@@ -28,16 +28,16 @@ from ds_dynatrain.plan import (
     picture_of,
     plan_switch,
 )
-from ds_dynatrain.plan.topology import ASSUMED
+from ds_dynatrain.plan.topology import ASSUMED, CLASSES
 from ds_dynatrain.space import Layout
 from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.support.axes import smaller
 
-LINK_TIMES, DIGEST_BYTES_PER_SECOND, REBUILD_SECONDS, VOTE_SECONDS = 1.25, 1.1e12, 0.2, 0.1
-"""Coefficients for the expected duration, from docs/figures/training.md: the time of moves divided by the time of their
-raw bytes, the speed of digests on a device, the time to rebuild DeepSpeed's optimizer, and the time of the votes."""
+DIGEST_BYTES_PER_SECOND, REBUILD_SECONDS, VOTE_SECONDS = 1.1e12, 0.2, 0.1
+"""Coefficients for the expected duration, from docs/figures/training.md: the speed of digests on a device, the time to
+rebuild DeepSpeed's optimizer, and the time of the votes."""
 COEFFICIENTS = (
-    f"expected: moves take {LINK_TIMES:g} x the raw time of their bytes, one class of links after the other; digests "
+    "expected: moves take {:g} s and {:g} x the time of their bytes, one class of links after the other; digests "
     f"of both sides run at {DIGEST_BYTES_PER_SECOND / 1e12:g} TB/s; building the optimizer takes {REBUILD_SECONDS:g} s "
     f"and votes {VOTE_SECONDS:g} s (docs/figures/training.md; measured on at most four ranks)"
 )
@@ -58,7 +58,8 @@ def answered(job: PlannedJob, source: Layout, target: Layout, topology: Topology
     given = "assumed" if topology.origin == ASSUMED else f"from {topology.origin}"
     names = {"memory": "inside a member", "node": "inside a node", "network": "between nodes"}
     rates = (f"{where} {getattr(topology, name).bytes_per_second / 1e9:g} GB/s" for name, where in names.items())
-    said = [*job.assumed, f"links {given}: {', '.join(rates)}", COEFFICIENTS, *NOT_COUNTED]
+    coefficients = COEFFICIENTS.format(topology.overhead_seconds, topology.overhead_factor)
+    said = [*job.assumed, f"links {given}: {', '.join(rates)}", coefficients, *NOT_COUNTED]
     cluster = len(topology.node_of)
     if max(source.world_size, target.world_size) > cluster:
         large = source if source.world_size > cluster else target
@@ -166,21 +167,14 @@ def _memory(job: PlannedJob, plan: SwitchPlan, found: Picture, topology: Topolog
 
 def _seconds(plan: SwitchPlan, found: Picture, topology: Topology, places: Ints) -> answer.ChangeSeconds:
     """Return the minimum transfer time per link class, and the expected duration of each phase of the switch."""
-    own = {"memory": found.kept / topology.memory.bytes_per_second}
-    for row, name in enumerate(("node", "network")):
-        link: LinkClass = getattr(topology, name)
-        own[name] = np.zeros(len(places))
-        for end in (found.sent[row], found.received[row]):
-            alone = end / link.bytes_per_second
-            together = np.bincount(places, alone) / (link.at_once or np.inf)
-            own[name] = np.maximum.reduce([own[name], alone, together[places]])
-    floors = {name: float(each.max(initial=0.0)) for name, each in own.items()}
+    busy = topology.busy_seconds(places, np.vstack([found.kept, found.sent]), np.vstack([found.kept, found.received]))
+    floors = dict(zip(CLASSES, busy.max(1, initial=0.0).tolist(), strict=True))
     sides = plan.sides
     digested = [held_bytes(sides.space, layout, plan.kinds).max() for layout in (sides.vps.layout, sides.layout)]
     phases = {
         "votes": VOTE_SECONDS,
         "rebuild": REBUILD_SECONDS,
-        "moves": LINK_TIMES * float(np.sum([*own.values()], axis=0).max()),
+        "moves": topology.expected_seconds(busy),
         "certificate": float(sum(digested)) / DIGEST_BYTES_PER_SECOND,
     }
     return answer.ChangeSeconds(**floors, floor=max(floors.values()), phases=phases, expected=sum(phases.values()))

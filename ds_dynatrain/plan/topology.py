@@ -20,6 +20,8 @@ MEMORY, NODE, NETWORK = 0, 1, 2
 """Classes of links: inside a member, between members of a node, between nodes."""
 CLASSES = ("memory", "node", "network")
 ASSUMED = "assumed"
+OVERHEAD = 1.25
+"""Time of moves over that of their bytes alone, from docs/figures/training.md (at most four ranks)."""
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Floats = npt.NDArray[np.float64]
@@ -78,7 +80,7 @@ class Topology:
     network: LinkClass = LinkClass(1e9, 1e-4)
     device_memory_bytes: float | None = None
     overhead_seconds: float = 0.0
-    overhead_factor: float = 1.0
+    overhead_factor: float = OVERHEAD
     origin: str = ASSUMED
 
     @staticmethod
@@ -139,35 +141,45 @@ class Topology:
             )
         return nodes[at]
 
-    def seconds(self, source: Ints, target: Ints, nbytes: Ints, messages: Ints | None = None) -> LinkSeconds:
+    def busy_seconds(self, nodes: Ints, sent: Floats, received: Floats) -> Floats:
+        """Return how long each member uses its links: a row for each class, without latencies and overheads.
+
+        nodes: the index of each member's node in `names`.
+        sent, received: the bytes of each member, with a row for each class.
+        """
+        found = np.zeros((len(CLASSES), len(nodes)))
+        for row, name in enumerate(CLASSES):
+            link: LinkClass = getattr(self, name)
+            for end in (sent[row], received[row]):
+                alone = end / link.bytes_per_second
+                together = np.bincount(nodes, alone) / (link.at_once or np.inf)
+                found[row] = np.maximum.reduce([found[row], alone, together[nodes]])
+        return found
+
+    def expected_seconds(self, busy: Floats) -> float:
+        """Return how long moves take whose members use their links for `busy` seconds, one class after the other."""
+        longest = float(busy.sum(0).max(initial=0.0))
+        return self.overhead_seconds + self.overhead_factor * longest if longest else 0.0
+
+    def seconds(self, source: Ints, target: Ints, nbytes: Ints) -> LinkSeconds:
         """Return how long the given traffic takes, by class of links.
 
         source, target, nbytes: the bytes from each source member to each target member. If the two are equal, it is a
-            copy.
-        messages: the number of messages or runs in each entry; by default 1.
+            copy. Each entry is one message.
         """
-        if not len(source):
-            return LinkSeconds(0.0, 0.0, 0.0, 0.0)
-        apart = self.node_index(source) != self.node_index(target)
-        where = np.where(apart, NETWORK, np.where(source == target, MEMORY, NODE))
-        counts = np.ones_like(nbytes) if messages is None else messages
-        nodes, floors, expected = self._places[1], list[float](), np.zeros(len(self._places[0]))
-        for code, name in enumerate(CLASSES):
-            link: LinkClass = getattr(self, name)
-            mine = where == code
-            busiest, waits, shared = np.zeros_like(expected), np.zeros_like(expected), np.zeros_like(expected)
-            for end in (source, target):
-                at = np.searchsorted(self._places[0], end[mine])
-                own = np.bincount(at, nbytes[mine], len(expected)) / link.bytes_per_second
-                busiest = np.maximum(busiest, own)
-                waits = np.maximum(waits, np.bincount(at, counts[mine], len(expected)) * link.latency_seconds)
-                if link.at_once is not None:
-                    together = np.bincount(nodes, own, len(self.names)) / link.at_once
-                    shared = np.maximum(shared, together[nodes])
-            floors.append(float(np.maximum(busiest, shared).max()))
-            expected += np.maximum(busiest, shared) + waits
-        total = self.overhead_seconds + self.overhead_factor * float(expected.max())
-        return LinkSeconds(floors[MEMORY], floors[NODE], floors[NETWORK], total)
+        out_of, into = self.node_index(source), self.node_index(target)
+        where = np.where(out_of != into, NETWORK, np.where(source == target, MEMORY, NODE))
+        members, nodes = self._places
+        shape = len(CLASSES), len(members)
+        ends = [np.ravel_multi_index((where, np.searchsorted(members, end)), shape) for end in (source, target)]
+        sums, counts = (
+            [np.bincount(end, weights, shape[0] * shape[1]).reshape(shape) for end in ends]
+            for weights in (nbytes, None)
+        )
+        busy = self.busy_seconds(nodes, *sums)
+        latency = np.array([[getattr(self, name).latency_seconds] for name in CLASSES])
+        floors = busy.max(1, initial=0.0).tolist()
+        return LinkSeconds(*floors, self.expected_seconds(busy + np.maximum(*counts) * latency))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -178,7 +190,7 @@ class Overhead:
     """Time that moves take in addition to the transfer over links; see `Topology`."""
 
     seconds: Annotated[float, Field(ge=0)] = 0.0
-    factor: Annotated[float, Field(ge=1)] = 1.0
+    factor: Annotated[float, Field(ge=1)] = OVERHEAD
 
 
 @with_config(ConfigDict(extra="forbid"))

@@ -60,7 +60,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_busiest_direction_of_the_busiest_member() -> None:
-    topology = Topology.uniform(2, 2, memory=LinkClass(4e9), node=LinkClass(2e9), network=LinkClass(1e9))
+    topology = Topology.uniform(
+        2, 2, memory=LinkClass(4e9), node=LinkClass(2e9), network=LinkClass(1e9), overhead_factor=1
+    )
     found = topology.seconds(ints([0, 0, 1, 2, 3]), ints([0, 1, 0, 0, 0]), ints([8, 6, 4, 3, 2]) * GB)
     assert (found.memory, found.node, found.network) == (2.0, 3.0, 5.0)
     assert (found.floor, found.expected) == (5.0, 10.0)
@@ -74,8 +76,8 @@ def test_members_that_share_a_card() -> None:
 
 
 def test_latency_is_expected_for_each_message() -> None:
-    topology = Topology.uniform(1, 2, node=LinkClass(1e9, latency_seconds=0.5))
-    found = topology.seconds(ints([0]), ints([1]), ints([GB]), messages=ints([4]))
+    topology = Topology.uniform(1, 2, node=LinkClass(1e9, latency_seconds=0.5), overhead_factor=1)
+    found = topology.seconds(ints([0] * 4), ints([1] * 4), ints([GB, 0, 0, 0]))
     assert (found.floor, found.expected) == (1.0, 3.0)
 
 
