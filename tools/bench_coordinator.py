@@ -85,22 +85,21 @@ class Members:
 
     def __init__(self, address: Address, token: str, count: int) -> None:
         self._links: dict[int, tuple[Connection, Report]] = {}
-        self._stop, self._leaves = threading.Event(), threading.Event()
+        self._stop, self._starts, self._leaves = threading.Event(), threading.Event(), threading.Event()
         self._poll = select.poll()
         self.world: Generation | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
         for number in range(count):
             link = Connection.open(address, token, seconds=60.0)
             link.send(Announce(node=f"n{number}", local_rank=0, local_size=1, pid=1 + number))
             self._links[link.fileno()] = link, Report()
             self._poll.register(link.fileno(), select.POLLIN)
         self.store_port = link.welcome.store_port
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Report all workers as ready, and start the thread."""
-        for number in self._links:
-            self._say(number, ready=True)
-        self._thread.start()
+        """Report all workers as ready; until then, they send heartbeats."""
+        self._starts.set()
 
     def lose_one(self) -> float:
         """Close the connection of one worker; return the seconds until all others have entered a world without it."""
@@ -129,16 +128,20 @@ class Members:
         link.send(report)
 
     def _run(self) -> None:
-        numbers, beat = list(self._links), 0
+        beat = 0
         while not self._stop.is_set():
-            begin = time.monotonic()
+            begin, numbers = time.monotonic(), list(self._links)
+            if self._starts.is_set():
+                self._starts.clear()
+                for number in numbers:
+                    self._say(number, ready=True)
             if self._leaves.is_set():
                 self._leaves.clear()
                 number = numbers.pop()
                 self._poll.unregister(number)
                 self._links.pop(number)[0].close()
             # heartbeats are spread over the interval between two of one worker
-            for _ in range(max(1, len(numbers) // 20)):
+            for _ in range(-(-len(numbers) // 20)):
                 self._say(numbers[beat % len(numbers)])
                 beat += 1
             while (left := begin + BEAT_SECONDS / 20 - time.monotonic()) > 0:
