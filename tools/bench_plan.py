@@ -79,6 +79,7 @@ SLOTS: tuple[tuple[str, Layout, Layout], ...] = (
         Layout(data=16384, expert=64, zero_stage=1),
         Layout(data=16384, expert=32, zero_stage=1),
     ),
+    ("data 8192→16384", Layout(data=8192, zero_stage=1), Layout(data=16384, zero_stage=1)),
     ("data 16384→16383, stage 3", Layout(data=16384, zero_stage=3), Layout(data=16383, zero_stage=3)),
 )
 OWNERS = ((8, 7), (4, 3), (3, 4), (8, 6), (16, 15), (32, 31), (4, 8))

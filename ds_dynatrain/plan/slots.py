@@ -91,7 +91,7 @@ def assign_slots(
         rank_of, most, rank_zero_bytes = _ruled(table, takes_part)
     may_move = np.append(takes_part, np.ones(len(idle), bool))
     may_move[0] &= not has_first
-    at_slot = _near_senders(table, rank_of, at_node, zone_of_node[at_node], may_move)
+    at_slot = _near_senders(table, rank_of.copy(), at_node, zone_of_node[at_node], may_move)
     wanted, keeps = int(kept.wanted.sum()), kept.nbytes_of(rank_of)
     chosen = tuple(everyone[each] for each in at_slot.tolist())
     return Assignment(chosen, wanted - keeps, wanted - most, rank_zero_bytes, free - keeps)
@@ -111,7 +111,11 @@ def _near_senders(kept: KeptBytes, rank_of: Ints, node: Ints, zone: Ints, may_mo
     slot_groups = np.where(rank_of == ABSENT, classes + kept.zones[1], kept.ranks.of[rank_of])
     nodes_of = np.bincount(np.unique(np.stack([groups, node])[:, may_move], axis=1)[0], minlength=slot_groups.max() + 1)
     keeps_more = np.isin(rank_of * len(slots) + slots, kept.rank * len(slots) + kept.slot)
-    is_open = (rank_of == ABSENT) | (may_move[rank_of] & ~keeps_more & (nodes_of[slot_groups] > 1))
+    is_idle, has_choice = rank_of == ABSENT, nodes_of[slot_groups] > 1
+    for group in np.unique(slot_groups[is_idle & ~has_choice]).tolist():
+        places = np.flatnonzero(is_idle & (slot_groups == group))
+        rank_of[places] = np.flatnonzero(may_move & (groups == group))[: len(places)]
+    is_open = has_choice & (is_idle | (may_move[rank_of] & ~keeps_more))
     if not is_open.any():
         return rank_of
     may_move = may_move & ~np.isin(np.arange(len(node)), rank_of[~is_open])
