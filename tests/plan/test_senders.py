@@ -103,7 +103,7 @@ def test_no_member_of_a_node_sends_much_more_than_one_has_to(
     """Random nodes. The rule for nodes comes first: a member may have to send a replica to all others of its node.
 
     It sends its even share of what others of its node need, of what other nodes need, and of what it passes on. Each of
-    the three is below what the busiest has to send; in nine of ten changes, all three together are below 1.25 of it.
+    the three is below what the busiest has to send; mostly, all three together are below 1.25 of it.
     """
     before, after = Layout(zero_stage=1, **source), Layout(zero_stage=idle % 3, **target)
     nodes = {member: f"node-{numbers[member]}" for member in range(60)}
