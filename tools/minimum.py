@@ -15,7 +15,7 @@ from scipy.sparse import coo_array
 
 from ds_dynatrain.plan import SwitchPlan, picture_of
 from ds_dynatrain.space import Kind, Layout, VirtualParameterSpace
-from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.space.interval import Ints, Runs
 
 Marks = npt.NDArray[np.bool_]
 
@@ -67,17 +67,14 @@ def least_busiest(plan: SwitchPlan, nodes: Mapping[int, str]) -> float:
     nodes: the node of each member; a member that is not in it is alone on its node.
     """
     sides, kind = plan.sides, plan.sides.kinds[0]
-    held = {member: sides.source(kind.name).holding(rank) for rank, member in enumerate(sides.vps.members)}
+    source = sides.source(kind.name)
+    held = {member: Runs(*source.holding(rank).columns[:2]) for rank, member in enumerate(sides.vps.members)}
     ranks = zip(sides.members, range(len(sides.members)), sides.source_ranks.tolist(), strict=True)
-    wanted = {member: sides.needs(kind, rank, source).remote for member, rank, source in ranks}
-    edges = np.unique(
-        np.concatenate([end for runs in (*held.values(), *wanted.values()) for end in (runs.start, runs.stop)])
-    )
+    wanted = {member: sides.needs(kind, rank, before).remote for member, rank, before in ranks}
+    edges = np.unique(np.concatenate([end for runs in (*held.values(), *wanted.values()) for end in runs]))
     middle = edges[:-1] + np.diff(edges) // 2
     nbytes = dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
-    has, needs = (
-        {member: _covers(runs.start, runs.stop, middle) for member, runs in side.items()} for side in (held, wanted)
-    )
+    has, needs = ({member: _covers(*runs, middle) for member, runs in side.items()} for side in (held, wanted))
     for part, size in enumerate((np.diff(edges) * kind.itemsize).tolist()):
         holders, takers = (tuple(member for member in side if side[member][part]) for side in (has, needs))
         nbytes[holders, takers] = nbytes.get((holders, takers), 0) + size

@@ -93,20 +93,19 @@ class KeptBytes:
         slots: those of which bytes that single ranks hold are looked at.
         """
         _, first, node = np.unique(node, return_index=True, return_inverse=True)
-        shape = len(first), len(self.slots.first)
-        at, of = np.divmod(
-            np.unique(node[: len(self.ranks.of)] * len(self.ranks.first) + self.ranks.of), len(self.ranks.first)
-        )
+        shape, classes = (len(first), len(self.slots.first)), len(self.ranks.first)
+        key = np.unique(node[: len(self.ranks.of)] * classes + self.ranks.of)
+        at, of = key // classes, key % classes
         rows = coo_array(self.by_class[of])
         key, place = np.unique(at[rows.row] * shape[1] + rows.col, return_inverse=True)
         most = np.zeros(len(key), np.int64)
         np.maximum.at(most, place, rows.data)
-        by_class = coo_array((most, np.divmod(key, shape[1])), shape=shape).tocsr()
+        by_class = coo_array((most, (key // shape[1], key % shape[1])), shape=shape).tocsr()
         mine = slots[self.slot]
         rank, slot, nbytes = self.rank[mine], self.slot[mine], self.nbytes[mine]
         nbytes = nbytes - self.by_class[self.ranks.of[rank], self.slots.of[slot]]
         key, place = np.unique(node[rank] * len(slots) + slot, return_inverse=True)
-        at, slot = np.divmod(key, len(slots))
+        at, slot = key // len(slots), key % len(slots)
         alone = np.bincount(place, nbytes, len(key)).astype(np.int64) + by_class[at, self.slots.of[slot]]
         order = np.argsort(node, kind="stable")
         start, stop = (np.searchsorted(node[order], at, side=side) for side in ("left", "right"))

@@ -172,14 +172,12 @@ class Topology:
         members, nodes = self._places
         shape = len(CLASSES), len(members)
         ends = [np.ravel_multi_index((where, np.searchsorted(members, end)), shape) for end in (source, target)]
-        sums, counts = (
-            [np.bincount(end, weights, shape[0] * shape[1]).reshape(shape) for end in ends]
-            for weights in (nbytes, None)
-        )
+        sums = [np.bincount(end, nbytes, shape[0] * shape[1]).reshape(shape).astype(np.float64) for end in ends]
+        counts = [np.bincount(end, minlength=shape[0] * shape[1]).reshape(shape) for end in ends]
         busy = self.busy_seconds(nodes, *sums)
         latency = np.array([[getattr(self, name).latency_seconds] for name in CLASSES])
-        floors = busy.max(1, initial=0.0).tolist()
-        return LinkSeconds(*floors, self.expected_seconds(busy + np.maximum(*counts) * latency))
+        memory, node, network = busy.max(1, initial=0.0).tolist()
+        return LinkSeconds(memory, node, network, self.expected_seconds(busy + np.maximum(*counts) * latency))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
