@@ -272,7 +272,7 @@ def test_members_on_nodes_move_what_is_proved(
 def test_ties_go_to_members_whose_nodes_hold_the_bytes(
     stage: int, goal: int, ranks: int, slots: int, data: st.DataObject
 ) -> None:
-    """No assignment that keeps as many masters on nodes of these members sends fewer between nodes."""
+    """No other idle members of these nodes, and no other order of them, send fewer bytes between nodes."""
     count = max(ranks, slots) + 1
     nodes = dict(enumerate(data.draw(st.lists(st.sampled_from("abc"), min_size=count, max_size=count))))
     source, target = Layout(zero_stage=stage, data=ranks), Layout(zero_stage=goal, data=slots)
@@ -289,7 +289,7 @@ def test_ties_go_to_members_whose_nodes_hold_the_bytes(
     others = (
         members
         for members in itertools.permutations(range(count), slots)
-        if members[0] == 0
+        if all(each == other or min(each, other) >= ranks for each, other in zip(members, found.members, strict=True))
         and {nodes[member] for member in members} <= used
         and sum(int(costs[member, slot]) for slot, member in enumerate(members)) == found.bytes_moved
     )
