@@ -1,4 +1,4 @@
-"""The transaction: state moves from one place and layout to another, on all members or on none.
+"""The transaction: moves state from one set of members and layout to another, either on all members or on none.
 
 Start with `switch` (the source is the members' own state) and `restoration` (the source is copies or a checkpoint).
 

@@ -1,9 +1,9 @@
-"""The carry: the extra state of a training besides tensor elements, and how a member loads it.
+"""The carry: the extra state of a training run besides tensor elements, and how a member loads it.
 
-`STATES` is its table. To add a state, add a row: a switch, a checkpoint and members' copies all use the table. *Shared*
-state is equal on all working members and is compared before a commit. The *rest* may differ between members; a member
-that starts to work loads the one of rank 0. Two things are handled elsewhere. Optimizer scalars move with the
-optimizer's buffers, and are only compared here. Random streams belong to a position in the layout (`streams`).
+`STATES` is the table of such states. To add a state, add a row: a switch, a checkpoint and members' copies all use the
+table. *Shared* state is equal on all working members and is compared before a commit. The *rest* may differ between
+members; a member that joins training loads that of rank 0. Two things are handled elsewhere. Optimizer scalars move
+with the optimizer's buffers, and are only compared here. Random streams belong to a position in the layout (`streams`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class LoadReason(IntEnum):
-    """The reason for which a member loads the carry: a new optimizer, a failed switch, or its start to work."""
+    """Reason for which a member loads extra state: its optimizer is new, a switch has failed, or it joins training."""
 
     NEW_OPTIMIZER = 1
     FAILED_SWITCH = 2
@@ -40,14 +40,14 @@ class LoadReason(IntEnum):
 
 @dataclass(frozen=True)
 class ExtraState:
-    """An extra state: one row of the table.
+    """An extra state (a state other than tensor elements): one row of the table `STATES`.
 
     keys: the keys of its values in the carry.
     is_shared: whether it is equal on all working members.
-    taken: the lowest `LoadReason` for which the state is loaded; all higher ones load it too.
+    taken: the lowest `LoadReason` for which the state is loaded; it is also loaded for all higher ones.
     state_dict: returns a map from key to value; `encoding.encode` must accept the values.
     load_state_dict: loads such a map, and may keep and change the containers in it. Values that an older checkpoint
-    lacks are left out of the map; if all are missing, the function is not called.
+        lacks are left out of the map; if all are missing, the function is not called.
     """
 
     keys: tuple[str, ...]
@@ -70,7 +70,8 @@ def _progress(engine: EngineCore) -> dict[str, Any]:
 
 
 def _load_progress(engine: EngineCore, state: dict[str, Any]) -> None:
-    """Load counters, epoch and loss scaling; micro-steps restart at a multiple of the accumulation."""
+    """Load counters, epoch and loss scaling. The micro-step counter is set to a multiple of the gradient accumulation
+    steps."""
     for name in COUNTERS:
         setattr(engine.deepspeed, name, state["counters"][name])
     engine.deepspeed.micro_steps = state["windows"] * engine.accumulation
@@ -82,7 +83,8 @@ def _load_progress(engine: EngineCore, state: dict[str, Any]) -> None:
 
 
 def _schedule(engine: EngineCore) -> dict[str, Any]:
-    """Return the schedulers' states, and the parameter groups' values that do not depend on the layout."""
+    """Return the states of the schedulers, and those values of the parameter groups that do not depend on the
+    layout."""
     deepspeed, groups = engine.deepspeed, list[dict[str, Any]]()
     for group in engine.host.basic_optimizer.param_groups:
         left_out = ("params", "name") if group.get("moe") else ("params",)  # an expert group's name tells its ranks
@@ -116,7 +118,11 @@ def _state_of_each(what: str, engine: EngineCore) -> dict[str, Any]:
 
 
 def _load_each(what: str, engine: EngineCore, state: dict[str, Any]) -> None:
-    """Load the state of each loader or object; keep the states of those not created yet in `engine.arrived`."""
+    """Load the states of all loaders or of all user objects. States of those that do not exist yet are kept in
+    `engine.arrived`.
+
+    what: "loaders" or "objects".
+    """
     held, engine.arrived[what] = _HELD[what](engine), {}
     for name, value in state[what].items():
         if name in held:
@@ -141,7 +147,7 @@ def _modules(engine: EngineCore) -> dict[str, Any]:
 def _load_modules(engine: EngineCore, state: dict[str, Any]) -> None:
     """Load the state that modules keep besides parameters.
 
-    The values "resized" and "casts" are no state but options of `take_state`.
+    The values "resized" and "casts" are not part of the state but options of `take_state`.
     """
     module = engine.host.module
     if "training" in state and state["training"] != module.training:  # an old checkpoint has only the root's mode
@@ -191,7 +197,7 @@ def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
 
 
 def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
-    """Return the extra state, besides the shared one, that a member loads from rank 0 when it starts to work.
+    """Return the extra state that need not be equal on all members. A member that joins training loads that of rank 0.
 
     has_module: whether to include the state of modules; if false, only the root module's training mode is included.
     """
@@ -203,7 +209,10 @@ def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
 
 
 def take(engine: EngineCore, carry: Mapping[str, Any], after: LoadReason) -> None:
-    """Load the states of a carry that must be loaded for the reason `after`.
+    """Load those extra states that have to be loaded for a given reason.
+
+    carry: the extra states, by key.
+    after: the reason.
 
     The optimizer of a working member must be attached.
     """
@@ -213,14 +222,14 @@ def take(engine: EngineCore, carry: Mapping[str, Any], after: LoadReason) -> Non
 
 
 def _own(state: Any) -> Any:
-    """Return a copy of a state whose containers are new; its tensors are not copied."""
+    """Return a copy of a state with new containers; its tensors are not copied."""
     if type(state) is dict:
         return {key: _own(value) for key, value in state.items()}
     return type(state)(map(_own, state)) if type(state) in (list, tuple) else state
 
 
 def scalars_of(shared: dict[str, Any]) -> Scalars:
-    """Return the optimizer scalars that a shared carry contains."""
+    """Return the values that an optimizer keeps per parameter (such as step counts), given the shared extra state."""
     return Scalars(
         {name: {int(key): value for key, value in table.items()} for name, table in shared["scalars"].items()}
     )

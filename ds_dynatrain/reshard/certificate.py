@@ -1,7 +1,8 @@
-"""The certificate: proof that all members hold after a change, element for element, what they held before it.
+"""The certificate: proof that all members together hold the same state after a change as before it, element for
+element.
 
-Each member weights the digests of its own state; the result is its share. The shares of all members are summed, in
-any order.
+Each member weights the digests of its own state; the result is its share. The shares of all members are summed, in any
+order.
 
 There are three vectors of one 64-bit number per logical tensor, for each state kind (modulo 2^64):
 
@@ -19,8 +20,8 @@ the vectors only if folds differ.
 
 For each state kind, a member has one digest per logical tensor, over the pieces that it holds. For a partitioned kind,
 the digests of all members add up to that of the whole tensor. For a replicated kind, or one that keeps tensors whole,
-each holder's digest is already that of the whole tensor. A switch makes the tables of both sides, which cut buffers
-into pieces, while training runs (`preparation`), so that its pause only has to read memory.
+each holder's digest is already that of the whole tensor. A switch makes the tables that map buffers to tensors, for the
+layouts before and after it, while training runs (`preparation`), so that its pause only has to read memory.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ Names = tuple[BufferId, ...]
 
 
 class DigestedBuffers(NamedTuple):
-    """The buffers of one kind that are to be read.
+    """The buffers of one state kind whose digests are to be computed.
 
     kind: the state kind.
-    twin: whether these weights share the masters' memory, which is read only once.
+    twin: whether these are weights that share the masters' memory, which is then read only once.
     stay: names of the buffers that the next layout reuses.
     others: names of the remaining buffers.
     """
@@ -66,7 +67,7 @@ class DigestedBuffers(NamedTuple):
 
 
 class DigestSide:
-    """One rank's side of a change, and the tables by which its buffers are cut into pieces.
+    """Tables for computing digests of the buffers of one rank, in the layout before or after a change.
 
     A table is reused for buffers of the same names, element sizes and devices; otherwise a new table is made. Kinds
     with equal pieces share a table.
@@ -82,14 +83,18 @@ class DigestSide:
         self._pieces = lru_cache(1)(partial(vps.holding, layout, rank))
 
     def is_of(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> bool:
-        """Return whether this side belongs to this rank and layout, with the tensors, rules and kinds of `vps`."""
+        """Return whether these tables are valid for a rank of a layout, and for the tensors, rules and kinds of
+        `vps`."""
         mine, other = (self.vps.line, self.vps.rules, self.vps.kinds), (vps.line, vps.rules, vps.kinds)
         return (self.layout, self.rank) == (layout, rank) and all(map(is_, mine, other))
 
     def parts(
         self, buffers: Buffers, kinds: tuple[str, ...], kept: Collection[tuple[str, BufferId]]
     ) -> Iterator[DigestedBuffers]:
-        """Yield the buffers to read by kind. Weights come last, because they may share the masters' memory."""
+        """Yield the buffers to read, kind by kind. Weights come last, because they may share the masters' memory.
+
+        kept: (kind, name) of the buffers that the next layout reuses.
+        """
         for kind in sorted(kinds, key=WEIGHT.__eq__):
             if kind not in self._names:
                 pieces = self._pieces(kind)
@@ -108,7 +113,11 @@ class DigestSide:
             yield DigestedBuffers(kind, twin, tuple(stay), tuple(others))
 
     def of(self, kind: str, names: Names, held: Mapping[BufferId, torch.Tensor]) -> ReadyDigest:
-        """Return the digest computation of one kind over the named buffers of `held`."""
+        """Return the prepared digest computation for some buffers of one state kind; prepare it if necessary.
+
+        names: the names of these buffers.
+        held: all buffers of the kind.
+        """
         forms = Form.all_of(held, names)
         found = self._ready.get((kind, names))
         if found is not None and found.forms == forms:
@@ -132,12 +141,13 @@ class DigestSide:
         room: int,
         has_share: bool = False,
     ) -> None:
-        """Make the tables for `buffers` in advance, until all tables together fill `room` bytes.
+        """Prepare the tables for `buffers` in advance, until all tables together take `room` bytes.
 
         Kinds without buffers are left out.
 
-        has_share: whether the tables of the other side cover the reused buffers, so that only the others need tables
-        here.
+        kept: (kind, name) of the buffers that the next layout reuses.
+        has_share: whether tables of the other layout already cover the reused buffers, so that tables are needed only
+            for the other buffers.
         """
         parts = self.parts(buffers, kinds, kept)
         for kind, names in ((part.kind, names) for part in parts for names in (part.stay, part.others)[has_share:]):
@@ -162,11 +172,13 @@ def side_digests(
     known: Mapping[str, Digests] | None = None,
     ready: DigestSide | None = None,
 ) -> tuple[SideDigests, SideDigests]:
-    """Return (digests of a side, the share of them that lies in `kept` buffers).
+    """Return the digests of a rank's state before or after a change, and the part of these digests that covers the
+    buffers `kept`.
 
     Kinds that share memory are read once.
 
-    known: the share of the kept buffers if it was computed before the moves, so that it is not computed twice.
+    kept: (kind, name) of the buffers that the next layout reuses.
+    known: the digests of these buffers if they were computed before the moves, so that they are not computed twice.
     ready: tables made in advance; they are ignored if they belong to another rank or another space.
     """
     found, share = SideDigests(), SideDigests()
@@ -184,10 +196,12 @@ def side_digests(
 
 
 def fold(digests: Digests) -> Digests:
-    """Return the sum of all tensors' digests, each times an odd weight of its own, as a vector of length 1.
+    """Return one number (as a vector of length 1) for the digests of many tensors: their sum with an odd weight for
+    each tensor.
 
-    The fold of a sum is the sum of folds. If one tensor's digests differ, so do the folds; if several differ, equal
-    folds are as unlikely as two different values with equal digests. Folding twice changes nothing.
+    Such folds can be added up over members in place of the digests. If one tensor's digests differ, so do the folds; if
+    several differ, equal folds are as unlikely as two different values with equal digests. Folding twice changes
+    nothing.
     """
     weights = mixed_odd(np.arange(len(digests), dtype=np.uint64))
     weights[:1] = 1
@@ -196,7 +210,7 @@ def fold(digests: Digests) -> Digests:
 
 
 def state_digest(whole: Mapping[str, Digests]) -> str:
-    """Return one digest of the whole state, over the folds of every kind in the order of the kinds' names."""
+    """Return one digest of the whole state, computed from the digests of all tensors of all state kinds."""
     summary = hashlib.blake2b(digest_size=16)
     for kind in sorted(whole):
         summary.update(kind.encode())
@@ -205,9 +219,11 @@ def state_digest(whole: Mapping[str, Digests]) -> str:
 
 
 def hint(kind: str) -> str:
-    """Return a likely reason why the digests of a kind differ, as the end of an error message; "" if none is known.
+    """Return a likely reason why the digests of a state kind differ, as the end of an error message; "" if none is
+    known.
 
-    A weight is cast from its master where that is cheaper than sending it, so a user must change both together.
+    A weight is cast from its master where that is cheaper than sending it, so a script that changes one must also
+    change the other.
     """
     if kind not in (WEIGHT, MASTER):
         return ""
@@ -217,7 +233,7 @@ def hint(kind: str) -> str:
 
 
 def only(pieces: Pieces, names: Names) -> Pieces:
-    """Return the pieces that lie in the named buffers; the buffer numbers of the result are indices into `names`."""
+    """Return the pieces that lie in the named buffers. In the result, buffer numbers are indices into `names`."""
     if names == pieces.buffers:
         return pieces
     number = dict(zip(names, count()))
@@ -235,12 +251,13 @@ _PLACES = np.uint64(1 << 32)
 
 
 class Shares(TypedDict):
-    """The sums over some members of one side, as a record that members send each other.
+    """Weighted digests of a state before or after a change, summed over some members. Members send these records to
+    each other.
 
-    kinds: (member, its state kinds) of the first member, and of one member that holds other kinds, if there is one.
-    whole: a map from state kind to the vector `whole` of the module's docstring.
-    copies: the same for the vector `copies`.
-    places: the same for the vector `places`.
+    kinds: (member, its state kinds) of the first member, and of one member with other kinds if there is one.
+    whole: for each state kind, the digests of whole tensors: a vector `whole` as in the module's docstring.
+    copies: for each state kind, sums that are 0 if all copies within a ZeRO group are equal.
+    places: for each state kind, sums that are 0 if all copies along the pipe and tensor axes are equal.
     """
 
     kinds: Sequence[tuple[int, list[str]]]
@@ -250,7 +267,7 @@ class Shares(TypedDict):
 
 
 def joined(one: Shares, other: Shares) -> Shares:
-    """Add the shares of two groups of members."""
+    """Add up the weighted digests of two groups of members."""
     total = Shares(kinds=first_and_other(one["kinds"], other["kinds"]), whole={}, copies={}, places={})
     for part in PARTS:
         total[part] = {**one[part], **other[part]}
@@ -260,7 +277,8 @@ def joined(one: Shares, other: Shares) -> Shares:
 
 
 def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Add two reports. A report maps each of the two sides to its shares, or to None if it has none."""
+    """Add up two reports. A report has the weighted digests before ("source") and after ("target") the change; None for
+    members that have no rank there."""
     found = dict[str, Any]()
     for side in SIDES:
         mine, theirs = one[side], other[side]
@@ -269,7 +287,7 @@ def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def folded(side: Shares) -> Shares:
-    """Return the shares with each vector folded to one number; see `fold`."""
+    """Return the weighted digests with each vector reduced to one number; see `fold`."""
     found = side.copy()
     for part in PARTS:
         found[part] = {kind: fold(digests) for kind, digests in side[part].items()}
@@ -277,12 +295,13 @@ def folded(side: Shares) -> Shares:
 
 
 def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:
-    """Return {"digest": digest of the whole state} if both sides and all copies are equal.
+    """Compare the state before and after a change. Return {"digest": digest of the whole state} if both are equal and
+    all copies are equal.
 
-    Return {"doubts": ...} if copies differ. Raises CertificateError, naming the tensor and the kind, if the two sides
-    differ.
+    Returns {"doubts": ...} if copies differ. Raises CertificateError, naming the tensor and the kind, if the states
+    before and after differ.
 
-    report: the sums over all members, for each side.
+    report: the sums over all members, for "source" (before) and "target" (after).
     """
     wrong, wholes, nothing = dict[str, Doubts](), list[SideDigests](), np.zeros(len(vps.tensors), np.uint64)
     for side in SIDES:
@@ -314,7 +333,10 @@ def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: 
 
 
 def _check_kinds(sums: Shares, side: str) -> None:
-    """Raise CertificateError if the members of a side hold different state kinds."""
+    """Raise CertificateError if members do not all hold the same state kinds.
+
+    side: "source" (before) or "target" (after), for the error.
+    """
     if len(sums["kinds"]) > 1:
         (one, first), (other, second) = sums["kinds"]
         only = ", ".join(sorted(set(first) ^ set(second)))
@@ -322,7 +344,7 @@ def _check_kinds(sums: Shares, side: str) -> None:
 
 
 def doubts(sums: Mapping[str, Digests]) -> Doubts:
-    """Return a map from state kind to the tensors whose sums differ from 0."""
+    """Return, for each state kind, the indices of the tensors whose sums are not 0."""
     found = Doubts()
     for kind, values in sums.items():
         if values.any():
@@ -331,7 +353,7 @@ def doubts(sums: Mapping[str, Digests]) -> Doubts:
 
 
 def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], rank: int, own: SideDigests) -> Shares:
-    """Return one member's contribution to the sums over all ranks of a layout.
+    """Return one member's weighted digests, which are added up over all ranks of a layout.
 
     own: the digests of that member.
     """
@@ -351,6 +373,8 @@ def agreed(
 ) -> SideDigests:
     """Return the digests of the whole tensors that the members of the session hold together, keyed by state kind.
 
+    step: a name that is unique in the session.
+    own: this member's digests.
     side: a name for the state, used in errors.
 
     Raises CertificateError on all members if copies differ. The error names the tensor, the kind and two members.
@@ -372,9 +396,9 @@ def agreed(
 def differing(
     session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
 ) -> Doubts:
-    """Return a map from state kind to the tensors whose copies differ between ranks along the pipe and tensor axes.
+    """Return, for each state kind, the tensors whose copies differ between ranks along the pipe and tensor axes.
 
-    Raises CertificateError, the way `agreed` does, if copies within a ZeRO group differ.
+    The arguments are those of `agreed`. Raises CertificateError if copies within a ZeRO group differ.
     """
     members = session.members
 
@@ -403,12 +427,13 @@ def explained(
     wrong: Doubts,
     side: str,
 ) -> str:
-    """Return a message about copies that differ, naming two members that hold them.
+    """Return an error message about copies that differ; it names the tensor and two members that hold different copies.
 
     Called on all members of the session.
 
     members: the member at each rank of the layout.
     own: the digests of this member; None if it has no rank in the layout.
+    wrong: for each state kind, the indices of the tensors whose copies differ.
     """
     kind, (number, *_) = next(iter(wrong.items()))
     mine = {} if own is None else {str(session.board.member): int(own[kind][number])}
@@ -427,8 +452,9 @@ def explained(
 def _two_that_differ(
     vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, held: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Return two ranks whose copies of a tensor differ, or None.
+    """Return two ranks whose copies of a tensor differ; None if no copies differ.
 
+    number: the index of the tensor.
     held: each rank's digest of the tensor.
     """
     mesh, together = vps.mesh(layout), list[int]()
@@ -448,7 +474,7 @@ def _two_that_differ(
 
 
 def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints]]:
-    """Return (ranks, whether each tensor belongs to the group) of every ZeRO group."""
+    """Return, for every ZeRO group, its ranks and whether each tensor belongs to it."""
     mesh = vps.mesh(layout)
     if mesh is None:
         return [(np.arange(layout.world_size), np.ones(len(vps.tensors), bool))]
@@ -456,7 +482,10 @@ def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints
 
 
 def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, ranks: Ints) -> list[int]:
-    """Return the ranks of a group that hold a whole tensor; empty if each rank holds only a part."""
+    """Return the ranks of a ZeRO group that hold a whole tensor; [] if each rank holds only a part.
+
+    number: the index of the tensor.
+    """
     if vps.kind(kind).overlaps(layout):
         return [rank for rank in ranks.tolist() if number in vps.local(layout, rank).rows(kind)[0]]
     return ranks.tolist() if vps.is_replicated(layout, kind) else []
@@ -466,7 +495,8 @@ def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int,
 
 
 def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -> tuple[Ints, Digests, Digests]:
-    """Return, for each tensor, (whether the rank counts for `whole`, its weights in `copies` and in `places`)."""
+    """Return three arrays with one entry per tensor: whether this rank's digest counts for `whole`, its weight in
+    `copies`, and its weight in `places` (see the module's docstring)."""
     count, mesh = len(vps.tensors), vps.mesh(layout)
     if mesh is None:
         ((ranks, rows),) = _groups(vps, layout)
@@ -493,8 +523,10 @@ def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -
 def _in_group(
     vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int, ranks: Ints, rows: Ints
 ) -> tuple[Ints, Digests]:
-    """Return, for each tensor, (whether the rank counts for `whole` in its ZeRO group, its weight in `copies`).
+    """Return two arrays with one entry per tensor: whether the rank's digest counts for `whole` in its ZeRO group, and
+    its weight in `copies`.
 
+    ranks: the ranks of the group.
     rows: whether each tensor belongs to the group.
     """
     weights, mine = mixed_odd(ranks.astype(np.uint64)), int(np.flatnonzero(ranks == rank)[0])

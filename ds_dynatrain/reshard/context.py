@@ -1,7 +1,5 @@
-"""A member's context: the members that could work, the board, its idle group, the job, and the user's groups.
-
-The board is the key-value store that the members of a generation share.
-"""
+"""A member's surroundings: the members that could train, the key-value store ("board") that they share, this process's
+group while it is idle, the job's settings, and the user's process groups."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ Boards = tuple[Control, Control]
 
 @dataclass(frozen=True)
 class Candidates:
-    """The members that could work: all current members of the job, including idle ones.
+    """The members that could train: all current members of the job, idle ones included.
 
     mine: this member's number. A number never changes and never belongs to two members.
     nodes: the node of each member.
@@ -44,11 +42,11 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Context:
-    """The environment of an engine. It is replaced as a whole when members join or leave; in a fixed launch it never
-    changes.
+    """The surroundings of an engine. They are replaced as a whole when members join or leave; in a fixed launch they
+    never change.
 
     launch: the process group that this process uses while it is idle.
-    candidates: the members that could work.
+    candidates: the members that could train.
     control: the board (the key-value store that the members share).
     background: the same board over another connection, for preparations during training.
     """
@@ -65,11 +63,11 @@ OnIdle = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of the whole job that never change and are the same on every process.
+    """Settings of the whole job, which never change and are the same on every process.
 
     features: the features of the model that limit its layouts.
-    alike: what is equal on every process, as plain JSON: the configuration, the parameters, the batch sizes, the seed
-        and the values that extensions name.
+    alike: what must be equal on every process, as plain JSON: the configuration, the parameters, the batch sizes, the
+        seed and the values that extensions name.
     extensions: the extensions, in the order in which their hooks are called.
     on_idle: the user's function for idle members; None if there is none.
     number: the number of this engine in its process, counted from 1.
@@ -103,14 +101,16 @@ OF_A_USER = "own"
 
 @dataclass(frozen=True)
 class OwnGroup:
-    """Handle that `engine.new_group` returns: one object for the whole job, which has another group in each world."""
+    """Handle that `engine.new_group` returns. The object stays the same for the whole job, while the process group
+    behind it is another one in each world."""
 
     _world: Callable[[], World | None]
     _kind: str
 
     @property
     def group(self) -> td.ProcessGroup | object:
-        """Group in the present world, for `group=`; on a rank in no group, the placeholder that torch uses for that.
+        """Process group in the current world, to be passed as `group=`; torch's placeholder for non-members on a rank
+        in no group.
 
         Raises RuntimeError on an idle member.
         """
@@ -121,16 +121,16 @@ class OwnGroup:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the present world in this rank's group, in its order; () on a rank in no group."""
+        """Ranks of the current world in this rank's group, in the group's order; () on a rank in no group."""
         world = self._world()
         return () if world is None or self._kind not in world.kinds else world.ranks(self._kind)
 
 
 class OwnGroups:
-    """Groups that the script has requested, in order; the same on every process.
+    """Process groups that the script has requested, in order; the same on every process.
 
     of_all: kinds of groups that extensions use; each group contains all ranks.
-    rules: the script's rules, in the order of its requests.
+    rules: functions that choose the ranks of each group, in the order of the script's requests.
     """
 
     def __init__(self, of_all: Iterable[str] = ()) -> None:
@@ -138,9 +138,9 @@ class OwnGroups:
         self.of_all = tuple(of_all)
 
     def add(self, rule: RanksOf | None) -> str:
-        """Add a rule that decides the ranks of groups; return the kind of these groups.
+        """Add a rule for the ranks of process groups; return a name ("kind") for these groups.
 
-        rule: None makes one group of all ranks.
+        rule: returns the ranks of each group; None for one group of all ranks.
         """
         self.rules.append(rule or (lambda layout, nodes: [range(layout.world_size)]))
         return f"{OF_A_USER}{len(self.rules) - 1}"
@@ -148,10 +148,12 @@ class OwnGroups:
     def kinds(
         self, layout: Layout, members: Sequence[int], nodes: Mapping[int, str], mine: int
     ) -> dict[str, tuple[int, ...]]:
-        """Return a map from kind to ranks for the groups to which a member belongs in a world.
+        """Return the ranks of each process group to which a member belongs in a world, keyed by the kind of the group.
 
         Raises ConfigError if a rule returns ranks that do not exist or are in two groups.
 
+        members: the member at each rank.
+        nodes: the node of each member.
         mine: the number of the member.
         """
         if mine not in members:

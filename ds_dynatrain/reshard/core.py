@@ -1,6 +1,7 @@
 """State of an engine on this member, declared in one place, and the values computed from it.
 
-The classes of `ds_dynatrain.engine` add to an `EngineCore` what an engine does. `EngineCore` does not depend on them.
+The classes of `ds_dynatrain.engine` derive from `EngineCore` and add what an engine does. `EngineCore` does not depend
+on them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 @dataclass(frozen=True)
 class OldState:
-    """Buffers, process groups and transports from before a committed switch.
+    """Buffers, process groups and transports that a committed switch has replaced.
 
     A member that has not acknowledged the commit may still be in the switch. This object is therefore released only
     once all members have acknowledged it, or a later generation is entered, whose members have all left the switch.
@@ -47,9 +48,9 @@ class OldState:
     ways: Ways
 
     def is_needed(self, board: Control) -> bool:
-        """Return whether a member may still be in the switch. Polls and never blocks.
+        """Return whether some member may still be in the switch. Polls; never blocks.
 
-        board: the board of the current generation.
+        board: the members' key-value store of the current generation.
         """
         try:
             return board is self.session.board and not self.session.have_come(ACKNOWLEDGED)
@@ -57,7 +58,7 @@ class OldState:
             return True
 
     def release(self) -> None:
-        """Free the buffers and destroy the groups, in background threads."""
+        """Free the buffers and destroy the process groups, in background threads."""
         self.ways.end()
         track = self.session.board.teardowns.add
         track(release(self.buffers))
@@ -67,25 +68,25 @@ class OldState:
 
 @dataclass(frozen=True)
 class PutAsideState:
-    """Process-wide state that an engine has saved while other engines use the process."""
+    """Process-wide state of an engine (such as random generators), saved while other engines use the process."""
 
     streams: Streams
     wide: ProcessWide
 
     @staticmethod
     def now() -> PutAsideState:
-        """Capture the current state of the process."""
+        """Capture the process-wide state as it is now."""
         return PutAsideState(capture(), ProcessWide.capture())
 
     def put(self) -> None:
-        """Restore this state in the process."""
+        """Make this saved state the process-wide state again."""
         restore(self.streams)
         self.wide.put()
 
 
 @dataclass(frozen=True)
 class OpenBatch:
-    """The part of the open global batch fetched so far.
+    """The part of an unfinished global batch that loaders have fetched so far.
 
     is_dealt: whether a loader of this package has begun to fetch the batch.
     samples: the number of samples in the whole batch; None if unknown.
@@ -114,48 +115,48 @@ class EngineCore:
     members: tuple[int, ...]
     world: World | None
     attempt: int = 1
-    """The highest generation number proposed so far; no number is used twice."""
+    """The highest generation number proposed so far. No number is used twice."""
     pending: PendingSwitch | None = None
-    """The switch that was requested and has not happened yet."""
+    """The switch that was requested and has not taken place yet; None if there is none."""
     preparation: Preparation | None = None
     """The switch that is being prepared; None if there is none."""
     old_state: OldState | None = None
-    """The state before the last switch, until all members have acknowledged its commit."""
+    """The state that the last switch has replaced, kept until all members have acknowledged the commit."""
     own: PutAsideState | None = None
     """State saved while other engines use the process; None if this engine has the process to itself."""
     registered: list[dict[str, Any]] = field(default_factory=list)
-    """Changes of trained parameters and groups that the job has registered, in order; plain JSON."""
+    """Changes of trained parameters and groups that were made in this job, in order, as plain JSON."""
     job_epoch: int = 0
     """Number of epochs that the job has begun."""
     last_switch: SwitchEvent | None = None
     train_loaders: dict[str, TrainLoader] = field(default_factory=dict)
     carried: dict[str, Any] = field(default_factory=dict)
-    """A map from name to object for the objects that the user has registered to be transferred."""
+    """The objects that the user has registered to be transferred, keyed by name."""
     arrived: dict[str, dict[str, Any]] = field(default_factory=lambda: {"loaders": {}, "objects": {}})
-    """Loaded states of loaders and objects that have not been created in this process yet."""
+    """Loaded states of loaders and objects that do not exist in this process yet, keyed by name."""
     open_batch: OpenBatch = OpenBatch()
     is_discarded: bool = False
-    """Whether the world was replaced during this global batch, which trains nothing and will be fetched again."""
+    """Whether the current global batch is discarded: the world was replaced during it, so it will be fetched again."""
     own_groups: OwnGroups = field(default_factory=OwnGroups)
     awaits_late: bool = False
     """Whether a late switch is still moving the optimizer's state into the current world."""
     late_worlds: tuple[World, ...] = ()
     """The worlds before and after a late switch, until the switch has ended."""
     is_stepping: bool = False
-    """Whether an optimizer step has begun and not finished."""
+    """Whether an optimizer step is in progress."""
     has_stood: bool = False
-    """Whether the engine has reached a boundary yet."""
+    """Whether the engine has ever reached a boundary (a point between two optimizer steps)."""
     is_open: bool = False
     """Whether the engine is open: from the last step of `initialize` until it is closed."""
     safe_at: tuple[str, int] = ("", 0)
-    """Segment and step of the state that was last saved, or last built by a switch or a restoration."""
+    """Segment and step at which the state was last saved, or built by a switch or a restoration."""
     formed_at: tuple[str, int] = ("", 0)
-    """Segment and step of the state that was last built by a switch or a restoration.
+    """Segment and step at which the state was last built by a switch or a restoration.
 
     Until the next optimizer step, members need not meet at one boundary (a point between two optimizer steps).
     """
     began_from: str = ""
-    """Tag of the backup that replaced a lost state when the engine started."""
+    """Tag of the backup checkpoint from which the engine started because the state was lost; "" if there was none."""
     safe_since: float = field(default_factory=time.monotonic)
     stream_seed: int = 0
     """Seed of the random streams of leaves (micro-batches of fixed size); a resumed job keeps its first seed."""
@@ -177,7 +178,7 @@ class EngineCore:
 
     @property
     def candidates(self) -> Candidates:
-        """The members that could work at present, including idle ones."""
+        """The members that could train at present, idle ones included."""
         return self.context.candidates
 
     @property
@@ -187,7 +188,7 @@ class EngineCore:
 
     @property
     def deepspeed(self) -> Any:
-        """DeepSpeed's engine, which is the object that the user holds."""
+        """DeepSpeed's engine, which is the object that the user works with."""
         return self.host.engine
 
     def activate(self) -> None:
@@ -202,7 +203,7 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """Whether this member holds no state now and waits for work."""
+        """Whether this member currently holds no state and waits for work."""
         return self.world is None
 
     @property
@@ -216,28 +217,30 @@ class EngineCore:
 
     @property
     def generation(self) -> int:
-        """Number of the current world, from 1."""
+        """Number of the current world. The first world has number 1."""
         return self.world.generation if self.world is not None else self.attempt
 
     @property
     def segment(self) -> str:
-        """Name of the current segment: a part of training in one world in which no step number occurs twice.
+        """Name of the current segment, which is a part of training in one world in which no step number occurs twice.
 
-        The name is the same on all working members, so it prefixes the keys of their joint actions. `attempt` cannot be
-        used for this, because it differs between members while a change of members is being prepared.
+        The name is the same on all working members, so it is used as a prefix of the keys under which they communicate.
+        `attempt` cannot be used for this, because it differs between members while a change of members is being
+        prepared.
         """
         generation, count = self._loads
         return f"{self.generation}.{count if generation == self.generation else 0}"
 
     def begin_segment(self) -> None:
-        """Begin a new segment before a load, after which step numbers may recur. Called on all working members.
+        """Begin a new segment before a checkpoint is loaded, because step numbers may then recur. Called on all working
+        members.
 
         A subclass may raise CheckpointError on all members if no segment can begin.
         """
         self.repeat_places()
 
     def repeat_places(self) -> None:
-        """Begin a new segment, since step numbers may recur in the same world."""
+        """Begin a new segment, because step numbers may recur in the same world."""
         self._loads = self.generation, 1 + (self._loads[1] if self._loads[0] == self.generation else 0)
 
     @property
@@ -247,22 +250,26 @@ class EngineCore:
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-batches trained in this world, plus earlier steps times the current gradient accumulation."""
+        """Number of micro-batches trained in this world, plus earlier steps times the current gradient accumulation
+        steps."""
         return int(self.deepspeed.micro_steps)
 
     @property
     def accumulation(self) -> int:
-        """Number of micro-batches per global batch on each rank; with pipelines, the highest number in any pipeline."""
+        """Number of micro-batches per global batch on each rank; with pipelines, the largest number in any pipeline
+        replica."""
         return int(self.deepspeed.gradient_accumulation_steps())
 
     @property
     def has_open_window(self) -> bool:
-        """Whether a global batch is open; operations on the whole state run only between two global batches."""
+        """Whether a global batch is unfinished. Operations on the whole state are possible only between two global
+        batches."""
         return self.awaits_late or self.open_batch.is_dealt or self.micro_steps % self.accumulation != 0
 
     @property
     def window_in_words(self) -> str:
-        """Progress of the open global batch, with advice, for errors raised at a boundary; "" if none is open."""
+        """Description of the progress of an unfinished global batch, with advice, for errors raised between steps; ""
+        if no batch is unfinished."""
         if not self.has_open_window:
             return ""
         trained, of = self.micro_steps % self.accumulation, self.accumulation
@@ -285,7 +292,7 @@ class EngineCore:
 
     @property
     def is_lean(self) -> bool:
-        """Whether a switch releases the old state's memory before it allocates the new one's."""
+        """Whether a switch releases the memory of the old state before it allocates that of the new state."""
         return self.settings.safety == "lean"
 
     # ---- what it trains ----------------------------------------------------------------------------------------------
@@ -298,15 +305,16 @@ class EngineCore:
         return self._space.with_layout(self.layout, self.members)
 
     def adopt_space(self, space: VirtualParameterSpace) -> None:
-        """Replace the Virtual Parameter Space, which registers all logical tensors."""
+        """Replace the Virtual Parameter Space (the set of all logical tensors of the model)."""
         self._space = space
 
     def memory_in(self, layout: Layout) -> dict[str, Memory]:
-        """Return a map from state kind to the element type and place of its buffers under a layout."""
+        """Return the dtype and device of the buffers of each state kind under a layout."""
         return self.host.memory(self.vps.present_kinds(layout), layout)
 
     def config_for(self, layout: Layout) -> Settings:
-        """Return DeepSpeed's configuration for a layout, as (dictionary, parsed object). The result is cached."""
+        """Return DeepSpeed's configuration for a layout, as a dictionary and as a parsed object. The result is
+        cached."""
         if layout not in self._configs:
             config = copy.deepcopy(self.job.user_config)
             self.host.shaper.configure(config, layout)
@@ -318,47 +326,48 @@ class EngineCore:
         return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Wait until an accelerator's collectives have given all ranks their results; see `Gate.agree`.
+        """Wait until the accelerators' collectives have delivered their results on all ranks; see `Gate.agree`.
 
         Called on all ranks before they use, copy, save or move a state computed from those results. Raises WorldChanged
         if a rank may lack some of the results.
 
-        meet: see `World.agree`.
+        meet: an exchange to use for reaching the agreement; see `World.agree`.
         """
         if self.world is not None:
             self.world.agree(meet)
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether an accelerator's collectives may have left wrong values in the state: see `Gate`."""
+        """Whether aborted collectives of an accelerator may have left wrong values in the state; see `Gate`."""
         return self.world is not None and self.world.status is not None and self.world.status.gate.is_in_doubt
 
     # ---- what happens to it ------------------------------------------------------------------------------------------
 
     def enter(self, proposal: Proposal, world: World | None) -> None:
-        """Set the world, layout and members of a switch. Called by the transaction.
+        """Make the world, layout and members of a switch the current ones. Called by the transaction.
 
-        world: this member's groups in the new world; None on an idle member.
+        world: this member's process groups in the new world; None on an idle member.
         """
         self.release_old_state()
         self.world, self.layout, self.members = world, proposal.layout, proposal.members
 
     def release_old_state(self, unless_needed: bool = False) -> None:
-        """Release the state before the last switch, if it is held.
+        """Release the state that the last switch has replaced, if it is still held.
 
-        unless_needed: keep it if another member may still need it.
+        unless_needed: whether to keep it if another member may still need it.
         """
         if self.old_state is not None and not (unless_needed and self.old_state.is_needed(self.control)):
             self.old_state.release()
             self.old_state = None
 
     def forget_batch(self) -> None:
-        """Record that no global batch is open."""
+        """Record that no global batch is in progress."""
         self.open_batch = OpenBatch()
         self.host.slot_weight, self.host.slot_is_borrowed, self.host.micro_step = 1.0, False, None
 
     def begin_anew(self, generation: int) -> None:
-        """Drop the open batch and any pending change. Worlds formed later get numbers above `generation`."""
+        """Drop the unfinished global batch and any pending switch. Worlds formed later get numbers above
+        `generation`."""
         self.forget_batch()
         self.host.window_tokens = None
         self.close_preparation()
@@ -372,7 +381,7 @@ class EngineCore:
         self.note_safe()
 
     def note_safe(self) -> None:
-        """Record that the current state is saved or newly built, so that no save is due before the next step."""
+        """Record that the current state is saved or newly built, so that no save is needed before the next step."""
         self.safe_at, self.safe_since = (self.segment, self.global_steps), time.monotonic()
 
     def close_preparation(self) -> None:

@@ -1,4 +1,5 @@
-"""Encoding of Python values as plain JSON plus a list of tensors: no pickle, and decoding never executes code."""
+"""Encoding of Python values as plain JSON plus a list of tensors. It uses no pickle, and decoding never executes
+code."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.f
 
 
 def encode(value: Any, tensors: list[torch.Tensor] | None, path: str = "") -> Any:
-    """Return `value` as JSON; its tensors are appended to `tensors` and replaced by their number, type and shape.
+    """Return `value` as JSON. Its tensors are appended to `tensors`, and the JSON contains their index, dtype and shape
+    instead.
+
+    path: the location of the value in a larger one, for errors.
 
     Supports None, booleans, numbers, strings, lists, tuples, dictionaries, torch tensors, numpy arrays, numpy numbers
     and bytes. Raises ConfigError, naming the path and the type, for anything else, and for tensors and numpy values if
@@ -57,7 +61,11 @@ def encode(value: Any, tensors: list[torch.Tensor] | None, path: str = "") -> An
 
 
 def decode(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
-    """Return the value that `encode` turned into this JSON. Raises TransferError for any other JSON."""
+    """Return the value from which `encode` made this JSON. Raises TransferError for JSON that `encode` does not
+    produce.
+
+    tensors: the tensors that belong to the value.
+    """
     if depth > MOST_DEPTH:
         raise TransferError(f"an encoded value is nested more than {MOST_DEPTH} deep")
     if isinstance(value, list):
@@ -72,7 +80,8 @@ def decode(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
 
 
 def _marked(mark: str, held: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the value that a mark such as "__tuple__" and its contents stand for. Raises TransferError if invalid."""
+    """Return the value that is encoded by a mark, such as "__tuple__", and its contents. Raises TransferError if they
+    are invalid."""
     is_array = isinstance(held, torch.Tensor) and held.dtype not in _NOT_OF_NUMPY
     try:
         if mark == "__tensor__" and type(held) is int and 0 <= held < len(tensors):
@@ -93,9 +102,9 @@ def _marked(mark: str, held: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def announced(value: Any) -> dict[int, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return a map from the number of each tensor in an encoded value to its (type, shape).
+    """Return the dtype and shape of each tensor of an encoded value, keyed by the tensor's index.
 
-    Raises TransferError for an invalid type, number or shape.
+    Raises TransferError for an invalid dtype, index or shape.
     """
     found: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
 
@@ -123,13 +132,14 @@ def _is_size(dim: object) -> bool:
 
 
 def blank_tensors(value: Any) -> list[torch.Tensor]:
-    """Return uninitialized tensors with the types and shapes of an encoded value, in the order of their numbers."""
+    """Return uninitialized tensors with the dtypes and shapes that an encoded value announces, in the order of their
+    indices."""
     found = announced(value)
     return [torch.empty(shape, dtype=dtype) for _, (dtype, shape) in sorted(found.items())]
 
 
 def fingerprint(value: Any) -> str:
-    """Return a short hexadecimal hash of any value that `encode` accepts; tensors count by their bytes."""
+    """Return a short hexadecimal hash of any value that `encode` accepts. Tensors contribute their bytes."""
     tensors: list[torch.Tensor] = []
     text = json.dumps(encode(value, tensors), sort_keys=True)
     sum_of = hashlib.blake2b(text.encode(), digest_size=16)

@@ -22,7 +22,8 @@ Needs = Mapping[tuple[int, str], int]
 
 
 def check_combination(features: axes.Features, target: Layout, processes: int) -> None:
-    """Raise SwitchRefused if DeepSpeed cannot train such a model with this combination of axes and ZeRO stage."""
+    """Raise SwitchRefused if DeepSpeed cannot train a model with these features in the axes and ZeRO stage of a
+    layout."""
     found = axes.refusal(features, target, processes)
     if found is not None:
         raise SwitchRefused(found.why, found.instead)
@@ -31,7 +32,7 @@ def check_combination(features: axes.Features, target: Layout, processes: int) -
 def check_tensors(vps: VirtualParameterSpace, target: Layout) -> None:
     """Raise SwitchRefused if a layout cannot divide the model's tensors along its axes.
 
-    Raise it as well for an empty tensor in a ZeRO stage that does not support empty tensors.
+    Also raises SwitchRefused for an empty tensor in a ZeRO stage that does not support empty tensors.
     """
     try:
         vps.mesh(target)
@@ -51,7 +52,11 @@ def check_tensors(vps: VirtualParameterSpace, target: Layout) -> None:
 def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:
     """Return the layout that the arguments of `switch` or `plan` describe.
 
-    Raises SwitchRefused if they describe none.
+    present: the current layout.
+    layout: the layout, if it is given as a whole.
+    changes: the axes to change in the current layout otherwise.
+
+    Raises SwitchRefused if the arguments describe no layout.
     """
     if layout is not None and changes:
         raise SwitchRefused(
@@ -70,7 +75,7 @@ def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, 
 
 
 def check_size(target: Layout, processes: int) -> None:
-    """Raise SwitchRefused if the job has too few processes."""
+    """Raise SwitchRefused if the job has fewer processes than the layout has ranks."""
     if target.world_size > processes:
         raise SwitchRefused(
             f"{target} needs {target.world_size} members and this launch has {processes} processes",
@@ -79,7 +84,7 @@ def check_size(target: Layout, processes: int) -> None:
 
 
 def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchArithmetic:
-    """Return how a global batch is split over ranks under a layout.
+    """Return how a global batch is divided among the ranks of a layout.
 
     Raises DataError if the layout's shares do not add up to the samples of the batch.
 
@@ -92,7 +97,7 @@ def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchA
 
 
 def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages: bool = False) -> None:
-    """Raise SwitchRefused if splitting the global batch under `target` would change the result of training.
+    """Raise SwitchRefused if dividing the global batch among the ranks of a layout would change the result of training.
 
     module: the model with all its layers.
     has_stages: whether the model is a PipelineModule.
@@ -144,7 +149,7 @@ def _check_leaves(target: Layout, sizes: BatchSizes) -> None:
 
 
 def _evener(batch: BatchArithmetic) -> tuple[str, str]:
-    """Return (a description of why a batch is split unevenly, advice on how to split it evenly)."""
+    """Return a description of why a batch is divided unevenly, and advice on how to divide it evenly."""
     size, data = batch.train_batch_size, batch.data
     if batch.shares is not None:
         return f"train_batch_size {size} in shares {batch.shares}", "leave shares out, or make them equal"
@@ -156,7 +161,8 @@ def _evener(batch: BatchArithmetic) -> tuple[str, str]:
 
 
 def available_bytes() -> int:
-    """Return the bytes that this process may still allocate, given the limits of system, control group and process."""
+    """Return the number of bytes that this process can still allocate within the limits of the system, its control
+    group and the process itself."""
     found = [_kilobytes(Path("/proc/meminfo"), "MemAvailable")]
     group = Path("/sys/fs/cgroup")
     try:
@@ -173,10 +179,11 @@ def available_bytes() -> int:
 
 
 def check_memory(member: int, needs: Needs, nodes: Mapping[int, str]) -> None:
-    """Raise SwitchRefused if this node's members, or this member on its accelerator, need more memory than is free.
+    """Raise SwitchRefused if the members of this node together, or this member on its accelerator, need more memory
+    than is free.
 
-    needs: bytes that each member allocates for the switch. Members of a node share its memory, but not their
-    accelerators.
+    needs: bytes that each member allocates for the switch on each device. Members of a node share its host memory, but
+        not their accelerators.
     """
     mine = needs.get((member, HOST.type), 0)
     here = [need for (other, device), need in needs.items() if device == HOST.type and nodes[other] == nodes[member]]

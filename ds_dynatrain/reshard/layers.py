@@ -1,8 +1,9 @@
-"""Extra state that moves from member to member in a switch: what newcomers load from rank 0, and what layers keep.
+"""Extra state that moves from member to member in a switch: module buffers and user objects for newcomers, and state
+that layers keep besides parameters.
 
 A layer's state besides parameters (`adapters.model.module_state`) is sent to each member that newly gets the layer; the
-sender is the first process of the first stage that has the layer. Names, types and shapes are posted on the board; all
-tensors are forwarded along a tree in which each member sends to at most two others.
+sender is the first process of the first stage that has the layer. Names, dtypes and shapes are posted in the members'
+key-value store; all tensors are forwarded along a tree in which each member sends to at most two others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Stages = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class StateMove:
-    """A transfer of one extra state from one member to others."""
+    """A transfer of one extra state, such as that of a layer, from one member to others."""
 
     name: str
     sender: int
@@ -39,7 +40,11 @@ class StateMove:
 
 
 def layer_moves(before: Stages, after: Stages, proposal: Proposal) -> list[StateMove]:
-    """Return the transfers of layers' states in a switch, in the order of the model's layers before it."""
+    """Return the transfers of the state that layers keep besides parameters, in the order of the layers before the
+    switch.
+
+    before, after: the names of the layers of each pipeline stage before and after the switch.
+    """
     source, target = proposal.source_layout, proposal.layout
     had = {member: before[source.coordinate(rank)["pipe"]] for rank, member in enumerate(proposal.source_members)}
     wants = {member: after[target.coordinate(rank)["pipe"]] for rank, member in enumerate(proposal.members)}
@@ -53,7 +58,7 @@ def layer_moves(before: Stages, after: Stages, proposal: Proposal) -> list[State
 
 
 class MovingStates:
-    """The extra states that move in one switch, on one member."""
+    """The extra states that move in one switch, as sent and received by one member."""
 
     def __init__(self, engine: EngineCore, control: Control, proposal: Proposal) -> None:
         self._engine, self._control, self._key = engine, control, f"states/{proposal.generation}"
@@ -66,7 +71,8 @@ class MovingStates:
             self._moves += layer_moves(before, after, proposal)
 
     def offer(self) -> None:
-        """Record the states that this member sends, and post their types and shapes. Called before the members meet.
+        """Capture the states that this member will send, and post their dtypes and shapes. Called before the members
+        meet.
 
         Raises ConfigError for a state that cannot be transferred.
         """
@@ -84,7 +90,9 @@ class MovingStates:
             self._control.post(f"{self._key}/{self._control.member}", record)
 
     def exchange(self, transport: Transport, seconds: float) -> int:
-        """Send and receive the states; return the number of bytes of layers' states that this member has sent.
+        """Send and receive the extra states. Return how many bytes of layers' states this member has sent.
+
+        seconds: time limit for the whole exchange.
 
         Raises CertificateError if a received state differs from the one that was sent.
         """
@@ -112,14 +120,14 @@ class MovingStates:
         return sent
 
     def rest(self) -> dict[str, Any]:
-        """Return the extra state of rank 0, on a newcomer after `exchange`."""
+        """Return the extra state that a newcomer has received from rank 0. Called after `exchange`."""
         found: dict[str, Any] = self._states.pop(REST)
         return found
 
     def put(self, is_resized: bool) -> None:
         """Load the received states into the layers of this member.
 
-        is_resized: see `ModuleState`.
+        is_resized: whether the layers' shapes have changed (see `ModuleState`).
         """
         for layer, state in self._states.items():
             take_state(self._engine.host.module.get_submodule(layer), {**state, "resized": is_resized})

@@ -1,4 +1,4 @@
-"""Membership: the processes that train together with this one, as one object for all engines of the process.
+"""Membership: the processes that train together with this one. One object serves all engines of the process.
 
 Every process has one (`PROCESS.membership`), and callers need not know its class:
 
@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 
 class Membership:
-    """Base class: a job whose members never change. All methods are called on the main thread.
+    """Base class of memberships, and the behavior of a job whose members never change. All methods are called on the
+    main thread.
 
     is_newcomer: whether this process has joined a running job.
     restores: whether this process starts a job that has trained before and whose state no member holds any longer.
@@ -50,7 +51,7 @@ class Membership:
 
     @property
     def formed(self) -> tuple[int, str]:
-        """(number of the current generation of members, reason why it was formed); (0, "") in a fixed launch."""
+        """Number of the current generation of members, and the reason why it was formed; (0, "") in a fixed launch."""
         return 0, ""
 
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
@@ -59,11 +60,12 @@ class Membership:
         """Raise UnsupportedError for settings or a model that this kind of job does not support."""
 
     def new_status(self) -> GroupStatus | None:
-        """Return an object that records failures of groups in an engine's first world; None if it is not needed."""
+        """Return an object that records failures of process groups in an engine's first world; None if it is not
+        needed."""
         return None
 
     def building_first(self, generation: int, engine: int) -> AbstractContextManager[None]:
-        """Return a context manager for building an engine's first groups.
+        """Return a context manager for building an engine's first process groups.
 
         generation: the generation of the membership.
         engine: the number of the engine.
@@ -71,11 +73,12 @@ class Membership:
         return nullcontext()
 
     def building_more(self, engine: int) -> AbstractContextManager[None]:
-        """Return a context manager for building further groups in the current world; see `building_first`."""
+        """Return a context manager for building further process groups in the current world; see `building_first`."""
         return nullcontext()
 
     def stop_if_over(self, generation: int) -> None:
-        """Raise WorldChanged if a failure ended the generation that is being built. Cheap; call it in polling loops."""
+        """Raise WorldChanged if a failure has ended the generation that is being built. Cheap; call it in polling
+        loops."""
 
     def could_not_build(self) -> None:
         """Record that an engine could not be made, so that the script ends with an error."""
@@ -91,7 +94,8 @@ class Membership:
         """
 
     def say_end(self, engine: EngineCore) -> None:
-        """Post that this engine's script has ended; raise torch's DistError if the board is lost."""
+        """Post that the script of this engine has ended. Raises torch's DistError if the members' key-value store is
+        lost."""
 
     def remove(self, engine: EngineCore) -> None:
         """Record that an engine has ended. Called on all members at the same point of their scripts."""
@@ -100,11 +104,12 @@ class Membership:
         """Wait, at the end of the script, for members that still need this process."""
 
     def watch(self, board: Control) -> Watch:
-        """Return a watch for the end of other members' scripts, and for deaths unless a coordinator reports them."""
+        """Return an object that checks whether other members' scripts have ended. In a fixed launch it also detects
+        deaths."""
         return Watch(board)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """Set the world that `torch.distributed` uses between the calls of several engines.
+        """Select the world that `torch.distributed` refers to between calls, in a process with several engines.
 
         engine: the first engine of the process.
         """
@@ -113,83 +118,97 @@ class Membership:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
-        """Carry out all changes that are due at a boundary of an engine. An idle member returns only once it has work.
+        """Carry out all changes that are due at a boundary (a point between two optimizer steps) of an engine. On an
+        idle member, the call returns only once there is work.
 
-        Return a description of the open global batch that kept changes from taking effect; "" if none did. Raise
-        SystemExit if this process has nothing more to do.
+        place: the loader or call at which the script has reached the boundary.
+
+        Returns a description of the unfinished global batch that kept changes from taking effect; "" if none did.
+        Raises SystemExit if this process has nothing more to do.
         """
         raise NotImplementedError
 
     def waiting_change(self, engine: EngineCore) -> str:
-        """Return a description of the member change that waits for a boundary of this engine; "" if there is none."""
+        """Return a description of the change of members that waits for this engine to reach a boundary (a point between
+        two optimizer steps); "" if there is none."""
         return ""
 
     def open_window(self, engine: EngineCore) -> None:
-        """Begin a global batch, before a loader fetches its first micro-batch. This ends an earlier discarded batch."""
+        """Begin a global batch. Called before a loader fetches the first micro-batch of it; ends an earlier discarded
+        batch."""
         engine.is_discarded = False
 
     def stays_discarded(self, engine: EngineCore) -> bool:
-        """Return whether the engine's next global batches train nothing for the time being."""
+        """Return whether the engine still has to discard global batches after the loss of a world, instead of training
+        them."""
         return False
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Handle the loss of the world. Called before a loader fetches any micro-batch."""
+        """Check whether the world was lost, and handle that. Called before a loader fetches any micro-batch."""
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
-        """Return the result of `call`, or of `again` in the next world if the current one is lost during the call.
+        """Return the result of `call`. If the world is lost during the call, return the result of `again` in the next
+        world.
 
-        A job that cannot survive the loss of its world never calls `again`.
+        In a job that cannot survive the loss of its world, `again` is never called.
         """
         return call()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the value to give to the user for a forward pass's output."""
+        """Return the object that the user gets as the output of a forward pass."""
         return output
 
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """Make sure that there is a board for a switch that the user requests.
+        """Make sure that the members' key-value store is open before the user requests a switch.
 
         Raises SwitchRefused if there is none.
         """
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
-        """Return the members to which a switch that the user requests may give a rank."""
+        """Return the members to which a requested switch may assign a rank."""
         return engine.candidates.members
 
     def vacant(self, engine: EngineCore) -> Mapping[str, tuple[int, ...]]:
-        """Return a map from each node that could leave the job to its members: nodes whose members are all idle."""
+        """Return the nodes that the job does not need, because all their members are idle, with these members."""
         return {}
 
     def release(self, nodes: Sequence[str]) -> None:
-        """Ask nodes without work to leave the job, without waiting for them. Called on rank 0."""
+        """Ask nodes without work to leave the job. Does not wait until they have left. Called on rank 0."""
 
     def guard(self, preparation: Preparation) -> None:
-        """Set a preparation's hooks and status. Called before the preparation starts."""
+        """Connect a switch's preparation to this membership, so that a failure interrupts it. Called before the
+        preparation starts."""
 
     def entered(self, engine: EngineCore) -> None:
-        """Record that all members train in the new world of a late switch, whose outcome `ended` reports later."""
+        """Record that all members train in the new world of a late switch (optimizer state is still in transit).
+        `ended` is called when the switch is over."""
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
-        """Record the end of a late switch in which this member took part."""
+        """Record the end of a late switch (optimizer state moved after the pause) in which this member took part."""
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
-        """Report the end of a switch of any kind to the observers of the job. Called on rank 0."""
+        """Report the end of a switch, late or not, to the observers of the job. Called on rank 0."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return the stored result of `load_checkpoint` on a newcomer, which need not load; None if the caller must."""
+        """Return the stored result of `load_checkpoint` on a newcomer, which need not load the checkpoint itself; None
+        if the caller has to load it.
+
+        engine: the number of the engine.
+        """
         return None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
-        """Store the result of `load_checkpoint` for newcomers."""
+        """Store the result of `load_checkpoint` for members that join later."""
 
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """Report to all members that may hold copies that another state is being loaded.
+        """Report to all members that may hold copies that another state is being loaded, so that earlier copies no
+        longer count.
 
-        stretch: identifies the part of training (between two loads) to which the report applies.
+        stretch: `Mark.stretch` of the copies that will count from now on.
 
-        Raise torch's DistError if the members cannot be reached.
+        Raises torch's DistError if the members cannot be reached.
         """

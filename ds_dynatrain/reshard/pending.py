@@ -1,4 +1,5 @@
-"""Answers that `engine.switch` and `engine.plan` give to a user, and warnings that no boundary is reached."""
+"""Results that `engine.switch` and `engine.plan` return to a user, and warnings if a requested switch never takes
+place."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from ds_dynatrain.space import Layout
 
 @dataclass
 class PendingSwitch:
-    """A switch that all members have agreed to. Once it has ended, `event` tells how.
+    """A switch that all members have agreed to. Once it has ended, `event` describes its outcome.
 
-    at: the number of optimizer steps after which it takes effect; None for the first boundary at which all members are
-    prepared.
+    at: the number of optimizer steps after which it takes effect; None for the first point between two steps at which
+        all members are prepared.
 
-    late: whether masters and moments move after the pause.
+    late: whether optimizer state moves after the pause, during the next global batch.
 
-    cause: the extension that asked for it; "" if the script did.
+    cause: the extension that requested it; "" if the script did.
     """
 
     layout: Layout
@@ -30,14 +31,16 @@ class PendingSwitch:
 
     @property
     def done(self) -> bool:
-        """Whether the switch has ended, one way or the other."""
+        """Whether the switch has ended, committed or rolled back."""
         return self.event is not None
 
 
 class Steps:
-    """A count of optimizer steps between boundaries, to warn about a change that waits for a boundary in vain.
+    """Counter of optimizer steps since a requested switch could last take effect, to warn if the script gives it no
+    opportunity.
 
-    Some loops take several steps between boundaries, so a warning is given only after more steps than ever before.
+    Some scripts take several steps between such opportunities (boundaries), so a warning is given only after more steps
+    than ever before.
     """
 
     def __init__(self) -> None:
@@ -47,9 +50,9 @@ class Steps:
         self._warned: set[str] = set()
 
     def at_boundary(self, obstacle: str = "") -> None:
-        """Record a boundary.
+        """Record a boundary: a point between two optimizer steps at which a switch can take effect.
 
-        obstacle: a description of what kept changes from taking effect there; "" if nothing did.
+        obstacle: a description of what kept switches from taking effect there; "" if nothing did.
         """
         if obstacle:
             self._missed, self._obstacle = self._missed + 1, obstacle
@@ -58,11 +61,12 @@ class Steps:
         self._warned.clear()
 
     def past_boundary(self, waiting: Iterable[str]) -> list[str]:
-        """Record an optimizer step; return warnings if there have never been so many steps between boundaries.
+        """Record an optimizer step. If there have never been so many steps between boundaries, return the changes that
+        wait for one, to warn about them.
 
-        Each warning is returned once.
+        Each of them is returned only once.
 
-        waiting: descriptions of the things that wait for a boundary.
+        waiting: descriptions of the changes that wait for a boundary.
         """
         self.count += 1
         if self.count <= self._most:
@@ -73,7 +77,7 @@ class Steps:
 
     @property
     def reason(self) -> str:
-        """Description of why no change could take effect, and what to do about it."""
+        """Description of why no switch could take effect, and of what the user can do about it."""
         if self._missed:
             return f"the loop came to {self._missed}, at each of which nothing could take effect: {self._obstacle}"
         return (
@@ -84,27 +88,30 @@ class Steps:
 
 @dataclass(frozen=True)
 class SwitchEstimate:
-    """A dry run: what a switch to `layout` would cost, or why it is refused (then all figures are 0).
+    """Dry run of a switch: what a switch to `layout` would cost, or why it is refused (then all figures are 0).
 
     members: the member at each rank of the layout.
 
     bytes_sent: the bytes that all members send.
 
-    bytes_bound: a proven minimum over all assignments of members to ranks, if the member at rank 0 keeps it.
+    bytes_bound: a lower bound on these bytes over all assignments of members to ranks in which the member at rank 0
+        keeps this rank.
 
-    rank_zero_bytes: how many of these bytes are sent because the member at rank 0 keeps it.
+    rank_zero_bytes: how many of these bytes are sent because the member at rank 0 keeps this rank.
 
-    peak_memory_bytes: the state of both layouts and the staging memory, on the member with the most.
+    peak_memory_bytes: the state of both layouts and the staging memory, on the member that needs most.
 
     seconds: the time of the moves alone, at `bytes_per_second` on each link.
 
-    copies_memory_bytes: the host memory for copies in that layout, on the member with the most; 0 in a job without
-    copies.
+    copies_memory_bytes: the host memory for copies in that layout, on the member that needs most; 0 in a job without
+        copies.
 
-    step_ms: the predicted duration of a step there, by part, and its `total`; empty without a measured or configured
-    profile.
+    step_ms: the predicted step time in that layout in milliseconds, by part and in `total`; empty without a measured or
+        configured profile.
 
-    refusal, way_out: why the switch is refused, and what would be possible; "" if it is not refused.
+    refusal: why the switch is refused; "" if it is not refused.
+
+    way_out: what would be possible instead; "" if the switch is not refused.
     """
 
     layout: Layout

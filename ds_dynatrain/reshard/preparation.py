@@ -1,8 +1,8 @@
-"""Preparation of a switch while training continues: the next world's groups, the plan, modules, and touched memory.
+"""Preparation of a switch while training continues: process groups, plan, modules and memory for the next world.
 
-The transports (ways) of bytes between any two members are chosen here as well, the same by both ends of a pair. Members
-on one machine read each other's memory if the system permits it, including accelerator memory. Other accelerators use
-the library of their collectives. All remaining bytes go through gloo, over the transfer group.
+The transports of bytes between any two members are chosen here as well, in the same way at both ends. Members on one
+machine read each other's memory if the system permits it, including accelerator memory. Other accelerators use the
+library of their collectives. All remaining bytes are sent by gloo, over a process group made for the transfer.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ POLL_SECONDS = 0.05
 
 @dataclass
 class Ways:
-    """The transports between one member and all others, in both directions.
+    """The transports between one member and all others in a switch, in both directions.
 
     way: the setting `dynatrain.transport`.
-    stop: called in every wait; raises if the switch will not happen.
-    neighbors: members on this machine whose memory can be read.
-    batching: the moves that use the library of the accelerators' collectives.
+    stop: called in every wait; raises if the switch will not take place.
+    neighbors: members on this machine whose memory can be read; None until they are found.
+    batching: the settings for moves through the library of the accelerators' collectives; None if there are no such
+        moves.
     """
 
     way: str
@@ -78,7 +79,7 @@ class Ways:
     _machine: str = ""
     """Key of the list of members on this machine."""
     _on_machine: Sequence[int] = ()
-    """Members on this machine, including this one."""
+    """Members on this machine, this one included."""
 
     def announce(self) -> None:
         """Post which machine this member is on. All members must do so before any of them calls `meet`."""
@@ -87,9 +88,10 @@ class Ways:
             self.control.add_to_list(self._machine, self.control.member)
 
     def meet(self) -> None:
-        """Connect to the members whose memory can be read.
+        """Find the members on this machine whose memory can be read, and connect to them.
 
-        Raises SwitchRefused if the user asked for memory reads between all members and some cannot read each other.
+        Raises SwitchRefused if the user asked for memory reads between all members and some cannot read each other's
+        memory.
         """
         if self.way == "gloo":
             return
@@ -109,11 +111,11 @@ class Ways:
     def agree_on_batching(
         self, plan: MemberPlan, kinds: frozenset[str], budget_bytes: int, session: Session, world: World
     ) -> None:
-        """Agree with all members on the moves that use the library of the accelerators' collectives.
+        """Decide, together with all members, which moves use the library of the accelerators' collectives.
 
         These are the moves of state on accelerators between members that do not read each other's memory. If the user
-        asked for another transport, no member has such moves. Raises SwitchRefused if the user asked for this one and
-        there is no such library.
+        asked for another transport, there are none. Raises SwitchRefused if the user asked for this library and a
+        member has none.
 
         plan: this member's moves.
         kinds: the state kinds that are on accelerators before and after the switch.
@@ -134,15 +136,18 @@ class Ways:
         self.batching = Batching(self._far, kinds, most, budget_bytes) if most else None
 
     def sharing(self, kinds: frozenset[str], after: frozenset[str]) -> Sharing | None:
-        """Return the members whose accelerator memory this member reads; None if it reads none.
+        """Return the settings for reads of other members' accelerator memory; None if this member reads from none.
 
-        kinds, after: the state kinds whose buffers are on accelerators before, and after the switch.
+        kinds: the state kinds whose buffers are on accelerators before the switch.
+        after: the state kinds whose buffers are on accelerators after it.
         """
         memory, lenders = device_memory(compute_device()), self._lenders
         return Sharing(memory, lenders, kinds, after) if memory is not None and lenders else None
 
     def transport(self, world: World | None) -> Transport:
-        """Return the transport through host memory between all members of both worlds.
+        """Return the transport for messages through host memory between all members of both worlds.
+
+        world: the next world.
 
         Raises SwitchFailed if there is no next world.
         """
@@ -156,19 +161,21 @@ class Ways:
         return RoutedTransport(self.neighbors, group)
 
     def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:
-        """Return the connected link between the accelerators of all members of both worlds.
+        """Return the link for messages between the accelerators of all members of both worlds; None if it is not
+        connected, or if no moves use it.
 
-        Return None if there is no connected link, or if no moves use it.
+        world: the next world.
         """
         if self.batching is None or world is None or world.moving is None:
             return None
         return CommunicatorLink(world.moving, self.control.member, world.transfer_members, stop)
 
     def may_lend(self, old: World | None) -> Communicator | None:
-        """Return the communicator of the old world that moves between accelerators may use; None if there is none.
+        """Return the communicator of the old world over which accelerators may move state in the switch; None if there
+        is none.
 
-        All members of the old world get the same answer, even before they reach the moves. The new world uses the
-        communicator as well, unless it connects members that leave. An elastic job keeps no communicators.
+        All members of the old world get the same answer, even before the moves begin. The new world uses the
+        communicator as well, unless it also connects members that leave. In an elastic job no communicator is reused.
         """
         if self.way not in ("auto", "nccl") or not can_send_between_devices() or old is None or old.status is not None:
             return None
@@ -182,7 +189,7 @@ class Ways:
 
     @property
     def _far(self) -> frozenset[int]:
-        """Other members whose accelerator memory this member does not read."""
+        """Other members with which this member does not share accelerator memory."""
         return frozenset(self.proposal.union) - {self.control.member} - self._lenders
 
     @property
@@ -191,7 +198,10 @@ class Ways:
         return frozenset() if self.neighbors is None else self.neighbors.lenders
 
     def _share(self, what: str, record: Any) -> Mapping[int, Any]:
-        """Post a record for all members on this machine, and return their records by member."""
+        """Post a record for all members on this machine; return the records of all of them, keyed by member.
+
+        what: a name for the records.
+        """
         board, key = self.control, f"{what}/{self.proposal.generation}"
         board.post(f"{key}/{board.member}", record)
         keys = {member: f"{key}/{member}" for member in self._on_machine}
@@ -215,24 +225,26 @@ def nothing() -> None:
 class Preparation:
     """Preparation of a switch on one member. `start` runs it in a thread, and `join` waits for the thread.
 
-    board: the board on which the switch is negotiated.
-    control: the same board over the background connection, which no other thread may use during the preparation.
+    board: the key-value store in which the switch is negotiated.
+    control: the same store over another connection, which no other thread may use during the preparation.
     live: this member's current buffers.
-    memory: a map from state kind to the element type and memory of the next buffers.
+    memory: a map from state kind to the dtype and device of the next buffers.
     on_device: state kinds whose current buffers are on accelerators.
     make: returns the module's children for a rank of a layout.
-    made: the children made for this member.
+    made: the children made for this member; None until they are made.
+    own: returns the user's process groups in the next world, as a map from kind to ranks.
+    own_count: the number of times that the script has asked for groups of its own.
     number: the number of the engine in its process.
     nodes: the node of each member, the same on all members.
     has_sequence: see `World`.
     budget_bytes: maximum size of staging buffers.
     way: the setting `dynatrain.transport`.
     check: raises SwitchRefused if this member cannot take part.
-    building: returns the context manager for building groups.
+    building: returns the context manager for building process groups.
     present: the world in which this member trains.
-    stop: called in every wait; raises if the switch will not happen.
+    stop: called in every wait; raises if the switch will not take place.
     committed: called as soon as the switch is committed.
-    is_lean: whether the target's buffers are made only once the source is released.
+    is_lean: whether the new buffers are allocated only once the old ones are released.
     connections: the connections to the next world's members, once they are made.
     source_rank: this member's rank in the current world; None if it has none.
     target_rank: this member's rank in the next world; None if it has none.
@@ -270,7 +282,7 @@ class Preparation:
     mine: dict[tuple[tuple[str, ...], bool], ReadyPlan] = field(default_factory=dict)
     costs: dict[tuple[str, ...], Cost] = field(default_factory=dict)
     best: dict[tuple[str, ...], Assignment] = field(default_factory=dict)
-    """On rank 0, the assignment of members to ranks that moves the fewest bytes, by state kinds."""
+    """On rank 0: for each tuple of state kinds, the assignment of members to ranks that moves the fewest bytes."""
     sides: dict[tuple[Layout, int], DigestSide] = field(default_factory=dict)
     error: BaseException | None = None
     seconds: float = 0.0
@@ -290,7 +302,8 @@ class Preparation:
 
     @property
     def own_error(self) -> BaseException | None:
-        """The error if it is a SwitchRefused or caused by this member's own limit (memory, files); otherwise None."""
+        """The error of the preparation if this member itself has caused it, by refusing the switch or by running out of
+        memory or files; otherwise None."""
         error = self.error
         if isinstance(error, DynatrainError):  # errors other than refusals may repeat another member's message
             return error if isinstance(error, SwitchRefused) else None
@@ -300,7 +313,7 @@ class Preparation:
     def start(self) -> None:
         """Start the preparation in a thread.
 
-        At its end the thread posts `prepared`, with the error if there was one.
+        At its end the thread posts that this member is prepared, or the error if there was one.
         """
         if self.proposal.late or self.status is not None:
             self.present = None  # see `_build`
@@ -315,7 +328,7 @@ class Preparation:
             raise self.error
 
     def abandon(self) -> None:
-        """Release the groups and the memory of a switch that will not happen."""
+        """Release the process groups and the memory prepared for a switch that will not take place."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die during a build
@@ -355,7 +368,8 @@ class Preparation:
             self.error = self.error or error
 
     def _make_target(self) -> None:
-        """Make the target's buffers, the module's children, and the tables for the certificate and the digests."""
+        """Allocate the buffers of the next layout, and make the module's children and the tables for computing
+        digests."""
         proposal, source, target, kinds = self.proposal, self.source_rank, self.target_rank, self.vps.present_kinds()
         if target is not None:
             self.kept = self.reusable(self.live)
@@ -387,12 +401,13 @@ class Preparation:
         return tensor
 
     def _say_ready(self, error: str | None) -> str:
-        """Report, once, that this member is ready to build groups, or that it failed and others need not wait for it.
+        """Report, once, that this member is ready to build process groups, or that it has failed and others need not
+        wait for it.
 
-        Return why no groups are to be built, or "". The result is the same on all members. They wait for each other
-        here because building groups cannot be interrupted, and a thread that is still building when Python exits aborts
-        the process. Raises MemberMissing if members are not ready in time, and SwitchFailed if the switch is given up
-        during the wait.
+        Returns the reason why no groups will be built, "" if they will; the same on all members. All members wait for
+        each other here, because building groups cannot be interrupted, and a thread that is still building when Python
+        exits aborts the process. Raises MemberMissing if members are not ready in time, and SwitchFailed if the switch
+        is given up during the wait.
         """
         self._has_said = True
         mine = self.control.member
@@ -403,11 +418,14 @@ class Preparation:
         return wrong
 
     def _build(self, own: Mapping[str, tuple[int, ...]]) -> None:
-        """Build the next world, which may inherit groups of the current one, and compute the moves between members.
+        """Build the process groups of the next world, which may reuse groups of the current one, and compute the moves
+        between members.
 
-        A late switch inherits no groups: a batch abandoned in the new world leaves messages in its groups, and the old
-        world must be able to continue. An elastic job inherits none either: nothing that was under way in a world that
-        has lost a member can reach another one.
+        A late switch (optimizer state moves after training has resumed) reuses no groups: a batch abandoned in the new
+        world leaves messages in its groups, and the old world must be able to continue. An elastic job reuses none
+        either: messages still in transit in a world that has lost a member must not reach another world.
+
+        own: the user's process groups in the next world.
         """
         board, proposal = self.control, self.proposal
         spec = WorldSpec(
@@ -446,16 +464,18 @@ class Preparation:
     # ---- what the switch asks for ------------------------------------------------------------------------------------
 
     def plan(self, kinds: tuple[str, ...]) -> SwitchPlan:
-        """Return the plan for the given state kinds (the optimizer has no moments before its first step)."""
+        """Return the plan of all moves for the given state kinds. (The optimizer has no moments before its first
+        step.)"""
         if kinds not in self.plans:
             target = self.proposal.layout, self.proposal.members
             self.plans[kinds] = plan_switch(self.vps, *target, kinds, nodes=self.nodes)
         return self.plans[kinds]
 
     def _part(self, kinds: tuple[str, ...], is_late: bool = False) -> MemberPlan:
-        """Return this member's part of the plan for the pause or, with `is_late`, for the late kinds, which move later.
+        """Return this member's part of the plan for the pause or, with `is_late`, for the optimizer state that moves
+        after it.
 
-        The pause does not read late kinds, so it casts no weight from a master that arrives later.
+        In a late switch, weights are not cast from masters in the pause, because the masters arrive later.
         """
         late = self.late_kinds(kinds) if self.proposal.late else ()
         if late and not is_late:
@@ -464,7 +484,8 @@ class Preparation:
         return part.only(late) if is_late else part
 
     def moves(self, kinds: tuple[str, ...], is_late: bool = False) -> ReadyPlan:
-        """Return this member's moves of the given state kinds: those in the pause or, with `is_late`, those after it.
+        """Return this member's moves of the given state kinds: those made in the pause or, with `is_late`, those made
+        after it.
 
         Late moves never use the accelerators' communicators: two communicators can block each other if ranks start
         their kernels in different orders.
@@ -478,11 +499,12 @@ class Preparation:
 
     @property
     def _device_kinds(self) -> frozenset[str]:
-        """Return the state kinds whose buffers will lie on an accelerator after the switch."""
+        """State kinds whose buffers will be on an accelerator after the switch."""
         return frozenset(kind for kind, held in self.memory.items() if held.place.device != HOST)
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the kinds that nothing reads or writes before an optimizer step, for a late switch.
+        """Return the state kinds that are read or written only by an optimizer step, and that a late switch therefore
+        moves after the pause.
 
         Masters are excluded if they share the weights' memory.
         """
@@ -492,8 +514,10 @@ class Preparation:
     def reusable(self, live: Buffers) -> set[tuple[str, BufferId]]:
         """Return the keys of this member's current buffers that the next layout can use in place.
 
-        A late switch reuses no gradient buffer: backward passes write to these buffers before the outcome is decided,
-        and the old world may have to continue with them.
+        live: the current buffers.
+
+        A late switch (optimizer state moves after training has resumed) reuses no gradient buffer: backward passes
+        write to these buffers before the outcome is decided, and the old world may have to continue with them.
         """
         if self.target_rank is None:
             return set()
@@ -501,7 +525,11 @@ class Preparation:
         return {key for key in kept if not row_of(key[0]).is_gradient} if self.proposal.late else kept
 
     def target(self, rank: int, live: Buffers, kinds: tuple[str, ...]) -> Buffers:
-        """Return the target buffers of these kinds. Make new ones if the live buffers can no longer be reused."""
+        """Return the buffers of the next layout. If current buffers can no longer be reused, allocate new ones.
+
+        live: the current buffers.
+        kinds: the state kinds that exist now.
+        """
         for key in self.kept:
             if key not in live or live[key].data_ptr() != self.buffers[key].data_ptr():
                 self.kept = self.reusable(live)
@@ -512,7 +540,8 @@ class Preparation:
         return {key: held for key, held in self.buffers.items() if key[0] not in absent}
 
     def cost(self, kinds: tuple[str, ...]) -> Cost:
-        """Return what this member's part of the plan costs for the given state kinds, late ones included."""
+        """Return the bytes and the memory that this member's part of the plan needs for the given state kinds, late
+        moves included."""
         if kinds not in self.costs:
             ready = [self.moves(kinds), *([self.moves(kinds, is_late=True)] if self.proposal.late else [])]
             exchanges = [each for part in ready for each in part.plan.exchanges]
@@ -528,16 +557,16 @@ class Preparation:
 
 
 def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge the reports of two groups of members that are ready.
+    """Merge the readiness reports of two groups of members.
 
-    The result has the first few errors, and up to two members that asked for different numbers of groups.
+    The result has the first few errors, and up to two members that asked for different numbers of process groups.
     """
     errors = [*one["errors"], *other["errors"]]
     return {"errors": errors[:MOST_ERRORS], "own_groups": first_and_other(one["own_groups"], other["own_groups"])}
 
 
 def judged_readiness(found: dict[str, Any]) -> str:
-    """Return why no groups are to be built, or ""."""
+    """Return the reason why no process groups can be built; "" if they can."""
     wrong = "; ".join(found["errors"])
     if not wrong and len(found["own_groups"]) > 1:
         (one, first), (other, second) = found["own_groups"]
@@ -562,25 +591,25 @@ UNKNOWN = -1
 
 @dataclass
 class Outcome:
-    """The end of a switch on this member, and its measurements. Times are in milliseconds, sizes in bytes.
+    """Outcome of a switch on this member, and its measurements. Times are in milliseconds, sizes in bytes.
 
     is_rebuilt: whether the optimizer was detached, even if it was attached again.
     stats: statistics of the moves in the pause.
     late_stats: statistics of the moves after the pause.
-    cost: what this member's part of the plan costs.
+    cost: the bytes and the memory that this member's part of the plan needs.
     best: on rank 0, the assignment of members to ranks that moves the fewest bytes, if it was computed.
-    layer_bytes: bytes sent to transfer what layers keep besides parameters.
+    layer_bytes: bytes sent to transfer the state that layers keep besides parameters.
     late_ms: duration of the moves after the pause, digests included.
     late_wait_ms: how long the optimizer step had to wait for these moves.
-    pause_ms: duration of the pause of a late switch; None for any other.
-    certificate_ms: time spent on the digests and the census of both sides, excluding waits for other members.
+    pause_ms: duration of the pause of a late switch; None for any other switch.
+    certificate_ms: time spent on computing digests and checking where elements lie, excluding waits for other members.
     connections: the connections to the next world's members.
     """
 
     committed: bool = False
     is_rebuilt: bool = False
     is_uncertain: bool = False
-    """Whether the board was lost, so that this member rolled back while others may have committed."""
+    """Whether the outcome could not be read, so that this member rolled back while others may have committed."""
     reason: str = ""
     digest: str = ""
     kinds: tuple[str, ...] = ()
@@ -597,11 +626,11 @@ class Outcome:
     peak_memory: int = 0
     connections: Connections = field(default_factory=Connections)
     over_all: dict[str, Any] = field(default_factory=dict)
-    """Measurements over all members: sums of bytes kept, copied locally and sent; the maximum of all others."""
+    """Measurements over all members: for bytes kept, copied locally and sent, the sum; for all others, the maximum."""
     warnings: list[str] = field(default_factory=list)
 
     def measured(self) -> dict[str, Any]:
-        """Return this member's measurements, as a record for `over_all` with the names of `SwitchEvent`."""
+        """Return this member's measurements as a record. Its names are those of the fields of `SwitchEvent`."""
         now, late = self.stats or NO_MOVES, self.late_stats or NO_MOVES
         return {
             "bytes_kept": now.bytes_in_place + late.bytes_in_place,
@@ -625,7 +654,7 @@ class Outcome:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context manager that records the duration of its block as that of phase `name`."""
+        """Context manager that records the duration of its block as the duration of a phase."""
         begin = time.perf_counter()
         try:
             yield
@@ -633,9 +662,9 @@ class Outcome:
             self.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
 
     def acknowledge(self, session: Session) -> bool:
-        """Wait until all members have read the commit, and collect their measurements in `over_all`.
+        """Wait until all members have read the decision to commit, and collect their measurements in `over_all`.
 
-        Return whether all members have read it. A missing member only causes a warning, because the switch can no
+        Returns whether all members have read it. A missing member only causes a warning, because the switch can no
         longer be undone.
         """
         try:
@@ -646,5 +675,5 @@ class Outcome:
 
 
 def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge the measurements of two groups of members."""
+    """Merge the measurements of two groups of members: sums of some, the maximum of the others."""
     return {name: (mine + other[name]) if name in SUMS else max(mine, other[name]) for name, mine in one.items()}

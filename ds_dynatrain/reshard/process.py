@@ -1,4 +1,4 @@
-"""State that exists once in a process: its open engines, which of them has the turn, and its membership.
+"""State that exists once in a process: its open engines, which of them is being called, and its membership.
 
 An engine *has the turn* while a call of it runs. `torch.distributed`, DeepSpeed's modules, the random generators and
 the environment variables exist once in a process, but each engine has its own world and its own random streams. A
@@ -32,13 +32,14 @@ from ds_dynatrain.support import usage
 
 
 class Process:
-    """State of a process; its one instance is `PROCESS`.
+    """State of a process. There is one instance, `PROCESS`.
 
     engines: the open engines, in the order in which they were made.
-    sync_points: the sync points of the script.
+    sync_points: the points between steps at which members' scripts meet.
     membership: the membership that all engines share.
     is_joining: whether an engine is being created, which then has the process to itself.
-    early: the `engine.entry.Early` that `init_distributed` has made for `initialize` (its file imports this one).
+    early: the `engine.entry.Early` that `init_distributed` has made for `initialize`, or None. (It is not annotated,
+        because its file imports this one.)
     """
 
     def __init__(self) -> None:
@@ -48,14 +49,14 @@ class Process:
         self._forget()
 
     def _forget(self) -> None:
-        """Reset to the state of a process without an open engine."""
+        """Reset this object to the state of a process without an open engine."""
         self._engines: list[weakref.ref[EngineCore]] = []
         self.sync_points = SyncPoints(lambda: next(iter(self.engines), None), lambda: self.membership)
         self._now: EngineCore | None = None
         self._backward: AbstractContextManager[None] | None = None
 
     def begin(self) -> None:
-        """Begin `initialize`: drop engines whose process groups the script has destroyed."""
+        """Forget engines whose process groups the script has destroyed. Called at the beginning of `initialize`."""
         for engine in self.engines:
             if not is_known(engine.launch.group):
                 engine.own = None
@@ -64,13 +65,14 @@ class Process:
             self._forget()
 
     def found_early(self) -> Any:
-        """Return the `Early` that `init_distributed` has made; None if there is none or its group was destroyed."""
+        """Return the object that `init_distributed` has made for `initialize`; None if there is none or its process
+        group was destroyed."""
         group = td.group.WORLD if td.is_initialized() else None
         return self.early if self.early is not None and self.early.launch.group is group else None
 
     @property
     def membership(self) -> Membership:
-        """The membership that all engines share. Raises RuntimeError until the first engine is being created."""
+        """The membership that all engines share. Raises RuntimeError before the first engine is created."""
         if self._membership is None:
             raise RuntimeError("this process has come into no job yet: call initialize")
         return self._membership
@@ -93,7 +95,7 @@ class Process:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Context manager for creating an engine. Within it, process-wide state is as the launch left it.
+        """Context manager for creating an engine. Within its block, process-wide state is as the launcher left it.
 
         Raises UnsupportedError or ConfigError, the same on every process, if the open engines do not permit another
         one.
@@ -124,7 +126,7 @@ class Process:
         self._engines.append(weakref.ref(engine))
 
     def leave(self, engine: EngineCore) -> None:
-        """Remove an engine that has ended. If one engine remains, it gets the process to itself."""
+        """Remove an engine that has ended. If only one engine remains, it gets the process to itself."""
         kept = [(reference, reference()) for reference in self._engines]
         self._engines = [reference for reference, held in kept if held is not None and held is not engine]
         if not self._engines:
@@ -134,9 +136,9 @@ class Process:
             self._activate_between()
 
     def _settle(self) -> None:
-        """Give the process to the only engine, or save the state of each of several engines.
+        """If there is only one engine, install its state in the process; if there are several, save the state of each.
 
-        Does nothing in the middle of a call, since an engine may end at any point at which the garbage collector runs.
+        Does nothing in the middle of a call, because an engine may end whenever the garbage collector runs.
         """
         if self.is_joining or self._now is not None:
             return
@@ -152,14 +154,14 @@ class Process:
                 self._activate_between()
 
     def _activate_between(self) -> None:
-        """Install the process-wide state that applies between the calls of engines."""
+        """Install the process-wide state that applies between calls of engines."""
         self.membership.activate_between(self.engines[0])
 
     # ---- and take turns ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def turn(self, engine: EngineCore) -> Iterator[None]:
-        """Context manager for a call of an engine. Within it, process-wide state belongs to that engine."""
+        """Context manager for a call of an engine. Within its block, process-wide state belongs to that engine."""
         self._end_broken_backward()
         if not self.is_shared or self.is_joining or self._now is engine or engine.own is None:
             yield
@@ -181,10 +183,11 @@ class Process:
 
     @contextmanager
     def backward(self, engine: EngineCore) -> Iterator[None]:
-        """Context manager for the start of a backward pass. The engine keeps the turn until the pass ends.
+        """Context manager for the start of a backward pass. Process-wide state belongs to the engine until the pass
+        ends.
 
-        Raises UnsupportedError if the pass goes through a second engine as well: how DeepSpeed handles a parameter's
-        gradient depends on which engine has the turn, and autograd visits parameters in an order of its own.
+        Raises UnsupportedError if the pass also goes through a second engine: how DeepSpeed handles a parameter's
+        gradient depends on which engine is being called, and autograd visits parameters in an order of its own.
         """
         if not self.is_shared or self._now is engine:
             yield
@@ -207,7 +210,8 @@ class Process:
             turn.__exit__(None, None, None)
 
     def _end_broken_backward(self) -> None:
-        """End the turn of a backward pass that raised an error, because its callback is never called."""
+        """Release the process-wide state after a backward pass that raised an error, because its callback is never
+        called."""
         if self._backward is not None and torch._C._current_graph_task_id() == -1:
             self._end_backward()
 
@@ -222,7 +226,7 @@ def refuse_idle(layout: Layout, processes: int) -> None:
 
 
 def refuse_module_of_another(model: nn.Module, layout: Layout) -> None:
-    """Raise UnsupportedError if an open engine holds the model in ZeRO-3 and this layout has another stage."""
+    """Raise UnsupportedError if another engine holds this model in ZeRO-3 and the layout has another ZeRO stage."""
     mine = {id(parameter) for parameter in model.parameters()}
     for engine in PROCESS.engines:
         is_shared = any(id(parameter) in mine for parameter in engine.host.module.parameters())
@@ -232,14 +236,15 @@ def refuse_module_of_another(model: nn.Module, layout: Layout) -> None:
 
 
 def refuse_beside_plain(layout: Layout, processes: int) -> None:
-    """Raise UnsupportedError if a first layout leaves processes idle that a plain DeepSpeed engine needs."""
+    """Raise UnsupportedError if an engine's first layout leaves processes idle that a plain DeepSpeed engine needs."""
     if layout.world_size < processes:
         for plain in plain_engines():
             raise usage("a plain engine beside idle processes").error(_without_plain(plain, layout))
 
 
 def refuse_target(layout: Layout, present: Layout, processes: int) -> None:
-    """Raise SwitchRefused if a switch takes processes or groups from another engine, or from a plain DeepSpeed one."""
+    """Raise SwitchRefused if a switch would take processes or groups away from another engine, or from a plain
+    DeepSpeed engine."""
     if PROCESS.is_shared and layout.world_size < processes:
         raise usage("idle processes beside another engine").refused(_idle_in(layout, processes))
     if layout.world_size == present.world_size:

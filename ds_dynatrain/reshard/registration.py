@@ -1,4 +1,5 @@
-"""Registration of trained parameters and optimizer groups: their space, and how changes are recorded and applied."""
+"""Registration of the trained parameters and optimizer groups of a model, and how changes of them are recorded and
+applied."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def space_of(
 
     The rules come from DeepSpeed's own reading of the configuration.
 
-    tensors: the uncut tensors; by default the module's own, which must be uncut.
+    tensors: the logical tensors, not cut along any axis; by default those of the module, which must not be cut yet.
     """
     tensors = tensors or engine.host.model_map.tensors
     names, shaper = tuple(tensor.name for tensor in tensors), engine.host.shaper
@@ -39,20 +40,22 @@ def space_of(
 
 
 def catch_up(engine: EngineCore) -> None:
-    """Apply the registrations that working members have made since this member became idle. Called on idle members."""
+    """Apply the changes of trained parameters and groups that working members have made since this member became idle.
+    Called on idle members."""
     while (record := engine.control.read(f"registration/{len(engine.registered) + 1}")) is not None:
         repeat(engine, [record])
 
 
 def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
-    """Apply registrations of the job, in their order. Called on idle members."""
+    """Apply recorded changes of trained parameters and groups, in the order of the records. Called on idle members."""
     for record in records:
         Adoption(engine, Regrouping.from_json(record)).make()
         engine.registered.append(record)
 
 
 def note(engine: EngineCore, asked: Regrouping) -> None:
-    """Record a committed registration, and post it for idle members. They read it in `catch_up`."""
+    """Record a committed change of trained parameters and groups, and post it for idle members, which read it in
+    `catch_up`."""
     engine.registered.append(asked.to_json())
     engine.control.decide(f"registration/{len(engine.registered)}", asked.to_json())
 
@@ -60,7 +63,7 @@ def note(engine: EngineCore, asked: Regrouping) -> None:
 def registration_of(engine: EngineCore) -> Regrouping:
     """Return which parameters are trained and in which groups, in the form that a checkpoint stores.
 
-    The origin of a group is the number of the group of `initialize` that it comes from.
+    In the result, the origin of a group is the index of the group passed to `initialize` from which it descends.
     """
     model = engine.host.model_map
     groups = [NewGroup(first, False, names) for first, names in zip(_origins(engine), model.group_names, strict=True)]
@@ -69,10 +72,10 @@ def registration_of(engine: EngineCore) -> Regrouping:
 
 
 def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
-    """Return the registration that turns the current groups into those of a checkpoint.
+    """Return the change that turns the current parameter groups into those of a checkpoint.
 
-    Return None if the groups are the same, or if the checkpoint belongs to another model. Raises CheckpointError,
-    naming the parameter, if no registration can produce the checkpoint's groups.
+    Returns None if the groups are the same, or if the checkpoint belongs to another model. Raises CheckpointError,
+    naming the parameter, if no change can produce the checkpoint's groups.
     """
     model, present = engine.host.model_map, registration_of(engine)
     flags = {tensor.name: flag for tensor, flag in zip(model.tensors, model.requires_grad, strict=True)}
@@ -104,7 +107,7 @@ def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
 
 
 def _origins(engine: EngineCore) -> list[int]:
-    """Return, for each current group, the number of the group of `initialize` that it comes from."""
+    """Return, for each current group, the index of the group passed to `initialize` from which it descends."""
     origins: list[int] | None = None
     for record in engine.registered:
         step = Regrouping.from_json(record).origins
@@ -113,10 +116,10 @@ def _origins(engine: EngineCore) -> list[int]:
 
 
 class Adoption:
-    """Replacement of an engine's optimizer groups while its optimizer is detached; it can be undone.
+    """Replacement of an engine's optimizer groups while its optimizer is detached, in a way that can be undone.
 
-    The constructor saves the current groups: model and space, the optimizer's dictionaries with their contents, and the
-    scheduler's lists. It raises SwitchRefused for a scheduler of an unknown class.
+    The constructor saves the current groups: the model's tensors, the optimizer's dictionaries with their contents, and
+    the scheduler's lists. It raises SwitchRefused for a scheduler of an unknown class.
     """
 
     def __init__(self, engine: EngineCore, asked: Regrouping) -> None:
@@ -126,7 +129,7 @@ class Adoption:
         self._lists: Lists = lists_per_group(host.engine.lr_scheduler, len(self._groups))
 
     def make(self) -> None:
-        """Give the optimizer the new groups. A group that continues keeps its dictionary object.
+        """Replace the optimizer's groups. A group that continues keeps its dictionary object.
 
         `requires_grad` is also set on parameters that this member does not hold.
         """

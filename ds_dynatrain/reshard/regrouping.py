@@ -3,7 +3,7 @@
 All working members compare their requests. The change is then a restoration whose source is the state of these same
 members: each fills new buffers, attaches a new optimizer to them, and reports digests per tensor; the outcome is
 written once. A failure before the outcome is written restores the old optimizer with the old buffers. Idle members read
-the record when they are called to work (`registration.catch_up`).
+the record of the change when they join training (`registration.catch_up`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from ds_dynatrain.transfer import digest
 def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
     """Apply the change that `DynatrainEngine.update_param_groups` requests; return whether anything has changed.
 
-    Raises SwitchRefused, or SwitchFailed if the change failed; it is then applied on no member.
+    Raises SwitchRefused if the change is not possible, and SwitchFailed if it failed. In both cases no member is
+    changed.
 
     place: name of the point in training at which the script makes the request; the same on all members.
-    is_open: a description of what prevents the change on this member; "" if nothing does.
+    is_open: a description of what prevents the change on this member, such as an unfinished batch; "" if nothing does.
     """
     host = engine.host
     key = f"register/{place}"
@@ -90,7 +91,7 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
 
 
 def _asked(engine: EngineCore, wanted: RegroupRequest) -> Regrouping | None:
-    """Return the groups to register, or None if they are registered already.
+    """Return the parameter groups to register; None if they are the current ones.
 
     Raises SwitchRefused if these groups cannot be registered.
     """
@@ -104,10 +105,10 @@ def _asked(engine: EngineCore, wanted: RegroupRequest) -> Regrouping | None:
 
 
 def _has_begun(engine: EngineCore) -> bool:
-    """Return whether the optimizer holds a state for any parameter, on this member or on others.
+    """Return whether the optimizer has a state for any parameter, on this member or on others.
 
-    A member that holds no part of a tensor that the optimizer treats whole has no state itself, so the number of steps
-    counts too.
+    An optimizer that does not split tensors may have no state on this member although others have some. The number of
+    steps is therefore considered as well.
     """
     optimizer = engine.host.basic_optimizer
     stepped = bool(rule_of(optimizer).whole_tensors) and engine.global_steps > 0
@@ -115,7 +116,8 @@ def _has_begun(engine: EngineCore) -> bool:
 
 
 def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
-    """Return the combined request of all members, each of which decides on the parameters that it holds.
+    """Combine this member's request with those of all other members, because a member can name only the parameters that
+    it holds.
 
     Raises SwitchRefused if members that hold the same parameter disagree on it, if they give different numbers of
     groups, or (on all members) if one member does not make the request within the timeout.
@@ -153,7 +155,7 @@ def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
 def _joined_wishes(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Merge the requests of two members.
 
-    If both hold a parameter, the first request is used; the other member detects a difference itself.
+    If both name a parameter, the first member's value is used. The other member detects the difference itself.
     """
     pairs = zip_longest(one["groups"], other["groups"], fillvalue=())
     return {
@@ -164,7 +166,8 @@ def _joined_wishes(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
 
 
 class FromGroups(StateSource):
-    """A state source: the state of the same members in the same layout, with other parameter groups."""
+    """Source of a state for a change of parameter groups: the state that the same members hold now, in the same
+    layout."""
 
     compared = ("counters", "windows", "epoch", "scalars", "scaling", "loaders")
     is_proved_at_the_end = True
@@ -185,7 +188,7 @@ class FromGroups(StateSource):
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """State kinds of the new groups, including moments that only newly added groups need."""
+        """State kinds of the new groups. They include moments that no group needed before."""
         known = {kind.name for kind in self._old.kinds}
         return tuple(
             kind
@@ -197,7 +200,8 @@ class FromGroups(StateSource):
         return {kind: memory[kind] for kind in self.kinds}
 
     def fill(self, rank: int, buffers: Buffers) -> None:
-        """Fill the new buffers. Moments of newly trained tensors stay zero; their masters are cast from the weights."""
+        """Fill the new buffers. Moments of newly trained tensors stay zero, and their masters are cast from the
+        weights."""
         vps, old, layout, was_held = self._engine.vps, self._old, self._layout, self._held
         weights = pieces_by_tensor(old, layout, rank, WEIGHT)
         masters = pieces_by_tensor(vps, layout, rank, MASTER, owned=True) if MASTER in self.kinds else {}
@@ -218,7 +222,8 @@ class FromGroups(StateSource):
                     self._masters[[number]] += np.uint64(digest(values, start))
 
     def _tensors(self, kind: str) -> Iterator[tuple[int, int, bool]]:
-        """Yield (new number, old number, whether its values are new ones) of each tensor that has a state kind."""
+        """Yield, for each tensor that has a state kind, its new index, its old index, and whether its values in this
+        kind are newly created."""
         vps, old = self._engine.vps, self._old
         for number, tensor in enumerate(vps.tensors):
             if (tensor.trainable or kind == WEIGHT) and vps.kind(kind).is_of(tensor.group):
@@ -226,10 +231,14 @@ class FromGroups(StateSource):
                 yield number, before, kind != WEIGHT and not old.tensors[before].trainable
 
     def _value(self, kind: str, number: int, rows: Sequence[Place]) -> tuple[int, torch.Tensor]:
-        """Return (first index, elements) of a tensor, with zeros for elements that no rank of its ZeRO group holds.
+        """Return the elements of one tensor in one state kind, and the index of the first of them. Elements that no
+        rank of the ZeRO group holds are zero.
 
-        Under stage 3 the elements are this rank's own part, which does not change. Under other stages they are all
-        elements, gathered from the ranks among which ZeRO divides the tensor.
+        Under stage 3 the result contains only the part that this rank holds, which does not change. Under other stages
+        it contains all elements, gathered from the ranks among which ZeRO divides the tensor.
+
+        number: the index of the tensor.
+        rows: the parts of the tensor that this rank holds.
         """
         vps, buffers = self._old, self._before.buffers
         tensor, is_cut = vps.tensors[number], self._layout.zero_stage == 3
@@ -246,7 +255,8 @@ class FromGroups(StateSource):
         return first, value
 
     def shared(self) -> dict[str, Any]:
-        """Return the shared extra state; newly trained tensors get the step counts of a new optimizer's state."""
+        """Return the extra state that is equal on all members. Newly trained tensors get the step counts of a new
+        optimizer's state."""
         old, optimizer, model = self._old, self._engine.host.basic_optimizer, self._engine.host.model_map
         scalars: dict[str, dict[str, float]] = {}
         for number, tensor in enumerate(model.tensors[: model.trainable]):
@@ -262,7 +272,7 @@ class FromGroups(StateSource):
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
         """Return the digest of the whole state, after proving that all its tensors are unchanged on all members.
 
-        Raises CertificateError unless each tensor has the digest that it had before, per state kind. Newly trained
+        Raises CertificateError unless each tensor has the same digest as before, in each state kind. Newly trained
         tensors must have zero moments, and masters that equal their weights.
         """
         new, old, layout, session = self._engine.vps, self._old, self._layout, self._session

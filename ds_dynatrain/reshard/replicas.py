@@ -1,10 +1,11 @@
-"""Replicas that have drifted apart: whole tensors whose values several stages or tensor ranks each compute themselves.
+"""Replicas that have drifted apart: whole tensors that several pipeline stages or tensor ranks each compute for
+themselves.
 
 Norms under tensor parallelism and tied weights are equal because each rank computes the same values, not because they
 communicate. On accelerators, their last digits may therefore differ. If digests differ before the moves, every holder
 receives the values of the tensor's owner and compares them with its own. If all differences are within the tolerance,
-all holders take the owner's values before anything is read; otherwise the switch fails. Copies along the data axis are
-equal by a reduction, and are not handled here.
+all holders adopt the owner's values before anything is read; otherwise the switch fails. Copies along the data axis are
+equal because gradients are reduced over them, and are not handled here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ The difference is a fraction of the owner's largest value.
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Parts of tensors that rank `holder` has and rank `owner` owns: elements [start[i], stop[i]) of tensor[i]."""
+    """Parts of tensors that rank `holder` has a replica of and rank `owner` owns: elements [start[i], stop[i]) of
+    tensor[i]."""
 
     kind: str
     holder: int
@@ -49,24 +51,30 @@ class Parts:
 
 @dataclass
 class Settlement:
-    """The changes made to drifted replicas on one rank.
+    """Record of how one rank's drifted replicas were overwritten with the values of their owners.
 
-    before: pairs (memory, its earlier values).
-    distances: see `Distances`.
+    before: pairs of overwritten memory and its earlier values.
+    distances: how far the replicas were from their owners' values; see `Distances`.
     """
 
     before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     distances: Distances = field(default_factory=dict)
 
     def take(self, kind: str, name: str, held: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite a part of this rank's tensor with its owner's values, and save the old values."""
+        """Overwrite a part of this rank's replica with the owner's values, and save the old values.
+
+        kind: the state kind.
+        name: the name of the tensor.
+        held: the memory of this part.
+        values: the owner's values.
+        """
         own, of_kind = held.clone(), self.distances.setdefault(kind, {})
         self.before.append((held, own))
         of_kind[name] = max(of_kind.get(name, 0.0), distance(own, values))
         held.copy_(values)
 
     def undo(self) -> None:
-        """Restore this rank's own values, in reverse order, because two kinds may share memory."""
+        """Restore this rank's own values. The order is reversed, because two state kinds may share memory."""
         while self.before:
             held, own = self.before.pop()
             held.copy_(own)
@@ -80,10 +88,10 @@ class Settlement:
         transport: Transport,
         seconds: float,
     ) -> None:
-        """Give every holder the owner's values of the tensors that drifted. Called on each rank of the current layout.
+        """Overwrite drifted replicas with their owners' values. Called on each rank of the current layout.
 
-        buffers: this rank's buffers, which are overwritten.
-        drifting: state kind -> tensor numbers, the same on all ranks.
+        buffers: this rank's buffers.
+        drifting: for each state kind, the numbers of the tensors that drifted; the same on all ranks.
         seconds: the timeout, after which this raises the transport's error.
         """
         deadline = time.monotonic() + seconds
@@ -107,7 +115,7 @@ class Settlement:
 
 
 def furthest(one: Distances, other: Distances) -> Distances:
-    """Merge the distances of two groups of ranks: the larger one for each tensor."""
+    """Merge the distances measured by two groups of ranks: take the larger one for each tensor."""
     kinds = {kind: (one.get(kind, {}), other.get(kind, {})) for kind in {**one, **other}}
     return {
         kind: {name: max(mine.get(name, 0.0), theirs.get(name, 0.0)) for name in {**mine, **theirs}}
@@ -116,13 +124,13 @@ def furthest(one: Distances, other: Distances) -> Distances:
 
 
 def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtype]) -> str:
-    """Return a warning about replicas that were set to their owners' values.
+    """Return a warning that replicas have drifted apart and were set to their owners' values.
 
-    Raises CertificateError if a replica was too far off.
+    Raises CertificateError if a replica has drifted by more than the tolerance.
 
-    distances: the largest over all ranks.
-    types: the element type of each kind. Values of a low-precision kind may differ by one rounding step of its type,
-    because masters within the tolerance may be cast to neighboring values.
+    distances: for each tensor, the largest distance over all ranks.
+    types: the dtype of each state kind. Values of a low-precision kind may differ by one rounding step of its dtype,
+        because masters within the tolerance may be cast to neighboring values.
     """
     far_of = {(kind, name): far for kind, found in distances.items() for name, far in found.items()}
     for (kind, name), far in far_of.items():
@@ -142,9 +150,10 @@ def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtyp
 
 
 def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
-    """Return the largest difference, as a fraction of the owner's largest value.
+    """Return the largest difference between a replica and its owner's values, as a fraction of the owner's largest
+    absolute value.
 
-    The result is infinite if a value is not finite, and huge if all of the owner's values are 0 and this rank's are
+    The result is infinite if a value is not finite, and huge if all of the owner's values are 0 but the replica's are
     not.
     """
     if torch.equal(own, owners):
@@ -154,7 +163,7 @@ def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
 
 
 def _exchanged(vps: VirtualParameterSpace, kind: str, tensors: list[int]) -> Iterator[Parts]:
-    """Yield all parts of drifted replicas that one rank holds and another one owns, in the same order on all ranks."""
+    """Yield all parts of drifted tensors that one rank holds and another one owns, in the same order on all ranks."""
     for holder in range(vps.layout.world_size):
         number, held = vps.split_by_tensor(vps.holding(vps.layout, holder, kind))
         wanted = np.flatnonzero(np.isin(number, tensors))
@@ -167,7 +176,7 @@ def _exchanged(vps: VirtualParameterSpace, kind: str, tensors: list[int]) -> Ite
 def _views(
     vps: VirtualParameterSpace, parts: Parts, rank: int, buffers: Buffers
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """Return (tensor number of each piece, its memory on the rank), for all pieces of the parts in order."""
+    """Return the memory on a rank of all parts, piece by piece, and the tensor number of each piece."""
     sharding = vps.sharding(vps.layout, parts.kind)
     places = sharding.place(parts.start, parts.stop, np.full(len(parts.start), rank))
     row, low, high, buffer, offset, _ = (column.tolist() for column in places)

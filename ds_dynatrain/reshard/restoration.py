@@ -1,4 +1,5 @@
-"""Restoration of a state into surviving processes: new buffers, proof of their contents, a rebuilt engine, and a vote.
+"""Restoration of a state into surviving processes: fill new buffers, prove their contents, rebuild the engine, and
+vote.
 
 The state comes from a `StateSource`: a checkpoint, copies that members keep of each other, or the same members under
 other parameter groups (`regrouping`).
@@ -32,12 +33,12 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace, row_of
 
 @dataclass(frozen=True)
 class Restored:
-    """The state from which training continues.
+    """A checkpoint from which training continues.
 
     path: the folder of the checkpoint.
     step: the number of optimizer steps that had been completed when it was saved.
-    client_state: what the user passed to DeepSpeed's `save_checkpoint`, with DeepSpeed's additions; empty for a
-    checkpoint of this package.
+    client_state: the dictionary that the user passed to DeepSpeed's `save_checkpoint`, with DeepSpeed's additions;
+        empty for a checkpoint of this package.
     kinds: the state kinds that were saved.
     digest: the digest of the whole state, as in the certificate of a switch.
     """
@@ -51,16 +52,16 @@ class Restored:
 
 @dataclass(frozen=True)
 class Goal:
-    """The layout and world to restore into, and the keys on the board for it.
+    """The layout and world into which a state is restored, and the keys under which the members communicate meanwhile.
 
     members: the member at each rank.
     world: the process groups.
-    key: the key of the session.
+    key: the key prefix of the members' messages.
     record: the key of the outcome.
-    begins_anew: whether an engine without state starts the way it does after a failure; false in the middle of a
-    switch.
-    what: the name of the call, for errors.
-    is_patient: see `Session`.
+    begins_anew: whether an engine that held no state starts as it does after a failure; false in the middle of a
+        switch.
+    what: the name of the operation, for errors.
+    is_patient: whether members are waited for as long as they are alive (see `Session`).
     """
 
     layout: Layout
@@ -73,20 +74,20 @@ class Goal:
     is_patient: bool = True
 
     def session(self, board: Control) -> Session:
-        """Return the session of all members of the goal."""
+        """Return a session for the joint steps of all members that take part in the restoration."""
         return Session(board, self.key, self.members, self.what, record=self.record, is_patient=self.is_patient)
 
 
 class StateSource:
-    """A source of a whole state, as one member of a goal reads it.
+    """Base class of sources from which a whole state can be restored, as read by one member.
 
     kinds: state kinds that the source has.
     client_state: see `Restored`.
-    compared: keys of the shared extra state that must have the same values in the engine after the load.
-    is_proved_at_the_end: whether `prove` checks the buffers of the rebuilt engine, not the new buffers before the
-    rebuild.
+    compared: keys of the extra state that must have the same values in the engine after the restoration.
+    is_proved_at_the_end: whether `prove` checks the buffers of the rebuilt engine; if not, it checks the new buffers
+        before the engine is rebuilt.
 
-    The engine first adopts the groups of `regrouping`. After that `memory` is called first and `prove` last.
+    The engine first adopts the parameter groups of `regrouping`. After that `memory` is called first and `prove` last.
     """
 
     compared: Sequence[str] = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
@@ -96,7 +97,7 @@ class StateSource:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close nothing by default."""
+        """Do nothing by default; sources that keep files open override this method to close them."""
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -112,7 +113,9 @@ class StateSource:
         return None
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
-        """Return a map from each state kind that the engine will have to the element type and place of its buffers.
+        """Return the dtype and device of the buffers of each state kind that the engine will have.
+
+        memory: the same for the kinds that the engine can have in this layout.
 
         Raises CheckpointError if the source belongs to another model or optimizer.
         """
@@ -127,14 +130,14 @@ class StateSource:
         raise NotImplementedError
 
     def rest(self, rank: int) -> dict[str, Any] | None:
-        """Return a rank's extra state that is not shared, such as module buffers and user objects.
+        """Return a rank's extra state that may differ between ranks, such as module buffers and user objects.
 
-        Return None if the rank keeps its own extra state and random streams.
+        Returns None if the rank keeps its own extra state and random streams.
         """
         return None
 
     def streams(self, rank: int) -> streams.Streams:
-        """Return the random streams for a rank."""
+        """Return the random streams (states of the random generators) for a rank."""
         return streams.capture()
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
@@ -142,7 +145,7 @@ class StateSource:
 
         kinds: state kinds that have buffers.
 
-        Raises CheckpointDamaged or CertificateError, naming tensor and kind, if members hold anything else.
+        Raises CheckpointDamaged or CertificateError, naming tensor and kind, if members hold any other state.
         """
         raise NotImplementedError
 
@@ -152,7 +155,7 @@ Opener = Callable[[], AbstractContextManager[StateSource]]
 
 
 class Restoration:
-    """The restoration of a state on one member; all members of the goal restore it or none does.
+    """The restoration of a state on one member. Either all members that take part restore it or none does.
 
     where: the name of the source, for messages.
     old: the state to return to after a failure; None if this member holds none.
@@ -178,7 +181,8 @@ class Restoration:
         self.swap = Swap(engine)
 
     def run(self) -> None:
-        """Restore the state on all members, or raise CheckpointError with the reason and restore it on none."""
+        """Restore the state on all members. If this fails, no member is changed, and CheckpointError with the reason is
+        raised."""
         decision = self.vote()
         if decision.commit:
             return
@@ -188,7 +192,8 @@ class Restoration:
         raise decision.checkpoint_error(f"{what}{where}{decision.reason}{end}")
 
     def vote(self) -> VoteResult:
-        """Restore the state; commit or undo the restoration as all members decide; return their decision."""
+        """Restore the state and vote on the result. Commit or undo the restoration as all members decide, and return
+        their decision."""
         try:
             decision = self.session.vote(self._carry_out)
         except OutcomeUnknown:
@@ -214,7 +219,8 @@ class Restoration:
         self._verify_carry(source)
 
     def _register(self, source: StateSource) -> None:
-        """Register the parameters and groups of the source, if they change. This detaches the optimizer."""
+        """Adopt the source's trained parameters and groups if they differ from the current ones. This detaches the
+        optimizer."""
         engine = self.engine
         self.registered = source.regrouping
         if self.registered is None:
@@ -297,13 +303,14 @@ class Restoration:
         forget_running_products(engine.host.basic_optimizer)
 
     def _undo(self) -> None:
-        """Return to the old state, or to the state of an idle member if there is none."""
+        """Return the engine to the state that it had before the restoration; a member that had none becomes idle
+        again."""
         self.swap.undo()
         self.buffers = {}
 
 
 def let_go(engine: EngineCore) -> None:
-    """Make an engine idle without communicating; its state is lost."""
+    """Make an engine idle without communicating with other members; this member's state is lost."""
     engine.close_loaders()
     engine.release_old_state()
     if engine.world is not None:

@@ -1,10 +1,10 @@
-"""Random streams: the states of random generators, which belong to a position in the layout and move with it.
+"""Random streams: the states of random generators. They belong to a position in the layout and move with it.
 
-A position that continues keeps its streams, whichever member holds it; the streams of a position that disappears are
-dropped. A new data index or pipeline stage gets streams seeded from (job seed, name, index, stage, generation). Any
-other new position of a data index that continues gets a copy of the streams of its position 0: tensor ranks that
-compute the same values must draw the same numbers, or their replicas diverge. Only streams that are meant to differ
-between tensor ranks (those of DeepSpeed's tracker) are newly seeded there, also from the tensor index.
+A position that exists before and after a switch keeps its streams, whichever member holds it; the streams of a position
+that disappears are dropped. A new data index or pipeline stage gets streams seeded from (job seed, name, index, stage,
+generation). Any other new position of a data index that continues gets a copy of the streams of its position 0: tensor
+ranks that compute the same values must draw the same numbers, or their replicas diverge. Only streams that are meant to
+differ between tensor ranks (those of DeepSpeed's tracker) are newly seeded there, also from the tensor index.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ds_dynatrain.space.leaves import leaf_seed, seed_of
 
 
 def origin(source: Layout, target: Layout, rank: int) -> int | None:
-    """Return the rank of `source` whose streams a rank of `target` continues; None if its data index or stage is new.
+    """Return the rank of the layout `source` from which a rank of the layout `target` takes its random streams; None if
+    its data index or stage is new.
 
     The result is the rank at the same position; an index that is new on any other axis counts as 0.
     """
@@ -42,13 +43,13 @@ def origin(source: Layout, target: Layout, rank: int) -> int | None:
 def continued(
     source: Layout, target: Layout, rank: int, job_seed: int, generation: int, of_rank: Callable[[int], Streams]
 ) -> Streams:
-    """Return the streams of a rank of `target`, given those of each rank of `source`.
+    """Return the random streams for a rank of the new layout `target`.
 
-    A new tensor index gets the streams of index 0, except for streams that differ between tensor ranks, which are newly
-    seeded.
+    A new tensor index gets the streams of index 0, except for streams that must differ between tensor ranks, which are
+    newly seeded.
 
-    generation: the generation number of the target.
-    of_rank: returns the streams of a rank of `source`.
+    generation: the number of the new world.
+    of_rank: returns the streams of a rank of the old layout `source`.
     """
     place, known = target.coordinate(rank), origin(source, target, rank)
     if known is None:
@@ -64,7 +65,8 @@ def continued(
 
 
 def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
-    """Return newly seeded streams for a position whose data index or pipeline stage is new; no generator is changed.
+    """Return newly seeded random streams for a position whose data index or pipeline stage is new. The process's own
+    generators are left unchanged.
 
     place: the index of the position on each axis; only data, pipe and tensor are used.
     """
@@ -77,16 +79,17 @@ def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
 
 
 def begin_leaf(job_seed: int, step: int, leaf: int, layer: int | None = None) -> None:
-    """Set all generators to their states at the start of a leaf (a micro-batch of fixed size), the same on every rank.
+    """Seed all random generators for the start of a leaf (a micro-batch of fixed size) in the same way on every rank.
 
-    layer: the layer of a pipeline before which the generators are set again; None at the start of the leaf.
+    leaf: the number of the leaf in its global batch.
+    layer: the layer of a pipeline before which the generators are seeded again; None at the start of the leaf.
     """
     place = 0 if layer is None else layer + 1
     _seed_all(lambda name: leaf_seed(job_seed, name, step, leaf, place))
 
 
 def _seed_all(seed: Callable[[str], int]) -> None:
-    """Seed every generator.
+    """Seed every random generator of the process.
 
     seed: returns the seed for the name of a generator.
     """

@@ -1,7 +1,7 @@
 """Detaching an engine's optimizer from one set of buffers and attaching it to another, in a way that can be undone.
 
 Each step registers its undo function before it starts, so that a step that fails halfway is undone as well. The census
-checks that every state element lies where the layout predicts, by what DeepSpeed reports about its buffers.
+checks that every state element lies where the layout predicts, using the locations that DeepSpeed reports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 @dataclass(frozen=True)
 class Before:
-    """State of a working engine before a change, to which it returns if the change fails.
+    """State of a working engine before a change, to which the engine returns if the change fails.
 
     shared: the extra state that is equal on all members.
     rest: the other extra state, if the change replaces it; else None.
@@ -54,7 +54,8 @@ class Before:
 
 
 class Swap:
-    """A change of an engine's memory, by the methods `off`, `into` and `over`, in this order.
+    """A change of an engine's memory, made by the methods `off`, `into` and `over`, in this order, and undone by
+    `undo`.
 
     A member without state before or after the change leaves some of these calls out. `undo` also restores the random
     streams as they were when this object was made.
@@ -71,14 +72,14 @@ class Swap:
         self.on_undo(streams.restore, self.streams)
 
     def off(self, before: Before) -> None:
-        """Detach the optimizer, unless it is detached already."""
+        """Detach the optimizer from its buffers, unless it is detached already."""
         if not self.has_begun:
             self.has_begun = True
             self.on_undo(self._back, before)
             self._engine.host.detach()
 
     def into(self, world: World) -> None:
-        """Enter a world. For a member that had no world, `undo` returns it to the group that it uses while idle."""
+        """Enter a world. If this member was idle, `undo` returns it to the process group that it uses while idle."""
         if not self.has_begun:
             self.has_begun = True
             self.on_undo(self._leave)
@@ -94,8 +95,9 @@ class Swap:
         scalars: Scalars,
         made: Made | None = None,
     ) -> None:
-        """Give the module the shape that it has on a rank, and attach the optimizer to `buffers`.
+        """Rebuild the module for a rank of a layout, and attach the optimizer to `buffers`.
 
+        scalars: the values that the optimizer keeps per parameter, such as step counts.
         made: children for the module that were built ahead of time; None to build them now.
         """
         engine = self._engine
@@ -125,7 +127,8 @@ Row = tuple[str, int, int, int, int]
 
 
 def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
-    """Raise CensusError unless every element is where the layout predicts, on the predicted device.
+    """Raise CensusError unless every element of the state is at the location that the layout predicts, on the predicted
+    device.
 
     The error names the tensor and both locations.
 

@@ -80,9 +80,10 @@ from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transpor
 
 
 def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str, carry: Any = None) -> Any:
-    """Wait until all members are prepared and have reached the same boundary; return the carry of rank 0.
+    """Wait until all members are prepared and have reached the step of the switch; return a record from rank 0.
 
-    carry: on rank 0, a record for all other members.
+    place: the loader whose batches this member is reading.
+    carry: on rank 0, the record for all other members.
 
     Raises SwitchFailed if a member could not be prepared.
     """
@@ -93,10 +94,11 @@ def meet(session: Session, engine: EngineCore, preparation: Preparation, place: 
 
 
 def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:
-    """Return a working member's state, after checking that no global batch is open and every element is in its place.
+    """Check that a working member is between two global batches and that every element is where the layout predicts.
+    Return the member's state.
 
-    Raises SwitchRefused if a global batch is open or the registered parameters have changed, and CensusError if an
-    element is not where the layout predicts it.
+    Raises SwitchRefused if a global batch is unfinished or the registered parameters have changed, and CensusError if
+    an element is elsewhere.
     """
     refuse_at_boundary(engine.host)
     refuse_changes(engine.host)
@@ -108,7 +110,7 @@ def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -
 
 
 def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
-    """Return a warning if parameters without a gradient are updated differently before and after the switch.
+    """Return a warning if the switch changes how parameters without a gradient are updated; [] if it does not.
 
     ZeRO-3, and CPU offload in stages 1 to 3, update such a parameter with its last gradient; other stages do not.
     """
@@ -127,12 +129,13 @@ def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
 
 
 def connect(preparation: Preparation, old_world: World | None, session: Session) -> None:
-    """Connect the next world's groups over the accelerator, while all members wait and no device work is in progress.
+    """Connect the next world's process groups over the accelerator, while all members wait and no device work is in
+    progress.
 
     Called on all members of either world. Does nothing without an accelerator, or if the groups are connected already.
 
     Raises MemberMissing if a member does not arrive, and RuntimeError if connecting does not succeed within the
-    timeout. Connections made so far are closed together with the preparation.
+    timeout. In that case, connections made so far are closed together with the preparation.
     """
     world = preparation.world
     if not is_accelerated() or world is None or preparation.connections is not None:
@@ -143,10 +146,10 @@ def connect(preparation: Preparation, old_world: World | None, session: Session)
 
 
 def connect_ahead(preparation: Preparation, old_world: World | None) -> VoteResult:
-    """Connect the next world's groups at an earlier boundary than that of the switch; return all members' decision.
+    """Connect the next world's process groups some steps before the switch; return the decision of all members.
 
-    If the decision is a no, the switch cannot happen; members have changed nothing else. Raises OutcomeUnknown if the
-    board is lost.
+    If the decision is negative, the switch cannot take place, and members have changed nothing else. Raises
+    OutcomeUnknown if the members' key-value store is lost.
     """
     board, proposal = preparation.board, preparation.proposal
     what = f"connecting for the switch to {proposal.layout}"
@@ -170,11 +173,12 @@ POLL_SECONDS = 0.02
 class Transaction:
     """A switch on one member; see the docstring of the module. Every member of the old or new world makes one.
 
-    Call `vote` at a boundary, and then `conclude`. For a late switch call `enter` at a boundary, and then `settle`
-    before the next optimizer step.
+    Call `vote` between two steps, and then `conclude`. For a late switch (optimizer state moves during the next global
+    batch) call `enter` between two steps, and then `settle` before the next optimizer step.
 
+    place: the loader whose batches this member is reading.
     is_part: whether this is one of several engines in the process, for which the caller makes one decision.
-    interrupt: an exception to raise after `conclude`.
+    interrupt: an exception to raise after `conclude`; None if there is none.
     begin: the start of the switch, from `time.perf_counter()`.
     was: layout and members before the switch.
     source_rank: this member's rank before the switch; None if it has none.
@@ -223,7 +227,7 @@ class Transaction:
     def _session(
         self, key: str, record: str | None = None, members: tuple[int, ...] = (), is_patient: bool = False
     ) -> Session:
-        """Return a session of the given members; by default, of all members of the old and the new world."""
+        """Return a session for joint steps of some members; by default, of all members of the old and the new world."""
         what, stop = f"switch to {self.proposal.layout}", self.preparation.stop
         members = members or self.proposal.union
         return Session(self.control, key, members, what, record=record, is_patient=is_patient, stop=stop)
@@ -231,7 +235,8 @@ class Transaction:
     # ---- from the vote to the end --------------------------------------------------------------------------------
 
     def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
-        """Do everything that can fail, and return the decision of all members; a failure on one member is a no for all.
+        """Do everything that can fail, and return the decision of all members. A failure on one member rolls the switch
+        back on all.
 
         work: does everything that can fail and returns this member's report; by default `_carry_out`.
         """
@@ -250,7 +255,8 @@ class Transaction:
         return decision
 
     def conclude(self, decision: VoteResult) -> None:
-        """Commit or roll back, as decided. Called without `vote` if another engine failed before it."""
+        """Commit or roll back, as decided. Also called without `vote` if another engine of the process has failed
+        earlier."""
         self.outcome.committed, self.outcome.reason = decision.commit, decision.reason
         self.outcome.digest = self.digest if decision.commit else ""
         self.outcome.is_rebuilt = self.swap.has_begun
@@ -258,7 +264,7 @@ class Transaction:
             self._commit() if decision.commit else self._roll_back()
 
     def _carry_out(self) -> dict[str, Any]:
-        """Run all phases before the vote; return this member's report."""
+        """Run all phases of the switch that come before the vote; return this member's report."""
         phase = self.outcome.phase
         with phase("drain"):
             self._drain()
@@ -283,7 +289,7 @@ class Transaction:
     def _drain(self) -> None:
         """Check that no work is in progress; record this member's state, and post its random streams.
 
-        Rank 0 also makes the carry (extra state that is no tensor), which all get at the meeting.
+        Rank 0 also prepares the extra state that all members get from it when they meet.
         """
         engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
         if rank is None:
@@ -301,7 +307,8 @@ class Transaction:
             self.carried = {"shared": encode(self.before.shared, None), "kinds": kinds}
 
     def _meet(self) -> None:
-        """Wait until all members are prepared and have reached one boundary; take rank 0's carry."""
+        """Wait until all members are prepared and have reached the step of the switch, and get the extra state from
+        rank 0."""
         record = meet(self.session, self.engine, self.preparation, self.place, self.carried)
         if self.old_world is not None and self.old_world.has_gate:
             self._settle_results()
@@ -315,27 +322,28 @@ class Transaction:
             self.target = self.preparation.target(self.target_rank, self.source, self.kinds)
 
     def _settle_results(self) -> None:
-        """Make sure that all members of the source have the results of the last step's collectives.
+        """Make sure that all members of the old world have the results of the last step's collectives.
 
-        Called only if a member's death may abort collectives on an accelerator. After this call, a death in this switch
-        casts no doubt on those results. If the world has already lost a member, none of the remaining members is in
-        doubt.
+        Called only if a member's death may abort collectives on an accelerator. After this call, a death during the
+        switch can no longer make those results doubtful. Does nothing if no member has doubts, as in a world that has
+        already lost a member.
         """
         among = self._among_sources()
         if among.reduce("doubts", self.engine.is_in_doubt, or_):
             self.engine.agree(lambda number: among.reduce(f"results/{number}", number, max))
 
     def _among_sources(self) -> Session:
-        """Return a session of only the members of the old world, for a step between two phases."""
+        """Return a session for a joint step of only the members of the old world."""
         return self._session(f"{self.session.key}/source", self.session.record, self.proposal.source_members)
 
     def _digest(
         self, side: str, held: Buffers, kinds: tuple[str, ...], share: SideDigests | None = None
     ) -> SideDigests:
-        """Compute digests of this member's buffers on one side; return the share of the reused buffers in these
-        digests.
+        """Compute and store the digests of this member's buffers before or after the switch. Return the part of them
+        that covers buffers which the next layout reuses.
 
-        share: that share, if it was computed before.
+        side: "source" or "target".
+        share: this part, if it was computed before.
         """
         layout, members, rank = self.sides[side]
         if rank is None:
@@ -347,7 +355,8 @@ class Transaction:
         return share
 
     def _settle_replicas(self, rank: int) -> None:
-        """Overwrite drifted replicas of a tensor with its owner's values, before anything reads them."""
+        """If replicas of a tensor have drifted apart, overwrite them with the values of the tensor's owner, before any
+        of them is read."""
         vps, session = self.engine.vps, self._among_sources()
         drifting = differing(session, "drifting", vps, vps.layout, rank, self.digests["source"], "source")
         if not drifting:
@@ -382,7 +391,7 @@ class Transaction:
         self.outcome.connections = self.preparation.connections or self.outcome.connections
 
     def _move(self) -> None:
-        """Fill the new buffers; send module buffers, user objects and layer states to members that lack them."""
+        """Fill the new buffers; send module buffers, user objects and layers' states to members that lack them."""
         transport, seconds = self.preparation.ways.transport(self.preparation.world), self.control.timeout_seconds
         link = None if self.preparation.ways.batching is None else self._link()
         self.outcome.cost = self.preparation.cost(self.kinds)
@@ -394,7 +403,7 @@ class Transaction:
         return execute(plan, self.source, self.target, transport, self.control.timeout_seconds, link)
 
     def _link(self) -> DeviceLink | None:
-        """Return the link between accelerators, or None if there is none.
+        """Return the link that sends messages between accelerators; None if there is none.
 
         Raises SwitchFailed if the link uses a communicator of the old world and another member has already given up the
         switch.
@@ -406,7 +415,8 @@ class Transaction:
         return link
 
     def _decides(self, begins: bool) -> bool:
-        """Return whether moves over a communicator of the old world may begin; the first caller decides for all."""
+        """Decide whether moves over a communicator of the old world may begin. The first member that calls this decides
+        for all; return that decision."""
         return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
 
     def _carry(self) -> None:
@@ -425,7 +435,8 @@ class Transaction:
         streams.restore(self.new_streams)
 
     def _streams_of(self, rank: int) -> streams.Streams:
-        """Return the random streams of a rank of the old world. Raises CertificateError if they arrived altered."""
+        """Return the random streams of a rank of the old world. Raises CertificateError if they were altered on the
+        way."""
         if rank == self.source_rank:
             return self.swap.streams
         record = self.control.value(f"stream/{self.proposal.generation}/{rank}")
@@ -438,7 +449,8 @@ class Transaction:
         return found
 
     def _verify(self) -> dict[str, Any]:
-        """Check the new state on this member; return its report on both sides."""
+        """Check the new state on this member; return this member's digests of the state before and after the switch, as
+        a report."""
         begin, rank, layout = time.perf_counter(), self.target_rank, self.proposal.layout
         if rank is not None:
             vps = self.preparation.vps.with_layout(layout, self.proposal.members)
@@ -455,7 +467,11 @@ class Transaction:
         return self._report()
 
     def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
-        """Raise CertificateError if this member's shared extra state differs from that of rank 0 before the moves."""
+        """Raise CertificateError if this member's extra state differs from that of rank 0, which must be equal on all
+        members.
+
+        when: "before" or "after" the moves, for the error.
+        """
         first = self.carried["shared"]
         names = sorted(mine.keys() | first.keys())
         parts = [name for name in names if fingerprint(mine.get(name)) != fingerprint(first.get(name))]
@@ -466,7 +482,7 @@ class Transaction:
             )
 
     def _report(self) -> dict[str, Any]:
-        """Return the folds of this member's digests of both sides, as terms of the sums over all members."""
+        """Return a summary of this member's digests before and after the switch, to be added up over all members."""
         self._measure()
         vps = self.preparation.vps
         for side, (layout, members, rank) in self.sides.items():
@@ -474,7 +490,8 @@ class Transaction:
         return {side: mine and folded(mine) for side, mine in self.shares.items()}
 
     def _measure(self) -> None:
-        """Record the bytes that this member holds at once: the source, new buffers of the target, and staging."""
+        """Record the peak memory of the switch on this member, in bytes: old buffers, newly allocated buffers, and
+        staging."""
         total, end = 0, 0
         for held in sorted([*self.source.values(), *self.target.values()], key=torch.Tensor.data_ptr):
             start, stop = held.data_ptr(), held.data_ptr() + held.nbytes
@@ -485,21 +502,23 @@ class Transaction:
     # ---- the judgement -------------------------------------------------------------------------------------------
 
     def _judge(self, report: dict[str, Any]) -> VoteResult:
-        """Return the decision that follows from the folds of all members. Called on the first member."""
+        """Return the decision that follows from the summed digests of all members. Called on the first member."""
         said = self._certified(report)
         return VoteResult("digest" in said, "" if "digest" in said else "the digests of state differ", said=said)
 
     def _certified(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Return what `certify` finds: {"digest": ...}, {"doubts": ...}, or the text of its error as {"error": ...}."""
+        """Return the result of `certify`, which is {"digest": ...} or {"doubts": ...}; {"error": ...} with the text of
+        its error if it raises one."""
         try:
             return certify(self.preparation.vps, self.proposal.source_layout, self.proposal.layout, report)
         except CertificateError as error:
             return {"error": str(error)}
 
     def _explained(self) -> str:
-        """Return a message that names the tensor that differs, and the members whose copies differ if copies do.
+        """Find out which tensor differs, and return a message that names it. If replicas of the tensor differ, the
+        message also names two members that hold them.
 
-        Called on all members, after folds have differed. The message is the same on all of them.
+        Called on all members, after their summed digests have differed. The message is the same on all of them.
         """
         among = self._session(self.session.key)
         try:
@@ -516,7 +535,7 @@ class Transaction:
     # ---- commit, or undo -----------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """Enter the new world permanently; release the old one once all members have read the record."""
+        """Enter the new world permanently. The old world is released once all members have read the decision."""
         engine, world, ways = self.engine, self.preparation.world, self.preparation.ways
         works, track = self.target_rank is not None, self.control.teardowns.add
         self.swap.keep()
@@ -551,7 +570,7 @@ class Transaction:
                 self.engine.repeat_places()
 
     def _mend_communicator(self) -> None:
-        """Replace the communicator of the old world that the moves used, as failed moves may have broken it.
+        """Replace the communicator of the old world that the moves used, because failed moves may have broken it.
 
         Called on all members. Raises SwitchFailed if it cannot be replaced: the old world cannot compute without it,
         and the job has to end.
@@ -572,7 +591,8 @@ class Transaction:
     # ---- a late switch: the two votes ----------------------------------------------------------------------------
 
     def enter(self, discard: Callable[[], None]) -> bool:
-        """Hold the first vote; return whether this member now trains in the new world. If not, call `settle` at once.
+        """Hold the first vote of a late switch (optimizer state moves during the next global batch); return whether
+        this member now trains in the new world. If not, call `settle` at once.
 
         discard: drops the part of a global batch trained so far, and returns to the beginning of that batch.
         """
@@ -596,16 +616,18 @@ class Transaction:
 
     @property
     def worlds(self) -> tuple[World, ...]:
-        """The worlds before and after the switch that this member currently has."""
+        """The worlds before and after the switch, as far as this member is in them."""
         return tuple(world for world in (self.old_world, self.preparation.world) if world is not None)
 
     @property
     def has_entered(self) -> bool:
-        """Whether the first vote was a yes, so that the new world trains on this member or on others."""
+        """Whether the first vote of a late switch was positive, so that the new world trains on this member or on
+        others."""
         return self._entered is not None and self._entered.commit
 
     def settle(self) -> None:
-        """Hold the second vote of a late switch and act on its result; end a switch that was not entered."""
+        """Hold the second vote of a late switch, and commit or roll back accordingly. If the first vote was negative,
+        only roll back."""
         decision = self._entered
         if decision is None:
             raise RuntimeError("enter comes first")
@@ -619,12 +641,14 @@ class Transaction:
         self.conclude(decision)
 
     def give_up(self, reason: str) -> None:
-        """Decide against the switch for all members, before the second vote; `settle` then rolls it back."""
+        """Decide against a late switch on behalf of all members, before its second vote; `settle` then rolls it
+        back."""
         with suppress(RuntimeError, OSError):
             self._final.decide(VoteResult(False, f"member {self.control.member}: {reason}"))
 
     def _move_late(self) -> None:
-        """Move the late kinds, and compute the digests of both sides. Runs in a background thread."""
+        """Move the optimizer state of a late switch, and compute the digests before and after. Runs in a background
+        thread."""
         begin = time.perf_counter()
         try:
             with on_separate_stream():
@@ -639,9 +663,10 @@ class Transaction:
         self.outcome.late_ms = 1e3 * (time.perf_counter() - begin)
 
     def _arrive(self) -> dict[str, Any]:
-        """Wait until the late kinds have moved; return this member's report on all kinds for the second vote.
+        """Wait until the optimizer state has been moved; return this member's report on all state for the second vote.
 
-        Re-raise an error of the thread that moves them. Every wait in that thread has a timeout.
+        Raises the error of the background thread that moves the state, if it had one. Every wait in that thread has a
+        timeout.
         """
         self._final.stop()
         while self._thread is not None and self._thread.is_alive():
@@ -653,7 +678,7 @@ class Transaction:
 
 
 def _put_back(held: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first."""
+    """Restore tensors: copy the second tensor of each pair into the first."""
     with torch.no_grad():
         for tensor, value in held:
             tensor.copy_(value)

@@ -1,4 +1,5 @@
-"""Sync points: points between two steps at which members' scripts meet, so that late scripts end where others do.
+"""Sync points: points between two steps at which members' scripts meet, so that scripts that started late end together
+with the others.
 
 All members run one script. A member that joined late, or was idle for some epochs, has run through fewer of them, so it
 would start another epoch after the others have left their loops. No timeout can tell this case from a long evaluation,
@@ -43,7 +44,8 @@ A member that takes longer has stopped.
 
 
 class SyncPoints:
-    """The sync points of the scripts: the points between two steps at which this process meets others.
+    """Points between two steps at which this process meets the others, so that a script that started late stays
+    together with them.
 
     If a process has several engines, the first one represents all of them.
 
@@ -62,7 +64,7 @@ class SyncPoints:
     # ---- how far the members are -------------------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Post how many epochs this script has begun. Called at every boundary; posts once in each new world."""
+        """Post how many epochs this script has begun. Called between steps; posts only once in each new world."""
         engine = self._first()
         if engine is None or engine.idle:
             return
@@ -80,12 +82,12 @@ class SyncPoints:
 
     @property
     def late(self) -> tuple[int, ...]:
-        """The members that had begun fewer epochs than others, by the counts posted when this world began."""
+        """The members whose scripts had begun fewer epochs than others when this world began."""
         begun = self._epochs_begun()
         return tuple(member for member, count in begun.items() if count < max(begun.values()))
 
     def _epochs_begun(self) -> dict[int, int]:
-        """Return a map from member to the number of epochs that the member has posted in this world."""
+        """Return, for each member that has posted it in this world, the number of epochs that its script has begun."""
         engine = self._first()
         if engine is None or self._mark is None:
             return {}
@@ -100,25 +102,28 @@ class SyncPoints:
     # ---- sync points -------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, loader: str, is_under_way: bool, sampler_epoch: int) -> int | None:
-        """Begin a pass over a loader; return None if the pass has no batches because others are at another sync point.
+        """Begin a pass over a loader. Return the epoch for the user's sampler, or None if the pass must have no batches
+        because the other members are elsewhere in the script.
 
-        Otherwise return the epoch for the user's sampler: `sampler_epoch`, or the leaders' epoch on a late member.
+        The epoch is `sampler_epoch` or, on a member whose script started late, that of the other members.
 
-        is_under_way: whether the other members are already in the middle of this pass, so that its beginning is no sync
-        point. This happens with a second engine's loader if a member that joins during a step first fetches from the
-        loader during that step.
+        is_under_way: whether the other members are already in the middle of this pass, so that they do not meet at its
+            beginning. This happens with a second engine's loader if a member that joins during a step first fetches
+            from the loader during that step.
         """
         agreed = [sampler_epoch] if is_under_way else self.arrive(f"an epoch of {loader!r}", sampler_epoch)
         self._epochs += 1
         return None if agreed is None else int(agreed[0])
 
     def arrive(self, sync_point: str, *arguments: Any) -> list[Any] | None:
-        """Arrive at a sync point; return the arguments for taking part, or None if other members are at another one.
+        """Arrive at a sync point (a point between two steps at which scripts meet). Return the arguments for taking
+        part, or None if the other members are at another sync point.
 
+        sync_point: a description of the point, such as an epoch of a loader.
         arguments: this member's own arguments, as plain JSON.
 
-        Raises SystemExit(0) if the others' scripts have ended, SystemExit(1) if they ended by an error, and
-        MemberMissing if the leader posts nothing in time.
+        Raises SystemExit(0) if the others' scripts have ended, SystemExit(1) if they ended with an error, and
+        MemberMissing if the member that is furthest ahead posts nothing in time.
         """
         engine = self._first()
         if engine is None or engine.idle or engine.is_discarded or len(engine.members) == 1:
@@ -152,14 +157,15 @@ class SyncPoints:
         return arguments if found is None else list(found[1])
 
     def _epochs_of_all(self) -> dict[int, int] | None:
-        """Return a map from member to its number of epochs; None until all members have posted theirs."""
+        """Return the number of epochs that each member's script has begun; None until all members have posted
+        theirs."""
         self._epochs_begun()
         return self._begun
 
     def _key(self, engine: EngineCore) -> str:
-        """Return the key of the next sync point.
+        """Return the key under which the next sync point is posted.
 
-        The numbers start again after each optimizer step, so a wrong count lasts for one step at most.
+        The numbers in the keys start again after each optimizer step, so a wrong count lasts for one step at most.
         """
         place = engine.segment, engine.global_steps
         if place != self._place:
@@ -174,10 +180,10 @@ def _await(
     look: Callable[[], T | None],
     missing: Callable[[], Collection[int]],
 ) -> T | None:
-    """Return the first result of `look` that is not None.
+    """Call `look` repeatedly, and return its first result that is not None.
 
-    Return None if the world is aborted; the next boundary handles that. Raises SystemExit(0) if the scripts of the
-    missing members have ended, and MemberMissing after `LONGEST_SECONDS`.
+    Returns None if the world can no longer be used; the next boundary handles that. Raises SystemExit(0) if the scripts
+    of the missing members have ended, and MemberMissing after `LONGEST_SECONDS`.
 
     missing: returns the members for which this call waits.
     """

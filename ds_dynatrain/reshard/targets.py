@@ -1,4 +1,5 @@
-"""Target layouts of switches: whether a layout is possible, which member gets which rank, and what memory it takes."""
+"""Target layouts of switches: whether a layout is possible, which member gets which rank, and how much memory is
+needed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from ds_dynatrain.support import Target, refuse_layout, usage
 
 
 class Targets:
-    """Checks of target layouts for one engine.
+    """Checks of the layouts to which one engine may switch.
 
     rule: yields the layouts to consider for n members in an elastic job.
     """
@@ -36,24 +37,30 @@ class Targets:
         self.rule = rule_of(engine.settings.raw_layouts, self._best)
 
     def _best(self, members: int, present: Layout) -> Iterator[Layout]:
-        """Yield layouts for a number of members, best first.
+        """Yield possible layouts for a number of members, best first.
 
         An extension ranks them; without one, layouts with the largest data axis come first.
+
+        present: the current layout.
         """
         found = (extension.best_layouts(members) for extension in self.engine.job.extensions)
         yield from next((layouts for layouts in found if layouts is not None), growing(members, present))
 
     def step_ms(self, target: Layout, members: Sequence[int]) -> dict[str, float]:
-        """Return an extension's prediction of a step's milliseconds in a layout, keyed by part.
-
-        Return {} if no extension predicts it.
+        """Return the step time in a layout as predicted by an extension: milliseconds, keyed by part of the step.
+        Returns {} if no extension predicts it.
 
         members: the member at each rank.
         """
         return next(filter(None, (each.step_ms(target, members) for each in self.engine.job.extensions)), {})
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
-        """Return the layout that a call asks for. Raises SwitchRefused if the engine cannot switch to it."""
+        """Return the layout that the arguments of a call describe. Raises SwitchRefused if the engine cannot switch to
+        it.
+
+        layout: the layout, if it is given as a whole.
+        changes: the axes to change in the current layout otherwise.
+        """
         engine = self.engine
         target = feasible.target_layout(engine.layout, layout, changes)
         refuse_target(target, engine.layout, len(PROCESS.membership.able(engine)))
@@ -61,7 +68,7 @@ class Targets:
         return target
 
     def check(self, target: Layout, processes: int) -> None:
-        """Raise SwitchRefused if this number of processes cannot train the model in a layout."""
+        """Raise SwitchRefused if the model cannot be trained in a layout by this number of processes."""
         engine, host, job = self.engine, self.engine.host, self.engine.job
         refuse_moved_states(host)
         if not engine.idle:
@@ -83,7 +90,8 @@ class Targets:
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
     def check_late(self, target: Layout) -> None:
-        """Raise SwitchRefused if a late switch, in which masters and moments move after the pause, is not supported."""
+        """Raise SwitchRefused if this engine does not support a late switch (optimizer state moves after the pause) to
+        a layout."""
         engine = self.engine
         if engine.is_lean:
             raise usage("late lean switches").refused()
@@ -98,12 +106,12 @@ class Targets:
             raise usage("late switches without a loader").refused()
 
     def placed(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[Layout, Assignment]:
-        """Return the layout with its order of tensors, and the assignment of members to its ranks.
+        """Assign members to the ranks of a layout. Return the layout, with its order of tensors, and the assignment.
 
         Raises SwitchRefused if there are too few members, or too little memory on this node.
 
         without: members that must not get a rank.
-        late: whether the switch is late.
+        late: whether the switch is late (optimizer state moves after the pause).
         """
         pool, engine = self.engine.candidates, self.engine
         able = tuple(member for member in PROCESS.membership.able(engine) if member not in without)
@@ -117,7 +125,12 @@ class Targets:
         return target, found
 
     def assigned(self, target: Layout, able: tuple[int, ...], nodes: Mapping[int, str]) -> tuple[Layout, Assignment]:
-        """Return the layout with its order of tensors, and the assignment of members out of those that are able."""
+        """Assign some of the given members to the ranks of a layout. Return the layout, with its order of tensors, and
+        the assignment.
+
+        able: the members that may get a rank.
+        nodes: the node of each member.
+        """
         if self.engine.settings.owners == "nearest":
             return nearest(self.engine.vps, target, able, nodes)
         target = target.replace(order=None)
@@ -127,13 +140,14 @@ class Targets:
 def needs(
     engine: EngineCore, target: Layout, members: tuple[int, ...], nodes: Mapping[int, str], late: bool = False
 ) -> feasible.Needs:
-    """Return the peak allocation of each member on this member's node: target buffers plus staging, less the source
-    buffers in a lean switch.
+    """Return how many bytes each member on this node allocates in a switch: target buffers and staging, less the source
+    buffers if they are released first.
 
     members: the member at each rank of the target.
     nodes: the node of each member.
-    late: also count training memory, because both sides are held while a global batch is trained. This member's usage
-    so far is assumed for all members, which is safe because each member checks only its own entry.
+    late: whether to add the memory used for training, because in a late switch both states are held while a global
+        batch is trained. The usage of this member so far is assumed for all members, which is safe because each member
+        checks only its own entry.
     """
     beside = Counter({compute_device().type: training_bytes()} if late else {})
     vps, budget = engine.vps, engine.settings.memory_budget_bytes
@@ -169,13 +183,13 @@ def needs(
 
 
 class NodeMemory:
-    """A check that a node has enough memory for all engines of its processes in a change of members.
+    """Check that a node has enough memory for all engines of its processes in a change of members.
 
     The first call of `check` computes the sum, and later calls reuse it, so that memory that engines allocate in the
     meantime is not counted twice. Each engine calls `check` in a thread of its own.
 
     member: this member's number.
-    needs: for each engine, a function that returns the bytes it needs.
+    needs: for each engine, a function that returns the bytes that each member needs.
     nodes: the node of each member.
     """
 
@@ -186,7 +200,8 @@ class NodeMemory:
         self._refusal: SwitchRefused | None = None
 
     def check(self) -> None:
-        """Raise SwitchRefused, on every engine that calls, if memory is too small for all engines together."""
+        """Raise SwitchRefused if the node has too little memory for all engines together. Each engine that calls this
+        gets the same result."""
         with self._lock:
             if not self._is_known:
                 together = Counter[tuple[int, str]]()
